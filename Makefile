@@ -1,0 +1,33 @@
+# Every target sets up .venv itself: Python >= 3.11 and make are all that is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CHECKED := bench executors kernels models paged tests
+
+.PHONY: demo test check format compile clean
+
+demo: $(VENV)/installed-cli
+	$(BIN)/paged generate
+
+test: check
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/mypy -p paged
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format $(CHECKED)
+	$(BIN)/ruff check --fix $(CHECKED)
+
+compile: $(VENV)/installed-dev
+	$(BIN)/python -m bench.compile
+
+$(VENV)/installed-%: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -1,0 +1,169 @@
+"""Compiles every kernel configuration ahead of time, without a GPU, and reports what the compilers made of it.
+
+    python -m bench.compile [--target sm_90 ...] [--only NAME] [--json FILE]
+
+Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` from
+the triton wheel for NVIDIA, the assembly's metadata for AMD. Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import bench.compile_cases
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Shared memory one program may take, bytes: CUDA C++ programming guide, table of technical specifications per compute
+# capability (163, 227 and 227 KB), and 64 KB of LDS on CDNA3.
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS", "UTMALDG", "v_mfma")
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One configuration of one kernel, as a wrapper may launch it.
+
+    signature: every kernel argument in order: "*fp16", "*i32", "i32", "fp32", ... or "constexpr", which None is, too.
+    constexprs: the value of every "constexpr" argument.
+    divisible_by_16: the arguments that the launcher would find divisible by 16 (pointers of torch tensors always are).
+    expect: target -> names of INSTRUCTIONS that the code must contain.
+    targets: those of TARGETS on which the wrapper would launch this configuration.
+    num_stages on gfx942 is 2 at the most: more would only fill its 64 KB of LDS.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible_by_16: tuple[str, ...] = ()
+    expect: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    targets: tuple[str, ...] = tuple(TARGETS)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one case became on one target; memory in bytes, registers a thread."""
+
+    name: str
+    target: str
+    registers: int
+    spills: int
+    shared: int
+    instructions: dict[str, int]
+
+
+def all_cases() -> list[CompileCase]:
+    """Every case of the modules in bench/compile_cases, each of which defines `cases() -> list[CompileCase]`."""
+    names = sorted(module.name for module in pkgutil.iter_modules(bench.compile_cases.__path__))
+    modules = [importlib.import_module(f"bench.compile_cases.{name}") for name in names]
+    return [case for module in modules for case in module.cases()]
+
+
+def compile_case(case: CompileCase, target: str) -> Report:
+    """Compile `case` for one of TARGETS and read the result."""
+    pointers = tuple(name for name, kind in case.signature.items() if kind.startswith("*"))
+    index = {name: position for position, name in enumerate(case.signature)}
+    source = ASTSource(
+        fn=case.kernel,
+        signature=case.signature,
+        constexprs={(index[name],): value for name, value in case.constexprs.items()},
+        attrs={(index[name],): [["tt.divisibility", 16]] for name in (*pointers, *case.divisible_by_16)},
+    )
+    is_amd = target.startswith("gfx")
+    options = {"num_warps": case.num_warps, "num_stages": min(case.num_stages, 2) if is_amd else case.num_stages}
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    shared = int(compiled.metadata.shared)
+    if is_amd:
+        text = compiled.asm["amdgcn"]
+        registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
+    else:
+        registers, spills, text = _read_cubin(compiled.asm["cubin"])
+    counts = {name: len(re.findall(rf"\b{name}", text)) for name in INSTRUCTIONS}
+    return Report(case.name, target, registers, spills, shared, {name: n for name, n in counts.items() if n})
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int, str]:
+    """Registers a thread, spilled bytes a thread and the SASS of a cubin."""
+    cuobjdump = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump*"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def dump(flag: str) -> str:
+            return subprocess.run([cuobjdump, flag, file.name], check=True, capture_output=True, text=True).stdout
+
+        usage, sass = dump("-res-usage"), dump("-sass")
+    (registers,) = re.findall(r"REG:(\d+)", usage)
+    # A stack frame alone is not a spill: spilled values are what local loads and stores move.
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    return int(registers), spills, sass
+
+
+def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[Report]:
+    """Compile each case for each of `targets` that it is meant for."""
+    for case in cases:
+        for target in targets:
+            if target in case.targets:
+                yield compile_case(case, target)
+
+
+def problems(case: CompileCase, report: Report) -> list[str]:
+    """What is wrong with a report: spills, too much shared memory, an expected instruction that is not there."""
+    found = []
+    if report.spills:
+        found.append(f"{report.spills} spills")
+    if report.shared > SHARED_LIMIT[report.target]:
+        found.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
+    found += [f"no {name}" for name in case.expect.get(report.target, ()) if name not in report.instructions]
+    return found
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Print the table; the exit code is 1 where a report shows a problem."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the reports here too")
+    args = parser.parse_args(argv)
+    cases = [case for case in all_cases() if args.only in case.name]
+    by_name = {case.name: case for case in cases}
+    done, failed = [], 0
+    write(f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7}  instructions")
+    for report in reports(cases, args.target):
+        wrong = problems(by_name[report.name], report)
+        failed += bool(wrong)
+        done.append({**asdict(report), "problems": wrong})
+        counts = " ".join(f"{name}:{count}" for name, count in report.instructions.items())
+        write(
+            f"{report.name:56} {report.target:8} {report.registers:4} {report.spills:6} {report.shared:7}  {counts}"
+            + "".join(f"  <- {text}" for text in wrong)
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

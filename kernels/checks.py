@@ -1,0 +1,48 @@
+"""Argument checks shared by the wrappers: shapes, dtypes and devices, on the host, without a device sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paged.kernels.errors import InvalidInputError
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
+    """Raise InvalidInputError unless `tensor` has the expected shape; a str stands for any size and names the axis."""
+    matches = tensor.dim() == len(expected) and all(
+        isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)
+    )
+    if not matches:
+        wanted = ", ".join(str(size) for size in expected)
+        raise InvalidInputError(f"{name}: shape {list(tensor.shape)}, expected [{wanted}]")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise InvalidInputError unless `tensor` has one of the allowed dtypes."""
+    if tensor.dtype not in allowed:
+        raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(str(d) for d in allowed)}")
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise InvalidInputError unless `tensor` lies on `device`."""
+    if tensor.device != device:
+        raise InvalidInputError(f"{name}: on {tensor.device}, expected {device}")
+
+
+def check_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError unless neighbours along the last axis are neighbours in memory."""
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInputError(f"{name}: last dimension has stride {tensor.stride(-1)}, expected 1")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, expected: Sequence[int | str], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    """`check_shape`, `check_dtype` and `check_device` in one call."""
+    check_shape(name, tensor, expected)
+    check_dtype(name, tensor, *dtypes)
+    check_device(name, tensor, device)

@@ -1,0 +1,230 @@
+"""Every operation once more in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
+
+Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+All functions return new float64 (or integer) tensors on the CPU and change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paged.kernels.errors import InvalidInputError
+
+
+def _f64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(device="cpu", dtype=torch.float64)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query row over its own sequence's cached keys, one row and one head at a time.
+
+    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i. It sees position
+    j when j < seq_len, when causal allows it (j <= position), and when position - left <= j <= position + right for
+    the window's edges that are not -1.
+
+    Returns:
+        out [num_tokens, num_q_heads, head_dim] and lse [num_q_heads, num_tokens], natural log; a row that sees nothing
+        gives 0 and -inf. Rows that belong to no sequence (beyond cu_seqlens_q[-1]) stay 0 and -inf.
+    """
+    q, k_cache, v_cache = _f64(q), _f64(k_cache), _f64(v_cache)
+    num_tokens, num_q_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_q_heads // num_kv_heads
+    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    left, right = window_size
+    out = torch.zeros_like(q)
+    lse = torch.full((num_q_heads, num_tokens), -math.inf, dtype=torch.float64)
+    offsets, lengths, table = cu_seqlens_q.tolist(), seq_lens.tolist(), block_table.tolist()
+    for seq, seq_len in enumerate(lengths):
+        first, last = offsets[seq], offsets[seq + 1]
+        slots = [(table[seq][j // block_size], j % block_size) for j in range(seq_len)]
+        for row in range(first, last):
+            position = seq_len - (last - first) + (row - first)
+            low = 0 if left < 0 else max(0, position - left)
+            high = seq_len if right < 0 else min(seq_len, position + right + 1)
+            if causal:
+                high = min(high, position + 1)
+            visible = slots[low : max(high, low)]
+            if not visible:
+                continue
+            blocks, offs = (torch.tensor(column) for column in zip(*visible, strict=True))
+            for head in range(num_q_heads):
+                keys, values = k_cache[blocks, offs, head // group], v_cache[blocks, offs, head // group]
+                scores = keys @ q[row, head] * scale
+                if softcap > 0:
+                    scores = softcap * torch.tanh(scores / softcap)
+                lse[head, row] = torch.logsumexp(scores, 0)
+                out[row, head] = torch.exp(scores - lse[head, row]) @ values
+    return out, lse
+
+
+def merge_attn_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
+
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b; both empty: 0, -inf.
+    out_* [num_tokens, num_heads, head_dim], lse_* [num_heads, num_tokens].
+    """
+    out_a, lse_a, out_b, lse_b = _f64(out_a), _f64(lse_a), _f64(out_b), _f64(lse_b)
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = torch.zeros_like(out_a)
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.where(part_lse == -math.inf, 0.0, torch.exp(part_lse - lse))
+        out += torch.where(weight.T.unsqueeze(-1) == 0, 0.0, weight.T.unsqueeze(-1) * part)
+    return out, lse
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the caches in which row t of key and value stands at slot_mapping[t]; negative slots are skipped."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    block_size = k_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_cache[slot // block_size, slot % block_size] = key[token].to(k_cache.dtype)
+            v_cache[slot // block_size, slot % block_size] = value[token].to(v_cache.dtype)
+    return k_cache, v_cache
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, 2019)."""
+    x, weight = _f64(x), _f64(weight)
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotary embedding (Su et al., 2021) of x [num_tokens, num_heads, head_dim] at `positions` [num_tokens].
+
+    cos_sin_cache [max_position, rotary_dim]: cosines of the rotary_dim / 2 frequencies, then their sines. Pair i is
+    (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) where interleaved; what lies beyond rotary_dim passes through.
+    """
+    x, cos_sin_cache = _f64(x), _f64(cos_sin_cache)
+    half = cos_sin_cache.shape[1] // 2
+    out = x.clone()
+    for token, position in enumerate(positions.tolist()):
+        for i in range(half):
+            cos, sin = cos_sin_cache[position, i], cos_sin_cache[position, half + i]
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            out[token, :, a] = x[token, :, a] * cos - x[token, :, b] * sin
+            out[token, :, b] = x[token, :, b] * cos + x[token, :, a] * sin
+    return out
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where the first half of the last axis is the gate and the second half is up."""
+    gate, up = _f64(x).chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def greedy_argmax(
+    logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Index of the largest logit a row, ties to the smaller index; -1 where no token is left to choose.
+
+    token_mask ([V] or [N, V], bool): False forbids a token. repetition_penalty ([V] or [N, V], above 0): factor a
+    token, 1 for none; positive logits are divided by it, others multiplied (Keskar et al., 2019). NaN and -inf are
+    never chosen.
+    """
+    logits = _f64(logits)
+    rows, vocab_size = logits.shape
+    chosen = torch.full((rows,), -1, dtype=torch.int64)
+    for row in range(rows):
+        best = -math.inf
+        for token in range(vocab_size):
+            value = float(logits[row, token])
+            if token_mask is not None and not bool(token_mask.expand(rows, vocab_size)[row, token]):
+                continue
+            if repetition_penalty is not None:
+                factor = float(repetition_penalty.expand(rows, vocab_size)[row, token])
+                value = value / factor if value > 0 else value * factor
+            if value > best:
+                best, chosen[row] = value, token
+    return chosen
+
+
+def route_tokens(
+    router_logits: torch.Tensor, top_k: int, *, renormalize: bool = True, scoring: str = "softmax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top_k experts a token by score (softmax over the experts, or sigmoid), ties to the smaller index.
+
+    Returns weights [num_tokens, top_k] (summing to 1 a row where renormalize) and ids, int32, by falling score.
+    A row that holds NaN routes to no expert: ids -1, weights NaN.
+    """
+    if scoring not in ("softmax", "sigmoid"):
+        raise InvalidInputError(f"scoring={scoring!r}: expected 'softmax' or 'sigmoid'")
+    logits = _f64(router_logits)
+    scores = torch.softmax(logits, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-logits))
+    weights = torch.full((logits.shape[0], top_k), math.nan, dtype=torch.float64)
+    ids = torch.full((logits.shape[0], top_k), -1, dtype=torch.int32)
+    for token, row in enumerate(scores.tolist()):
+        if any(math.isnan(score) for score in row):
+            continue
+        order = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
+        total = sum(row[expert] for expert in order) if renormalize else 1.0
+        weights[token] = torch.tensor([row[expert] / total for expert in order], dtype=torch.float64)
+        ids[token] = torch.tensor(order, dtype=torch.int32)
+    return weights, ids
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int
+) -> tuple[list[list[int]], list[int], int]:
+    """The definition: for each expert in order, its entries of flattened topk_ids, rising, padded to whole blocks.
+
+    Returns (blocks, expert_ids, num_tokens_post_padded): each block's block_size entries, filled up with
+    topk_ids.numel(), each block's expert, and block_size times the number of blocks. Ids outside [0, num_experts)
+    appear in no block.
+    """
+    flat = topk_ids.flatten().tolist()
+    blocks: list[list[int]] = []
+    expert_ids: list[int] = []
+    for expert in range(num_experts):
+        entries = [index for index, chosen in enumerate(flat) if chosen == expert]
+        for start in range(0, len(entries), block_size):
+            block = entries[start : start + block_size]
+            blocks.append(block + [len(flat)] * (block_size - len(block)))
+            expert_ids.append(expert)
+    return blocks, expert_ids, block_size * len(blocks)
+
+
+def fused_moe(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sum over a token's experts of weight * w2[e] @ silu_and_mul(w1[e] @ x); shapes as in the operation.
+
+    expert_map [num_global_experts] gives each expert's row in w1 and w2, or -1 for experts that live elsewhere and
+    contribute nothing. A token whose weights are NaN yields NaN.
+    """
+    x, w1, w2, weights = _f64(hidden_states), _f64(w1), _f64(w2), _f64(topk_weights)
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token], topk_ids[token].tolist(), strict=True):
+            if torch.isnan(weight):
+                out[token] = math.nan
+                continue
+            local = expert if expert_map is None or expert < 0 else int(expert_map[expert])
+            if local >= 0:
+                out[token] += weight * (w2[local] @ silu_and_mul(w1[local] @ x[token]))
+    return out

@@ -1,0 +1,39 @@
+"""The error family: what was given, what was expected, and everything left as it was."""
+
+from paged.kernels.errors import InvalidInputError, PagedError, UnsupportedError
+
+__all__ = [
+    "CheckpointError",
+    "InvalidInputError",
+    "OutOfBlocksError",
+    "PagedError",
+    "SequenceTooLongError",
+    "StaleHandleError",
+    "UnsupportedError",
+]
+
+
+class OutOfBlocksError(PagedError):
+    """The pool cannot supply the blocks a call needs.
+
+    Attributes:
+        needed: blocks the whole call needs beyond those its sequences hold.
+        free: blocks that could be handed out when it was made.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"needs {needed} more KV cache blocks, {free} are free")
+        self.needed = needed
+        self.free = free
+
+
+class SequenceTooLongError(PagedError):
+    """A sequence would grow beyond the longest length the cache or the model allows."""
+
+
+class CheckpointError(PagedError):
+    """A checkpoint is incomplete, malformed or unsafe; the message names the tensor and the file."""
+
+
+class StaleHandleError(PagedError):
+    """A handle was used after its sequence had been freed."""

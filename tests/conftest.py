@@ -1,0 +1,31 @@
+"""Set before anything imports triton: without a GPU the kernels run in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tensors of a test live: the GPU where there is one."""
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(params=["triton", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test through the Triton kernels and through their PyTorch twins."""
+    monkeypatch.setenv("PAGED_BACKEND", request.param)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
