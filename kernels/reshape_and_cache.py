@@ -1,0 +1,153 @@
+"""Write new keys and values to their slots in the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.backend import use_triton
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
+from paged.kernels.compat import tl, triton
+from paged.kernels.errors import InvalidInputError, UnsupportedError
+from paged.kernels.rms_norm import num_warps
+from paged.kernels.torch_ops import reshape_and_cache as torch_op
+
+
+@triton.jit
+def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
+    """Elements between the start of a cache and its slot; `slot` is int64, so that no product overflows."""
+    return slot // KV_BLOCK_SIZE * stride_block + slot % KV_BLOCK_SIZE * stride_slot
+
+
+@triton.jit
+def _reshape_and_cache_kernel(
+    key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    value_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
+    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
+    slot_mapping_ptr,  # int64 [num_tokens], negative to skip
+    num_tokens,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    stride_k_cache_block,
+    stride_k_cache_slot,
+    stride_k_cache_head,
+    stride_v_cache_block,
+    stride_v_cache_slot,
+    stride_v_cache_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """One program copies BLOCK_ROWS rows, a row being one head of one token."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens, heads = (rows // NUM_HEADS)[:, None], (rows % NUM_HEADS)[:, None]
+    slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (slots >= 0) & (dims < HEAD_DIM)
+    key = tl.load(key_ptr + tokens * stride_key_token + heads * stride_key_head + dims, mask=mask)
+    value = tl.load(value_ptr + tokens * stride_value_token + heads * stride_value_head + dims, mask=mask)
+    k_offsets = slot_offset(slots, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
+    v_offsets = slot_offset(slots, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
+    k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head + dims
+    v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head + dims
+    tl.store(k_ptrs, key.to(k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_ptrs, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write row t of key and value to slot slot_mapping[t] of the caches, converted to their dtype.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], one dtype, any strides with the last
+            dimension contiguous.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset inside the caches; negative skips the token.
+            Slots are distinct.
+        k_scale, v_scale: None; scaled caches are not supported.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        UnsupportedError: a scale was given.
+    """
+    check_cache_write("key", key, "value", value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    if not use_triton(key):
+        torch_op.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+        return
+    if key.numel() == 0:
+        return
+    num_tokens, num_heads, head_dim = key.shape
+    block_rows, block_dim = tile(num_tokens * num_heads, head_dim)
+    _reshape_and_cache_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
+        key_ptr=key,
+        value_ptr=value,
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
+        slot_mapping_ptr=slot_mapping.contiguous(),
+        num_tokens=num_tokens,
+        stride_key_token=key.stride(0),
+        stride_key_head=key.stride(1),
+        stride_value_token=value.stride(0),
+        stride_value_head=value.stride(1),
+        stride_k_cache_block=k_cache.stride(0),
+        stride_k_cache_slot=k_cache.stride(1),
+        stride_k_cache_head=k_cache.stride(2),
+        stride_v_cache_block=v_cache.stride(0),
+        stride_v_cache_slot=v_cache.stride(1),
+        stride_v_cache_head=v_cache.stride(2),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        KV_BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_ROWS=block_rows,
+        BLOCK_DIM=block_dim,
+        num_warps=num_warps(2 * block_rows * block_dim),
+    )
+
+
+def check_cache_write(
+    k_name: str,
+    key: torch.Tensor,
+    v_name: str,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """Checks of every operation that writes keys and values to the caches; the names are those of its arguments."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise UnsupportedError(f"{name}: scaled caches are not supported, expected None")
+    check_shape(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"))
+    check_dtype(k_name, key, *FLOAT_DTYPES)
+    check_tensor(v_name, value, key.shape, (key.dtype,), key.device)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    check_tensor("k_cache", k_cache, ("num_blocks", "block_size", num_kv_heads, head_dim), FLOAT_DTYPES, key.device)
+    check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key.device)
+    check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
+    for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_last_dim_contiguous(name, tensor)
+    if k_cache.shape[1] == 0:
+        raise InvalidInputError("k_cache: block_size 0, expected at least 1")
+
+
+def tile(num_rows: int, row_size: int) -> tuple[int, int]:
+    """Rows and columns, powers of two, of a program that reads two tensors: 1,024 elements of each at most.
+
+    In 4 warps every thread then takes 16 bytes of a 16-bit type from each tensor.
+    """
+    columns = min(triton.next_power_of_2(row_size), 1024)
+    return min(1024 // columns, triton.next_power_of_2(num_rows)), columns

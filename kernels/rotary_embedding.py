@@ -1,0 +1,210 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.backend import use_triton
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
+from paged.kernels.compat import tl, triton
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.rms_norm import num_warps
+from paged.kernels.torch_ops import rotary_embedding as torch_op
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr,  # [num_heads, HEAD_DIM] of one token
+    out_ptr,  # [num_heads, HEAD_DIM], may be x_ptr
+    weight_ptr,  # [HEAD_DIM] of the RMS norm before the rotation, or None
+    cos_sin_ptr,  # [ROTARY_DIM] of the token's position
+    eps,
+    stride_x_head,
+    stride_out_head,
+    heads,  # int64 [BLOCK_HEADS]
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Normalise (with a weight) and rotate some heads of a token, in float32, rounding once."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    in_pairs = pairs < HALF
+    first = pairs * 2 if INTERLEAVED else pairs
+    second = first + 1 if INTERLEAVED else pairs + HALF
+    x_ptrs = x_ptr + heads[:, None] * stride_x_head
+    out_ptrs = out_ptr + heads[:, None] * stride_out_head
+    in_heads = heads[:, None] < NUM_HEADS
+    mask = in_heads & in_pairs[None, :]
+    x1 = tl.load(x_ptrs + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HEAD_DIM > ROTARY_DIM:
+        rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)
+        rest_mask = in_heads & (rest < HEAD_DIM)[None, :]
+        x3 = tl.load(x_ptrs + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
+        if HEAD_DIM > ROTARY_DIM:
+            squares += tl.sum(x3 * x3, axis=1)
+        root = tl.sqrt(squares / HEAD_DIM + eps)[:, None]
+        x1 = x1 / root * tl.load(weight_ptr + first, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+        x2 = x2 / root * tl.load(weight_ptr + second, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+        if HEAD_DIM > ROTARY_DIM:
+            x3 = x3 / root * tl.load(weight_ptr + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    # Warps share the elements of a narrow tile, so in place none may store before all have loaded.
+    tl.debug_barrier()
+    cos = tl.load(cos_sin_ptr + pairs, mask=in_pairs, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + HALF + pairs, mask=in_pairs, other=0.0)[None, :]
+    tl.store(out_ptrs + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    if HEAD_DIM > ROTARY_DIM:
+        tl.store(out_ptrs + rest[None, :], x3.to(out_ptr.dtype.element_ty), mask=rest_mask)
+
+
+@triton.jit
+def _rotary_embedding_kernel(
+    positions_ptr,  # int64 [num_tokens]
+    query_ptr,  # [num_tokens, NUM_Q_HEADS, head_dim]
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, head_dim], or None
+    cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM]
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+    stride_cos_sin_position,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):
+    """One program rotates BLOCK_HEADS heads of a token, in place: first the query's blocks of heads, then the key's."""
+    token = tl.program_id(0).to(tl.int64)
+    head_block = tl.program_id(1)
+    q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
+    offs_head = tl.arange(0, BLOCK_HEADS).to(tl.int64)
+    # Passing ROTARY_DIM for HEAD_DIM leaves what lies beyond it alone.
+    if head_block < q_blocks:
+        row_ptr = query_ptr + token * stride_query_token
+        rotate_heads(
+            x_ptr=row_ptr,
+            out_ptr=row_ptr,
+            weight_ptr=None,
+            cos_sin_ptr=cos_sin_ptr,
+            eps=0.0,
+            stride_x_head=stride_query_head,
+            stride_out_head=stride_query_head,
+            heads=head_block * BLOCK_HEADS + offs_head,
+            NUM_HEADS=NUM_Q_HEADS,
+            HEAD_DIM=ROTARY_DIM,
+            ROTARY_DIM=ROTARY_DIM,
+            INTERLEAVED=INTERLEAVED,
+            BLOCK_PAIRS=BLOCK_PAIRS,
+            BLOCK_REST=0,
+        )
+    elif key_ptr is not None:
+        row_ptr = key_ptr + token * stride_key_token
+        rotate_heads(
+            x_ptr=row_ptr,
+            out_ptr=row_ptr,
+            weight_ptr=None,
+            cos_sin_ptr=cos_sin_ptr,
+            eps=0.0,
+            stride_x_head=stride_key_head,
+            stride_out_head=stride_key_head,
+            heads=(head_block - q_blocks) * BLOCK_HEADS + offs_head,
+            NUM_HEADS=NUM_KV_HEADS,
+            HEAD_DIM=ROTARY_DIM,
+            ROTARY_DIM=ROTARY_DIM,
+            INTERLEAVED=INTERLEAVED,
+            BLOCK_PAIRS=BLOCK_PAIRS,
+            BLOCK_REST=0,
+        )
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate query and key by their positions (Su et al., 2021), in place, in float32, rounded once; both are returned.
+
+    Pair i of a head is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) where interleaved; it becomes
+    (x1 cos - x2 sin, x2 cos + x1 sin). What lies beyond rotary_dim stays.
+
+    Args:
+        positions: int64 [num_tokens], rows of cos_sin_cache.
+        query: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
+        key: [num_tokens, num_kv_heads, head_dim], likewise, or None.
+        cos_sin_cache: float32 [max_position, rotary_dim], last dimension contiguous: rotary_dim / 2 cosines, then as
+            many sines.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+    """
+    check_shape("query", query, ("num_tokens", "num_q_heads", "head_dim"))
+    check_dtype("query", query, *FLOAT_DTYPES)
+    check_last_dim_contiguous("query", query)
+    num_tokens, num_q_heads, head_dim = query.shape
+    if key is not None:
+        check_tensor("key", key, (num_tokens, "num_kv_heads", head_dim), (query.dtype,), query.device)
+        check_last_dim_contiguous("key", key)
+    check_rotary(positions, cos_sin_cache, query)
+    if not use_triton(query):
+        torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
+        return query, key
+    num_kv_heads = 0 if key is None else key.shape[1]
+    rotary_dim = cos_sin_cache.shape[1]
+    if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
+        return query, key
+    block_dim = triton.next_power_of_2(rotary_dim)
+    block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
+    _rotary_embedding_kernel[
+        (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
+    ](
+        positions_ptr=positions.contiguous(),
+        query_ptr=query,
+        key_ptr=key,
+        cos_sin_cache_ptr=cos_sin_cache,
+        stride_query_token=query.stride(0),
+        stride_query_head=query.stride(1),
+        stride_key_token=0 if key is None else key.stride(0),
+        stride_key_head=0 if key is None else key.stride(1),
+        stride_cos_sin_position=cos_sin_cache.stride(0),
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        ROTARY_DIM=rotary_dim,
+        INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=block_dim // 2,
+        num_warps=num_warps(block_heads * block_dim),
+    )
+    return query, key
+
+
+def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:
+    """Checks of the rotary arguments of every operation that rotates `query` [num_tokens, num_q_heads, head_dim]."""
+    check_tensor("positions", positions, (query.shape[0],), (torch.int64,), query.device)
+    check_tensor("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), (torch.float32,), query.device)
+    check_last_dim_contiguous("cos_sin_cache", cos_sin_cache)
+    rotary_dim, head_dim = cos_sin_cache.shape[1], query.shape[2]
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise InvalidInputError(f"cos_sin_cache: rotary_dim {rotary_dim}, expected an even number up to {head_dim}")
+
+
+def heads_per_program(num_q_heads: int, num_kv_heads: int, block_dim: int) -> int:
+    """Heads of `block_dim` elements, a power of two, that a program rotates: 2,048 elements of one token at most.
+
+    In 4 warps every thread then takes 16 bytes of a 16-bit type from each half of a head, and the heads of a program
+    share one load of the cosines and sines.
+    """
+    most_heads: int = triton.next_power_of_2(max(num_q_heads, num_kv_heads))
+    return min(max(2048 // block_dim, 1), most_heads)

@@ -1,0 +1,78 @@
+"""The gated SiLU between the two projections of an MLP."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.backend import use_triton
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from paged.kernels.compat import tl, triton
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.reshape_and_cache import tile
+from paged.kernels.rms_norm import num_warps
+from paged.kernels.torch_ops import silu_and_mul as torch_op
+
+
+@triton.jit
+def _silu_and_mul_kernel(
+    x_ptr,  # [num_rows, 2 * SIZE], gate then up
+    out_ptr,  # [num_rows, SIZE]
+    num_rows,
+    stride_x_row,
+    stride_out_row,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """One program a tile of the output."""
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    columns = (tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
+    mask = (rows < num_rows) & (columns < SIZE)
+    gate_ptrs = x_ptr + rows * stride_x_row + columns
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + rows * stride_out_row + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up with silu(z) = z / (1 + exp(-z)) (Shazeer, 2020), in float32, rounded once.
+
+    Args:
+        x: [..., 2 * size], the gate then up, float32, float16 or bfloat16, any strides.
+        out: [..., size], dtype of x, contiguous; made when not given.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+    """
+    check_dtype("x", x, *FLOAT_DTYPES)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
+    size = x.shape[-1] // 2
+    shape = (*x.shape[:-1], size)
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    check_tensor("out", out, shape, (x.dtype,), x.device)
+    if not out.is_contiguous():
+        raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
+    if not use_triton(x):
+        return torch_op.silu_and_mul(x, out=out)
+    if out.numel() == 0:
+        return out
+    rows = x.reshape(-1, 2 * size)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    num_rows = rows.shape[0]
+    block_rows, block_columns = tile(num_rows, size)
+    _silu_and_mul_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(size, block_columns))](
+        x_ptr=rows,
+        out_ptr=out,
+        num_rows=num_rows,
+        stride_x_row=rows.stride(0),
+        stride_out_row=size,
+        SIZE=size,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        num_warps=num_warps(2 * block_rows * block_columns),
+    )
+    return out

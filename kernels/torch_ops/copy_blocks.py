@@ -1,0 +1,14 @@
+"""Block copies in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor) -> None:
+    """Twin of `kernels.copy_blocks.copy_blocks`; block_pairs is a tensor on the caches' device."""
+    sources, destinations = block_pairs.unbind(1)
+    for cache in caches:
+        cache[destinations] = cache[sources]

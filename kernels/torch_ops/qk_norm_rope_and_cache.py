@@ -1,0 +1,34 @@
+"""Query and key norm, rotary embedding and cache write in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.torch_ops.reshape_and_cache import reshape_and_cache
+from paged.kernels.torch_ops.rms_norm import rms_norm
+from paged.kernels.torch_ops.rotary_embedding import rotary_embedding
+
+
+def qk_norm_rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Twin of `kernels.qk_norm_rope_and_cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
+    wide_q, wide_k = (x.to(torch.float32, copy=True) for x in (q, k))
+    if q_weight is not None and k_weight is not None:
+        rms_norm(wide_q, q_weight, eps, out=wide_q)
+        rms_norm(wide_k, k_weight, eps, out=wide_k)
+    rotary_embedding(positions, wide_q, wide_k, cos_sin_cache, interleaved=interleaved)
+    reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping)
+    return q.copy_(wide_q)
