@@ -1,0 +1,136 @@
+"""Varlen paged attention: prefill chunks, decode steps and verify rows in one call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paged.kernels.attention_call import AttentionCall
+from paged.kernels.attention_kernels import run_attention
+from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.backend import use_triton
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
+from paged.kernels.errors import InvalidInputError, UnsupportedError
+from paged.kernels.torch_ops import paged_attention as torch_op
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(softmax_scale * q k^T) v over each sequence's cached keys, float32 inside.
+
+    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i, so a decode step
+    is a sequence with one query and a prompt one with as many queries as keys. A row that sees no key gives 0 and lse
+    -inf.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
+            cu_seqlens_q[-1] are padding and give 0.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q, last dimension contiguous.
+            num_q_heads is a multiple of num_kv_heads; query head h reads KV head h // (num_q_heads // num_kv_heads).
+        block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
+        cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
+        seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
+        max_seqlen_q: at least the longest query.
+        softmax_scale: 1 / sqrt(head_dim) when not given.
+        causal: position i sees positions <= i.
+        window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
+        softcap: scores become softcap * tanh(score / softcap) when positive (Gemma 2, 2024).
+        plan: this step's `AttentionPlan`, shared by its layers; made for this call when not given.
+        out: like q; made when not given.
+        return_lse: also return the log-sum-exp of the scores, float32 [num_q_heads, num_tokens], natural log.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or values do not fit.
+        UnsupportedError: sinks, alibi_slopes, k_scale or v_scale were given.
+    """
+    for name, value in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if value is not None:
+            raise UnsupportedError(f"{name} is not supported by paged_attention yet")
+    _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_size, softcap)
+    num_tokens, num_q_heads, head_dim = q.shape
+    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    check_tensor("out", out, q.shape, (q.dtype,), q.device)
+    check_last_dim_contiguous("out", out)
+    lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
+    call = AttentionCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=(window_size[0], window_size[1]),
+        softcap=softcap,
+        out=out,
+        lse=lse,
+    )
+    if not use_triton(q):
+        torch_op.paged_attention(call)
+    else:
+        if plan is None:
+            max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
+            plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        run_attention(call, plan)
+    return (out, lse) if lse is not None else out
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> None:
+    check_dtype("q", q, *FLOAT_DTYPES)
+    if q.dim() != 3:
+        raise InvalidInputError(f"q: shape {list(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
+    _, num_q_heads, head_dim = q.shape
+    check_tensor("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", head_dim), (q.dtype,), q.device)
+    check_tensor("v_cache", v_cache, k_cache.shape, (q.dtype,), q.device)
+    num_kv_heads = k_cache.shape[2]
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
+    if not 1 <= head_dim <= 256:
+        raise InvalidInputError(f"q: head_dim {head_dim}, expected 1 to 256")
+    if k_cache.shape[1] == 0:
+        raise InvalidInputError("k_cache: block_size 0, expected a positive one")
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+        check_last_dim_contiguous(name, tensor)
+    check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), q.device)
+    num_seqs = seq_lens.shape[0]
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), (torch.int32,), q.device)
+    check_tensor("block_table", block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
+    if max_seqlen_q < 0:
+        raise InvalidInputError(f"max_seqlen_q: {max_seqlen_q}, expected 0 or more")
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise InvalidInputError(f"window_size: {window_size}, expected (left, right), each -1 or more")
+    if not 0.0 <= softcap < math.inf:
+        raise InvalidInputError(f"softcap: {softcap}, expected 0 or a positive number")

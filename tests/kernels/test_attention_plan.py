@@ -1,0 +1,114 @@
+"""The work list: every key block of every tile exactly once, within the bounds the launches assume, in equal pieces."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from paged.kernels.attention_config import DECODE_MAX_ROWS, device_of
+from paged.kernels.attention_plan import AttentionPlan, AttentionSchedule, AttentionShape
+
+BATCHES = {
+    "decodes of equal length": [(1, 4096)] * 4,
+    "one long, many short": [(1, 60000)] + [(1, 300)] * 20,
+    "a chunk beside long decodes": [(500, 2500), *[(1, 8000)] * 6],
+    "prompts": [(700, 700), (33, 33), (129, 463)],
+    "verify rows": [(5, 900)] * 9,
+    "empty and impossible ones": [(0, 7), (3, 0), (9, 4), (1, 1)],
+    "more sequences than lanes": [(1, 40)] * 700,
+}
+
+
+def _plan(batch: list[tuple[int, int]], group: int, window: int, device: torch.device) -> list[AttentionSchedule]:
+    offsets = torch.tensor([0, *(q for q, _ in batch)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor([seq_len for _, seq_len in batch], dtype=torch.int32, device=device)
+    plan = AttentionPlan(
+        offsets, lengths, max_seqlen_q=max(q for q, _ in batch), max_seqlen_k=max(seq_len for _, seq_len in batch)
+    )
+    shape = AttentionShape(
+        num_tokens=int(offsets[-1]),
+        num_kv_heads=2,
+        group=group,
+        head_dim=64,
+        element_size=2,
+        causal=True,
+        window_size=(window, -1),
+    )
+    return plan.schedules(shape)
+
+
+def _tiles(schedule: AttentionSchedule, batch: list[tuple[int, int]], group: int, window: int, is_decode: bool):  # type: ignore[no-untyped-def]
+    """Each tile's key blocks by definition: those of BLOCK_N keys that hold a key some row of the tile sees."""
+    block_m, block_n = schedule.tile.block_m, schedule.tile.block_n
+    for seq, (q_len, seq_len) in enumerate(batch):
+        rows = q_len * group
+        if rows == 0 or (rows <= DECODE_MAX_ROWS) != is_decode:
+            continue
+        for tile in range(math.ceil(rows / block_m)):
+            tokens = range(tile * block_m // group, min(((tile + 1) * block_m - 1) // group, q_len - 1) + 1)
+            seen = set()
+            for token in (tokens[0], tokens[-1]):
+                position = seq_len - q_len + token
+                low = 0 if window < 0 else max(0, position - window)
+                seen |= {key // block_n for key in (low, position) if 0 <= key < seq_len and low <= position}
+            yield seq, tile, (set(range(min(seen), max(seen) + 1)) if seen else set())
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("group", "window"), [(4, -1), (1, 300), (7, -1)])
+def test_covers_every_key_block_once(name: str, group: int, window: int, device: torch.device) -> None:
+    batch = BATCHES[name]
+    schedules = _plan(batch, group, window, device)
+    has_long = any(q_len * group > DECODE_MAX_ROWS for q_len, _ in batch)
+    assert len(schedules) == 1 + has_long
+    for schedule, is_decode in zip(schedules, (True, False), strict=False):
+        num_items, num_split_tiles = schedule.counts.tolist()
+        assert num_items <= schedule.items.shape[0]
+        assert num_split_tiles <= schedule.split_tiles.shape[0]
+        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for seq, tile, begin, end, slot in schedule.items[:num_items].tolist():
+            found.setdefault((seq, tile), []).append((begin, end, slot))
+        expected = {(seq, tile): blocks for seq, tile, blocks in _tiles(schedule, batch, group, window, is_decode)}
+        assert found.keys() == expected.keys()
+        slots = []
+        for key, pieces in found.items():
+            blocks = [block for begin, end, _ in pieces for block in range(begin, end)]
+            assert blocks == sorted(expected[key]), key
+            assert all((slot >= 0) == (len(pieces) > 1) for _, _, slot in pieces)
+            slots += [slot for _, _, slot in pieces if slot >= 0]
+        assert sorted(slots) == list(range(len(slots)))
+        assert len(slots) <= schedule.partial_out.shape[0]
+        listed = {
+            (seq, tile): list(range(first, first + count))
+            for seq, tile, first, count in schedule.split_tiles[:num_split_tiles].tolist()
+        }
+        assert listed == {key: [slot for *_, slot in pieces] for key, pieces in found.items() if len(pieces) > 1}
+
+
+def test_long_decodes_split_beside_a_prefill_chunk(device: torch.device) -> None:
+    decode, _ = _plan(BATCHES["a chunk beside long decodes"], 4, -1, device)
+    pieces = [end - begin for _, _, begin, end, _ in decode.items[: int(decode.counts[0])].tolist()]
+    assert len(pieces) > 6
+    assert max(pieces) <= 2 * min(pieces)
+
+
+def test_pieces_are_equal_work(device: torch.device) -> None:
+    """One long sequence among short ones: no piece is longer than the share a program may have."""
+    (schedule,) = _plan(BATCHES["one long, many short"], 4, -1, device)
+    lengths = [end - begin for _, _, begin, end, _ in schedule.items[: int(schedule.counts[0])].tolist()]
+    assert max(lengths) <= math.ceil(sum(lengths) / (device_of(device).num_sms * 4 / 2))
+
+
+def test_random_batches_stay_within_bounds(device: torch.device) -> None:
+    rng = random.Random(1)
+    for _ in range(10):
+        batch = [(q := rng.choice([0, 1, 1, 5, 40, 200]), q + rng.randrange(6000)) for _ in range(rng.randrange(1, 30))]
+        for schedule in _plan(batch, rng.choice([1, 3, 8]), rng.choice([-1, 100]), device):
+            num_items, num_split_tiles = schedule.counts.tolist()
+            slots = schedule.items[:num_items, 4].max() + 1
+            assert num_items <= schedule.items.shape[0]
+            assert num_split_tiles <= schedule.split_tiles.shape[0]
+            assert slots <= schedule.partial_out.shape[0]

@@ -1,0 +1,86 @@
+"""A suite is worth what it catches: copies of the kernels with one fault each must turn the attention checks red."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import paged.kernels.attention_kernels
+import paged.kernels.paged_attention
+from tests.kernels.attention_problem import Problem, check
+
+SOURCE = Path(paged.kernels.attention_kernels.__file__ or "").read_text()
+
+PROBLEMS = (
+    Problem("ragged", ((1, 17), (3, 40), (20, 20)), heads=(4, 1)),
+    Problem("window", ((1, 150), (20, 90)), window_size=(33, -1)),
+    Problem("split, coverage", ((1, 2011),), heads=(1, 1), head_dim=64, coverage=True),
+)
+
+# fault -> (text of the kernel, what the faulty copy has in its place)
+MUTATIONS = {
+    "no fault": ("", ""),
+    "the last token of a sequence is dropped": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len - 1"),
+    "one token too many is read": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len + 1"),
+    "the last block is dropped": ("for block in range(full_end, end):", "for block in range(full_end, end - 1):"),
+    "a full block is dropped": (
+        "for block in range(full_begin, full_end):",
+        "for block in range(full_begin + 1, full_end):",
+    ),
+    "a full block is done twice": (
+        "for block in range(full_begin, full_end):",
+        "for block in range(tl.maximum(full_begin - 1, 0), full_end):",
+    ),
+    "no causal mask": (
+        "visible = visible & (offs_n[None, :] <= position[:, None])",
+        "visible = visible & (offs_n[None, :] >= 0)",
+    ),
+    "the causal mask is one off": ("(offs_n[None, :] <= position[:, None])", "(offs_n[None, :] < position[:, None])"),
+    "the window is one off": ("position[:, None] - WINDOW_LEFT)", "position[:, None] - WINDOW_LEFT - 1)"),
+    "no scale": ("scores = scores * (scale * _LOG2E)", "scores = scores * _LOG2E"),
+    "blocks in order, whatever the table says": (
+        "block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)",
+        "block = (offs_n // KV_BLOCK_SIZE).to(tl.int64)",
+    ),
+    "the accumulator is not rescaled": ("v, acc * correction[:, None])", "v, acc)"),
+    "values behind the end are read": ("v = tl.load(v_ptrs, mask=key_mask[:, None], other=0.0)", "v = tl.load(v_ptrs)"),
+    "the wrong head of a group": ("head = kv_head * GROUP + row % GROUP", "head = kv_head * GROUP"),
+    "a split's first piece is not merged": ("for piece in range(num_slots):", "for piece in range(1, num_slots):"),
+    "merged pieces weigh the same": ("weight = tl.exp2(part_lse - _finite(new_max))", "weight = tl.exp2(part_lse * 0)"),
+    "lse in base 2": ("lse * _LN2", "lse"),
+}
+
+
+def _faulty_copy(path: Path, text: str, replacement: str) -> ModuleType:
+    assert text in SOURCE, "the kernel has changed: this mutation no longer applies"
+    path.write_text(SOURCE.replace(text, replacement) if text else SOURCE)
+    spec = importlib.util.spec_from_file_location("faulty_attention_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _first_failure(device: torch.device) -> str | None:
+    for problem in PROBLEMS:
+        try:
+            check(problem, device)
+        except (AssertionError, IndexError):
+            return problem.name
+    return None
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_checks_see_the_fault(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    faulty = _faulty_copy(tmp_path / "faulty_attention_kernels.py", *MUTATIONS[fault])
+    monkeypatch.setattr(paged.kernels.paged_attention, "run_attention", faulty.run_attention)
+    failed = _first_failure(device)
+    assert (failed is None) == (fault == "no fault"), failed
