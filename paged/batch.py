@@ -1,0 +1,141 @@
+"""What goes into a forward and what comes out: plain data, no behaviour beyond its own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paged.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from paged.kv_cache import KvCacheHandle
+
+SeqId = str | int
+
+
+@dataclass(frozen=True)
+class FullLogits:
+    """The item returns its logits, float32 [vocab_size]."""
+
+
+@dataclass(frozen=True)
+class GreedyArgmax:
+    """The item returns its best token id, an int64 scalar, and no logits leave the device.
+
+    token_mask: bool [vocab_size], False forbids a token.
+    repetition_penalty: float32 [vocab_size], a factor a token (1 for none): positive logits are divided by it, others
+    multiplied.
+    """
+
+    token_mask: torch.Tensor | None = None
+    repetition_penalty: torch.Tensor | None = None
+
+
+LogitsPolicy = FullLogits | GreedyArgmax
+
+
+@dataclass(frozen=True)
+class UnifiedBatchItem:
+    """The next tokens of one sequence: a prompt, a chunk of one, or a decode step.
+
+    seq_id: names the sequence; without `kv_cache` the executor's own handle of that id is used, made on first use.
+    q_tokens: the token ids to run, at least one.
+    kv_cache: the handle of the sequence, where the caller owns it.
+    pos_offset: position of the first of q_tokens; it must be the number of tokens the cache holds.
+    is_final_chunk: whether the last token's logits are wanted.
+    metadata: "lora_adapter" names a loaded adapter.
+    """
+
+    seq_id: SeqId
+    q_tokens: Sequence[int]
+    kv_cache: KvCacheHandle | None = None
+    pos_offset: int = 0
+    is_final_chunk: bool = True
+    metadata: dict[str, Any] = field(default_factory=dict)
+    logits_policy: LogitsPolicy = FullLogits()
+
+
+@dataclass(frozen=True)
+class UnifiedBatch:
+    """Items that run in one forward, in any mix of prefill chunks and decode steps."""
+
+    items: Sequence[UnifiedBatchItem]
+
+    @property
+    def total_q_tokens(self) -> int:
+        """Rows the forward computes."""
+        return sum(len(item.q_tokens) for item in self.items)
+
+    @property
+    def num_sampled_items(self) -> int:
+        """Items that get logits."""
+        return sum(item.is_final_chunk for item in self.items)
+
+
+@dataclass(frozen=True)
+class PrefillInput:
+    """Prompts of B sequences.
+
+    input_ids: int64 [B, S]. attention_mask: [B, S], 0 marks padding, on either side. position_ids: [B, S], consecutive
+    from the length of the row's cache. kv_caches: one handle a row, or None for new sequences.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    kv_caches: Sequence[KvCacheHandle] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PrefillOutput:
+    """logits: float32 [B, S, V], or [B, 1, V] for the last token alone; kv_caches: one handle a row."""
+
+    logits: torch.Tensor
+    kv_caches: Sequence[KvCacheHandle]
+
+    def last_token_logits(self) -> torch.Tensor:
+        """Logits of each row's last token, [B, V]."""
+        return self.logits[:, -1]
+
+    @property
+    def kv_cache(self) -> KvCacheHandle:
+        """The handle of the only row.
+
+        Raises:
+            InvalidInputError: there is more than one row.
+        """
+        if len(self.kv_caches) != 1:
+            raise InvalidInputError(f"kv_cache: {len(self.kv_caches)} rows, expected 1; use kv_caches")
+        return self.kv_caches[0]
+
+
+@dataclass(frozen=True)
+class DecodeInput:
+    """One next token a sequence: input_ids int64 [B, 1], kv_cache the handle (B handles where B > 1)."""
+
+    input_ids: torch.Tensor
+    kv_cache: KvCacheHandle | Sequence[KvCacheHandle]
+    position_ids: torch.Tensor | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    logits_policy: LogitsPolicy = FullLogits()
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """logits: float32 [B, V], or int64 [B] token ids under GreedyArgmax; kv_cache: as in the input."""
+
+    logits: torch.Tensor
+    kv_cache: KvCacheHandle | Sequence[KvCacheHandle]
+
+
+@dataclass(frozen=True)
+class KvSlotRequest:
+    """Room for one sequence up to target_len tokens; admission_target_len is checked for fit, not allocated."""
+
+    cache_id: SeqId
+    target_len: int
+    admission_target_len: int | None = None

@@ -1,0 +1,114 @@
+"""One forward as a transaction on the cache: every sequence moves on, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paged.batch import KvSlotRequest, UnifiedBatchItem
+from paged.errors import InvalidInputError, SequenceTooLongError
+from paged.kv_cache import KvCacheHandle
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.kv_cache_tensors import to_device
+from paged.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class ForwardStep:
+    """What a model's forward takes. All tensors lie on the cache's device.
+
+    input_ids: int64 [num_tokens], the items' tokens one after the other.
+    handles: one an item.
+    sample_rows: int64 [num_sampled_items], the row of the last token of every item with `is_final_chunk`, in order.
+    """
+
+    input_ids: torch.Tensor
+    metadata: AttentionMetadata
+    handles: tuple[KvCacheHandle, ...]
+    sample_rows: torch.Tensor
+
+
+@contextmanager
+def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]) -> Iterator[ForwardStep]:
+    """Reserve room for all items and describe the forward; on leaving, the lengths grow by the items' tokens.
+
+    An item without `kv_cache` uses the manager's sequence named `seq_id`, made on first use. Leaving by an exception
+    undoes everything: lengths, room, and the sequences made here.
+
+    Raises:
+        InvalidInputError: a handle is not the manager's, or two items use the same one.
+        StaleHandleError: a handle has been freed.
+        SequenceTooLongError: beyond the cache's `max_seq_len`.
+        OutOfBlocksError: the pool cannot supply the room.
+    """
+    made: list[KvCacheHandle] = []
+    try:
+        handles = []
+        for item in items:
+            handle = item.kv_cache or manager.get_handle(item.seq_id)
+            if handle is None:
+                handle = manager.allocate(item.seq_id)
+                made.append(handle)
+            handles.append(handle)
+        counts = [len(item.q_tokens) for item in items]
+        requests = [
+            KvSlotRequest(handle.cache_id, handle.num_tokens + count)
+            for handle, count in zip(handles, counts, strict=True)
+        ]
+        with manager.reserve(requests) as reservation:
+            metadata = manager.build_metadata(zip(handles, counts, strict=True))
+            tokens = np.fromiter((token for item in items for token in item.q_tokens), np.int64, sum(counts))
+            last_rows = np.cumsum(counts, dtype=np.int64) - 1
+            final = np.array([item.is_final_chunk for item in items], bool)
+            input_ids, sample_rows = to_device((tokens, last_rows[final]), manager.device)
+            yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
+            reservation.commit()
+    except BaseException:
+        for handle in made:
+            manager.free(handle)
+        raise
+
+
+def validate_items(
+    items: Sequence[UnifiedBatchItem],
+    *,
+    vocab_size: int,
+    max_seq_len: int,
+    length_of: Callable[[UnifiedBatchItem], int],
+) -> None:
+    """Check a batch before anything is written. An empty batch is legal.
+
+    Args:
+        length_of: the number of tokens the cache holds for an item; 0 for a sequence it does not know.
+
+    Raises:
+        InvalidInputError: two items of the same sequence, an item without tokens, a `pos_offset` that is not the
+            cache's length, or a token id outside [0, vocab_size).
+        SequenceTooLongError: an item would reach beyond `max_seq_len`.
+    """
+    seq_ids: set[str | int] = set()
+    caches: set[int] = set()
+    for item in items:
+        name = f"item {item.seq_id!r}"
+        if item.seq_id in seq_ids:
+            raise InvalidInputError(f"{name}: its seq_id is given twice")
+        seq_ids.add(item.seq_id)
+        if item.kv_cache is not None:
+            if id(item.kv_cache) in caches:
+                raise InvalidInputError(f"{name}: its kv_cache is given twice")
+            caches.add(id(item.kv_cache))
+        if len(item.q_tokens) == 0:
+            raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")
+        length = length_of(item)
+        if item.pos_offset != length:
+            raise InvalidInputError(f"{name}: pos_offset {item.pos_offset}, expected {length}, the length of its cache")
+        if min(item.q_tokens) < 0 or max(item.q_tokens) >= vocab_size:
+            wrong = next(token for token in item.q_tokens if not 0 <= token < vocab_size)
+            raise InvalidInputError(f"{name}: token id {wrong}, expected 0 <= id < {vocab_size}")
+        end = length + len(item.q_tokens)
+        if end > max_seq_len:
+            raise SequenceTooLongError(f"{name}: would reach {end} tokens, the longest sequence is {max_seq_len}")

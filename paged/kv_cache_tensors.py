@@ -1,0 +1,101 @@
+"""The cache's memory, and the way of host arrays to the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.errors import InvalidInputError
+from paged.kernels.checks import check_shape
+from paged.kernels.copy_blocks import copy_blocks
+from paged.kv_cache import PagedKvCacheConfig
+
+
+class KvCacheTensors:
+    """One storage [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim], K at 0 and V at 1 of axis 1."""
+
+    def __init__(self, config: PagedKvCacheConfig) -> None:
+        dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
+        if not dtype.is_floating_point:
+            raise InvalidInputError(f"dtype: {dtype}, expected a floating point type")
+        self.storage = torch.zeros(
+            (
+                config.num_layers,
+                2,
+                config.num_blocks + 1,
+                config.block_size,
+                config.num_kv_heads,
+                config.head_dim,
+            ),
+            dtype=dtype,
+            device=config.device,
+        )
+        # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
+        self._bytes = self.storage.view(torch.uint8)
+        self._caches: list[torch.Tensor] = [cache for layer in self.storage for cache in layer]
+
+    def k_cache(self, layer: int) -> torch.Tensor:
+        """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim]."""
+        return self._caches[2 * layer]
+
+    def v_cache(self, layer: int) -> torch.Tensor:
+        """Values of one layer, as `k_cache`."""
+        return self._caches[2 * layer + 1]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        return self._bytes.numel() // self.storage.shape[2]
+
+    def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block `source` to `destination` for every pair, K and V of all layers."""
+        if block_pairs:
+            copy_blocks(self._caches, block_pairs)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, K and V of all layers."""
+        if blocks:
+            self._bytes.index_fill_(2, torch.tensor(blocks, device=self.storage.device), 0)
+
+    def check_rows(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise InvalidInputError unless both are [num_tokens, num_kv_heads, head_dim], of the same num_tokens."""
+        check_shape("key", key, ("num_tokens", *self.storage.shape[-2:]))
+        check_shape("value", value, key.shape)
+
+    def write(self, layer: int, slots: NDArray[np.int64], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write K and V [num_tokens, num_kv_heads, head_dim], converted to the cache's dtype, into slots."""
+        index = torch.from_numpy(slots).to(self.storage.device)
+        for cache, rows in zip(self._bytes[layer], (key, value), strict=True):
+            # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
+            dense = rows.to(self.storage).clone(memory_format=torch.contiguous_format)
+            cache.flatten(0, 1)[index] = dense.view(torch.uint8)
+
+    def read(self, layer: int, slots: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V in slots [num_tokens], each [num_tokens, num_kv_heads, head_dim]."""
+        index = torch.from_numpy(slots).to(self.storage.device)
+        key, value = (cache.flatten(0, 1)[index].view(self.storage.dtype) for cache in self._bytes[layer])
+        return key, value
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory where that is a GPU.
+
+    Every tensor starts at a multiple of 64 bytes: Triton compiles a kernel anew for pointers not aligned to 16.
+    """
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + math.ceil(array.nbytes / 64) * 64)
+    host = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    host_bytes = host.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        host_bytes[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    moved = host.to(device, non_blocking=True)
+    return [
+        moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
