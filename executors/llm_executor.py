@@ -1,0 +1,218 @@
+"""Runs a `DecoderOnlyLLM`: real checkpoints in one forward a step, third-party models as they can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from paged.batch import SeqId, UnifiedBatchItem
+from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
+from paged.executors.unified_executor import UnifiedExecutor, cache_id_of, is_decode_step
+from paged.kv_cache import KvCacheHandle
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.models.base import DecoderOnlyLLM
+from paged.models.logits_policy import apply_policies
+from paged.models.registry import load_model
+
+# Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
+ACTIVATIONS_PER_HIDDEN = 14
+
+
+@dataclass(eq=False)
+class ModelCacheHandle:
+    """A sequence whose KV a third-party model keeps: what the executor knows of it."""
+
+    cache_id: SeqId
+    num_tokens: int = 0
+    is_valid: bool = True
+
+    @property
+    def request_id(self) -> SeqId:
+        """The same as `cache_id`."""
+        return self.cache_id
+
+
+class LlmExecutor(UnifiedExecutor):
+    """Every call is the model's unified forward.
+
+    A model whose `unified_forward` raises UnsupportedError is asked once; from then on final items of one token that
+    continue a sequence go to one `decode_batch`, the others to `prefill`, one after the other. The lengths of sequences
+    that a model keeps by itself are kept here, and after a failed call it is told to release the new sequences and to
+    truncate the others, if it can.
+
+    metadata["lora_adapter"] of an item names the adapter its sequence runs with from there on.
+    """
+
+    def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
+        self.model = model
+        self.kv_manager: PagedKvCacheManager | None = getattr(model, "kv_manager", None)
+        self._model_caches: dict[SeqId, ModelCacheHandle] = {}
+        self._is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
+        self._memory = MemoryRequirements(
+            weight_bytes=info.num_parameters * info.dtype.itemsize,
+            kv_bytes_per_token_per_layer=2 * info.num_kv_heads * info.head_dim * info.dtype.itemsize,
+            activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
+        )
+        super().__init__(info)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_seq_len: int | None = None,
+    ) -> LlmExecutor:
+        """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
+
+        Raises:
+            CheckpointError: files are missing or malformed.
+            UnsupportedError: the architecture is not known.
+        """
+        model = load_model(
+            path, device=device, dtype=dtype, num_blocks=num_blocks, block_size=block_size, max_seq_len=max_seq_len
+        )
+        config = model.config
+        info = ModelInfo(
+            model_id=Path(path).name,
+            model_type=model.model_type,
+            num_parameters=model.num_parameters(),
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_seq_len,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        return cls(model, info)
+
+    def capabilities(self) -> ExecutorCapabilities:
+        info, model = self._info, type(self.model)
+        return ExecutorCapabilities(
+            max_batch_size=None if self.kv_manager is None else self.kv_manager.stats().num_blocks,
+            max_sequence_length=min(info.max_sequence_length, self.kv_capacity()),
+            supports_native_unified_decode=self._is_native,
+            supports_chunked_prefill=True,
+            supports_truncate=model.truncate_kv is not DecoderOnlyLLM.truncate_kv,
+            supports_prefix_cache=self.kv_manager is not None and self.kv_manager.config.enable_prefix_cache,
+            supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
+            memory_requirements=self._memory,
+        )
+
+    def supports_native_unified_decode(self) -> bool:
+        return self._is_native
+
+    def kv_capacity(self) -> int:
+        return self.model.kv_capacity()
+
+    def truncate_kv_for_cache_id(self, cache_id: SeqId, new_len: int) -> None:
+        """`truncate_kv` by the sequence's id."""
+        with self._call():
+            self._truncate(cache_id, new_len)
+
+    def cache_metrics_snapshot(self) -> Any | None:
+        return self.model.cache_metrics_snapshot()
+
+    def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
+        return self.model.lora_metrics_snapshot()
+
+    def warmup(self) -> None:
+        with self._call():
+            self.model.prepare()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.model.reset()
+        self._model_caches.clear()
+
+    def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
+        for item in items:
+            if "lora_adapter" in item.metadata:
+                self.model.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
+
+    def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        if self._is_native:
+            try:
+                return self.model.unified_forward(items)
+            except UnsupportedError:
+                self._is_native = False
+        return self._run_apart(items)
+
+    def _run_apart(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        """Decode steps in one `decode_batch`, then prompts one `prefill` each."""
+        decodes = [item for item in items if is_decode_step(item)]
+        steps = [(cache_id_of(item), item.q_tokens[0], item.pos_offset) for item in decodes]
+        decoded: Sequence[torch.Tensor] | torch.Tensor = self.model.decode_batch(steps) if steps else []
+        if len(decoded) != len(steps):
+            raise PagedError(f"decode_batch gave {len(decoded)} rows of logits for {len(steps)} tokens")
+        decoded_rows = iter(decoded)
+        results: list[torch.Tensor | None] = []
+        for item in items:
+            logits = (
+                next(decoded_rows) if is_decode_step(item) else self.model.prefill(cache_id_of(item), item.q_tokens)
+            )
+            is_wanted = item.is_final_chunk and logits is not None
+            results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
+        return results
+
+    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
+        # The default decodes one by one and must be told the length; a model with its own keeps the length too.
+        if type(self.model).forward_verify is DecoderOnlyLLM.forward_verify:
+            return self.model.forward_verify(cache_id_of(item), item.q_tokens, start_pos=item.pos_offset)
+        return self.model.forward_verify(cache_id_of(item), item.q_tokens)
+
+    def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
+        if self.kv_manager is None:
+            for item in items:
+                cache_id = cache_id_of(item)
+                self._model_caches.setdefault(cache_id, ModelCacheHandle(cache_id)).num_tokens += len(item.q_tokens)
+
+    def _roll_back(self, lengths: dict[SeqId, int | None]) -> None:
+        if self.kv_manager is not None:
+            super()._roll_back(lengths)
+            return
+        for cache_id, length in lengths.items():
+            if length is None:
+                self.model.release(cache_id)
+            else:
+                with suppress(UnsupportedError):
+                    self.model.truncate_kv(cache_id, length)
+
+    def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
+        if self.kv_manager is not None:
+            return self.kv_manager.get_handle(cache_id)
+        return cast("KvCacheHandle | None", self._model_caches.get(cache_id))
+
+    def _truncate(self, cache_id: SeqId, new_len: int) -> None:
+        length = self._live_handle(cache_id).num_tokens
+        if not 0 <= new_len <= length:
+            raise InvalidInputError(f"new_len: {new_len}, expected 0 to {length}, the length of {cache_id!r}")
+        self.model.truncate_kv(cache_id, new_len)
+        if self.kv_manager is None:
+            self._model_caches[cache_id].num_tokens = new_len
+
+    def _release(self, cache_id: SeqId) -> None:
+        self.model.release(cache_id)
+        handle = self._model_caches.pop(cache_id, None)
+        if handle is not None:
+            handle.is_valid = False
+
+    def _memory_bytes(self) -> int:
+        needed = self._memory
+        if self.kv_manager is not None:
+            stats = self.kv_manager.stats()
+            return needed.weight_bytes + stats.used_blocks * stats.bytes_per_block
+        num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
+        return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer

@@ -1,0 +1,98 @@
+"""What every executor can be asked: 18 calls, five of them required."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch
+from paged.errors import PagedError, UnsupportedError
+from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
+
+
+class ExecutorShutDownError(PagedError):
+    """The executor was asked to work after `shutdown`."""
+
+
+class ModelExecutor(ABC):
+    """Runs a model on batches of token ids over KV caches.
+
+    Calls are synchronous and come one at a time; `AsyncModelExecutor` queues them. After a call that raised, every
+    cache is as it was before. After `shutdown`, calls that work raise ExecutorShutDownError, and those that only report
+    still answer.
+    """
+
+    @abstractmethod
+    def info(self) -> ModelInfo:
+        """The model's identity and sizes."""
+
+    @abstractmethod
+    def prefill(self, inputs: PrefillInput) -> PrefillOutput:
+        """Run the prompts of B sequences; the logits of each row's last token."""
+
+    @abstractmethod
+    def decode(self, inputs: DecodeInput) -> DecodeOutput:
+        """Run one more token of each sequence."""
+
+    @abstractmethod
+    def capabilities(self) -> ExecutorCapabilities:
+        """What can be asked of this executor."""
+
+    @abstractmethod
+    def status(self) -> ExecutorStatus:
+        """What it is doing and has done."""
+
+    def supports_native_unified_decode(self) -> bool:
+        """Whether `unified_decode` runs any mix of items in one forward."""
+        return False
+
+    def kv_capacity(self) -> int | None:
+        """Tokens that fit into the KV cache over all sequences, None where unknown."""
+        return None
+
+    def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
+        """`prefill` for each, in order."""
+        return [self.prefill(one) for one in inputs]
+
+    def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+        """`decode` for each, in order."""
+        return [self.decode(one) for one in inputs]
+
+    def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
+        """One entry an item, in order: logits float32 [V], or an int64 scalar under GreedyArgmax; None if not final."""
+        raise UnsupportedError(f"{type(self).__name__} has no unified_decode ({len(batch.items)} items given)")
+
+    def forward(self, inputs: Any) -> Any:
+        """A forward in the model's own terms, for executors that have such a thing."""
+        raise UnsupportedError(f"{type(self).__name__} has no forward of its own (given {type(inputs).__name__})")
+
+    def truncate_kv(self, kv_cache: Any, new_len: int) -> None:  # noqa: B027
+        """Roll a sequence back to its first `new_len` tokens."""
+
+    def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+        """Run consecutive tokens of one sequence; the output after each of them."""
+        outputs: list[DecodeOutput] = []
+        for one in inputs:
+            outputs.append(self.decode(replace(one, kv_cache=outputs[-1].kv_cache) if outputs else one))
+        return outputs
+
+    def cache_metrics_snapshot(self) -> Any | None:
+        """What the KV cache measured so far, None where nothing is measured."""
+        return None
+
+    def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
+        """What the LoRA adapters measured so far, None where there are none."""
+        return None
+
+    def warmup(self) -> None:  # noqa: B027
+        """Do now what would otherwise slow the first call."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Refuse work from here on; a second call is harmless."""
+
+    def release_cache(self, seq_id: SeqId) -> None:  # noqa: B027
+        """Give back the KV cache of a sequence; one that does not exist is no error."""

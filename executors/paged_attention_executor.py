@@ -1,0 +1,179 @@
+"""A model whose outputs can be worked out by hand: embeddings go through paged attention unprojected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from paged.batch import SeqId, UnifiedBatchItem
+from paged.errors import InvalidInputError
+from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
+from paged.executors.unified_executor import UnifiedExecutor
+from paged.forward_step import ForwardStep, forward_step
+from paged.kernels.checks import FLOAT_DTYPES
+from paged.kernels.paged_attention import paged_attention
+from paged.kernels.reshape_and_cache import reshape_and_cache
+from paged.kv_cache import KvCacheHandle
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.models.logits_policy import apply_policies
+
+
+@dataclass(frozen=True)
+class PagedExecutorConfig:
+    """Sizes of the model; `embedding` is a formula, so there are no weights.
+
+    one_hot: token t is 1 at index t mod (num_kv_heads * head_dim).
+    sinusoidal: element i of token t is sin((t + 1)(i + 1)), float32.
+
+    Raises:
+        InvalidInputError: a size is not positive, num_heads no multiple of num_kv_heads, or the embedding is unknown.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 8
+    max_sequence_length: int = 512
+    embedding: Literal["one_hot", "sinusoidal"] = "one_hot"
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "embedding" and (not isinstance(value, int) or value < 1):
+                raise InvalidInputError(f"{name}: {value!r}, expected a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidInputError(
+                f"num_heads: {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.embedding not in ("one_hot", "sinusoidal"):
+            raise InvalidInputError(f"embedding: {self.embedding!r}, expected 'one_hot' or 'sinusoidal'")
+
+
+class PagedAttentionExecutor(UnifiedExecutor):
+    """Runs the kernels and the cache with projections that are the identity, so that a test knows every logit.
+
+    At every layer K = V = the token's embedding e, and Q repeats each KV head's slice of e num_heads / num_kv_heads
+    times. The last layer's causal attention, scale 1 / sqrt(head_dim), is the output: logits[j mod vocab_size] +=
+    attn[j] over all num_heads * head_dim elements. With one_hot, in the head that holds the query's index, keys of that
+    index weigh exp(1 / sqrt(head_dim)) and all others 1; in every other head all keys weigh the same.
+
+    Raises:
+        InvalidInputError: the manager's layers, KV heads, head_dim or dtype are not those of the configuration.
+    """
+
+    def __init__(self, config: PagedExecutorConfig, kv_manager: PagedKvCacheManager) -> None:
+        self.config = config
+        self.kv_manager = kv_manager
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            have, want = getattr(kv_manager.config, name), getattr(config, name)
+            if have != want:
+                raise InvalidInputError(f"kv_manager: {name} {have}, expected {want} as in the configuration")
+        cache = kv_manager.k_cache(0)
+        if cache.dtype not in FLOAT_DTYPES:
+            raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {FLOAT_DTYPES}")
+        super().__init__(
+            ModelInfo(
+                model_id=f"paged-attention-{config.embedding}",
+                model_type="paged_attention_oracle",
+                num_parameters=0,
+                hidden_size=config.num_kv_heads * config.head_dim,
+                num_layers=config.num_layers,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                vocab_size=config.vocab_size,
+                max_sequence_length=min(config.max_sequence_length, kv_manager.config.max_seq_len or sys.maxsize),
+                dtype=cache.dtype,
+                device=cache.device,
+            )
+        )
+
+    def capabilities(self) -> ExecutorCapabilities:
+        width = self.config.num_heads * self.config.head_dim
+        return ExecutorCapabilities(
+            max_batch_size=self.kv_manager.stats().num_blocks,
+            max_sequence_length=min(self._info.max_sequence_length, self.kv_capacity()),
+            supports_native_unified_decode=True,
+            supports_chunked_prefill=True,
+            supports_truncate=True,
+            supports_prefix_cache=self.kv_manager.config.enable_prefix_cache,
+            supports_lora=False,
+            memory_requirements=MemoryRequirements(
+                weight_bytes=0,
+                kv_bytes_per_token_per_layer=2 * self._info.hidden_size * self._info.dtype.itemsize,
+                activation_bytes_per_token=(self._info.hidden_size + 2 * width) * self._info.dtype.itemsize,
+            ),
+        )
+
+    def kv_capacity(self) -> int:
+        return self.kv_manager.stats().capacity_tokens
+
+    def cache_metrics_snapshot(self) -> dict[str, Any]:
+        return asdict(self.kv_manager.stats())
+
+    def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        with forward_step(self.kv_manager, items) as step:
+            logits = self._logits(self._attend(step)[step.sample_rows])
+            rows = iter(apply_policies(logits, [item.logits_policy for item in items if item.is_final_chunk]))
+            return [next(rows) if item.is_final_chunk else None for item in items]
+
+    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
+        with forward_step(self.kv_manager, [item]) as step:
+            return self._logits(self._attend(step))
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, num_kv_heads, head_dim]."""
+        width = self._info.hidden_size
+        if self.config.embedding == "one_hot":
+            rows = functional.one_hot(token_ids % width, width)
+        else:
+            scale = torch.arange(1, width + 1, dtype=torch.float32, device=token_ids.device)
+            rows = torch.sin((token_ids + 1).unsqueeze(1).float() * scale)
+        return rows.to(self._info.dtype).view(-1, self.config.num_kv_heads, self.config.head_dim)
+
+    def _attend(self, step: ForwardStep) -> torch.Tensor:
+        """Attention of the last layer, [num_tokens, num_heads * head_dim]; every layer writes its cache and runs."""
+        embedding = self._embed(step.input_ids)
+        query = embedding.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, dim=1)
+        out = torch.empty_like(query)
+        metadata = step.metadata
+        for layer in range(self.config.num_layers):
+            k_cache, v_cache = self.kv_manager.k_cache(layer), self.kv_manager.v_cache(layer)
+            reshape_and_cache(embedding, embedding, k_cache, v_cache, metadata.slot_mapping)
+            paged_attention(
+                query,
+                k_cache,
+                v_cache,
+                block_table=metadata.block_table,
+                cu_seqlens_q=metadata.cu_seqlens_q,
+                seq_lens=metadata.seq_lens,
+                max_seqlen_q=metadata.max_seqlen_q,
+                plan=metadata.plan,
+                out=out,
+            )
+        return out.flatten(1)
+
+    def _logits(self, attention: torch.Tensor) -> torch.Tensor:
+        """logits[j mod vocab_size] += attention[j], as whole rows of vocab_size added up in order, float32."""
+        padded = functional.pad(attention.float(), (0, -attention.shape[1] % self.config.vocab_size))
+        return padded.view(-1, padded.shape[1] // self.config.vocab_size, self.config.vocab_size).sum(1)
+
+    def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
+        return self.kv_manager.get_handle(cache_id)
+
+    def _truncate(self, cache_id: SeqId, new_len: int) -> None:
+        self.kv_manager.truncate(self._live_handle(cache_id), new_len)
+
+    def _release(self, cache_id: SeqId) -> None:
+        handle = self._handle(cache_id)
+        if handle is not None:
+            self.kv_manager.free(handle)
+
+    def _memory_bytes(self) -> int:
+        stats = self.kv_manager.stats()
+        return stats.used_blocks * stats.bytes_per_block

@@ -1,0 +1,117 @@
+"""Rows of token tensors as items of a batch: each row of a prefill or a decode is a sequence of its own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, UnifiedBatchItem
+from paged.errors import InvalidInputError
+from paged.kernels.checks import check_shape
+from paged.kv_cache import KvCacheHandle
+
+
+def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
+    """One item a row, without its padding; a row without a cache gets a sequence id of its own.
+
+    Raises:
+        InvalidInputError: a shape or dtype does not fit, positions have a gap, or there is not one cache a row.
+    """
+    return _items(
+        inputs.input_ids, inputs.attention_mask, inputs.position_ids, inputs.kv_caches, inputs.metadata, FullLogits()
+    )
+
+
+def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
+    """One item of one token a row.
+
+    Raises:
+        InvalidInputError: a shape or dtype does not fit, or there is not one cache a row.
+    """
+    check_shape("input_ids", inputs.input_ids, ("B", 1))
+    caches = inputs.kv_cache if isinstance(inputs.kv_cache, Sequence) else [inputs.kv_cache]
+    if any(cache is None for cache in caches):
+        raise InvalidInputError("kv_cache: None, expected a handle for each row")
+    return _items(inputs.input_ids, None, inputs.position_ids, caches, inputs.metadata, inputs.logits_policy)
+
+
+def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
+    """Consecutive tokens of one sequence as one item.
+
+    Raises:
+        InvalidInputError: as `decode_items`; an input has more than one row, or another sequence or position than the
+            one before it leads to.
+    """
+    rows = [decode_items(one) for one in inputs]
+    first = rows[0][0]
+    for index, (one, row) in enumerate(zip(inputs, rows, strict=True)):
+        if len(row) != 1 or row[0].seq_id != first.seq_id:
+            raise InvalidInputError(
+                f"inputs[{index}]: sequences {[item.seq_id for item in row]}, expected {first.seq_id!r} alone"
+            )
+        if one.position_ids is not None and row[0].pos_offset != first.pos_offset + index:
+            raise InvalidInputError(
+                f"inputs[{index}].position_ids: {row[0].pos_offset}, expected {first.pos_offset + index}"
+            )
+    return replace(first, q_tokens=[row[0].q_tokens[0] for row in rows])
+
+
+def _items(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    kv_caches: Sequence[KvCacheHandle] | None,
+    metadata: dict[str, Any],
+    logits_policy: LogitsPolicy,
+) -> list[UnifiedBatchItem]:
+    check_shape("input_ids", input_ids, ("B", "S"))
+    tokens = _integers("input_ids", input_ids)
+    caches = [None] * len(tokens) if kv_caches is None else kv_caches
+    if not tokens or len(caches) != len(tokens):
+        raise InvalidInputError(
+            f"input_ids: {len(tokens)} rows for {len(caches)} caches, expected one each, at least one"
+        )
+    positions = None
+    if position_ids is not None:
+        check_shape("position_ids", position_ids, input_ids.shape)
+        positions = _integers("position_ids", position_ids)
+    if attention_mask is not None:
+        check_shape("attention_mask", attention_mask, input_ids.shape)
+        mask = attention_mask.tolist()
+        tokens = [_kept(*pair) for pair in zip(tokens, mask, strict=True)]
+        positions = positions and [_kept(*pair) for pair in zip(positions, mask, strict=True)]
+    items = []
+    for row, cache in enumerate(caches):
+        start = 0 if cache is None else cache.num_tokens
+        if positions is not None:
+            start = positions[row][0] if positions[row] else start
+            if positions[row] != list(range(start, start + len(positions[row]))):
+                raise InvalidInputError(
+                    f"position_ids: row {row} holds {positions[row]}, expected consecutive positions"
+                )
+        items.append(
+            UnifiedBatchItem(
+                seq_id=f"prefill-{uuid.uuid4()}" if cache is None else cache.cache_id,
+                q_tokens=tokens[row],
+                kv_cache=cache,
+                pos_offset=start,
+                metadata=metadata,
+                logits_policy=logits_policy,
+            )
+        )
+    return items
+
+
+def _integers(name: str, tensor: torch.Tensor) -> list[list[int]]:
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected integers")
+    rows: list[list[int]] = tensor.tolist()
+    return rows
+
+
+def _kept(row: list[int], mask: list[Any]) -> list[int]:
+    return [value for value, bit in zip(row, mask, strict=True) if bit]

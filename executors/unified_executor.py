@@ -1,0 +1,253 @@
+"""What both executors share: checks, rows and items, results, roll-back and counts around one forward."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+from weakref import WeakSet
+
+import torch
+
+from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch, UnifiedBatchItem
+from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
+from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
+from paged.executors.row_batches import decode_items, prefill_items, verify_item
+from paged.executors.status import ForwardWork, WorkMeter
+from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
+from paged.forward_step import validate_items
+from paged.kv_cache import KvCacheHandle
+from paged.models.logits_policy import apply_policies
+
+R = TypeVar("R")
+
+
+class UnifiedExecutor(ModelExecutor):
+    """Every call that runs the model is one forward over the items of a batch; a subclass says how that is done.
+
+    Caches go by their cache_id: the handle's where the caller gives one, else the item's seq_id.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+        self._meter = WorkMeter(info.device, self._memory_bytes)
+        self._unfinished_prompts: WeakSet[KvCacheHandle] = WeakSet()
+
+    @abstractmethod
+    def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        """The forward: one entry an item, as `unified_decode` returns them."""
+
+    @abstractmethod
+    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
+        """The forward of one item with the logits of every row, float32 [n, V]."""
+
+    def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
+        """Before the forward: the adapters that items name."""
+        for item in items:
+            if item.metadata.get("lora_adapter") is not None:
+                raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
+
+    def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
+        """After a forward, for caches that do not count their tokens themselves."""
+
+    @abstractmethod
+    def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
+        """The live handle of a cache."""
+
+    @abstractmethod
+    def _truncate(self, cache_id: SeqId, new_len: int) -> None:
+        """Roll a live cache back."""
+
+    @abstractmethod
+    def _release(self, cache_id: SeqId) -> None:
+        """Free a cache; one that does not exist is no error."""
+
+    @abstractmethod
+    def _memory_bytes(self) -> int:
+        """Bytes of weights and of the KV cache in use."""
+
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def status(self) -> ExecutorStatus:
+        return self._meter.status()
+
+    @property
+    def prefill_count(self) -> int:
+        """Prompts completed."""
+        return self._meter.prefills
+
+    @property
+    def decode_count(self) -> int:
+        """Tokens run one at a time after a prompt."""
+        return self._meter.decodes
+
+    def supports_native_unified_decode(self) -> bool:
+        return True
+
+    def prefill(self, inputs: PrefillInput) -> PrefillOutput:
+        return self.batch_prefill([inputs])[0]
+
+    def decode(self, inputs: DecodeInput) -> DecodeOutput:
+        return self.batch_decode([inputs])[0]
+
+    def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
+        """All prompts in one forward; logits of the last token of each row, float32 [B, 1, V]."""
+        with self._call():
+            groups = [prefill_items(one) for one in inputs]
+            items = [item for group in groups for item in group]
+            work = ForwardWork(len(items), sum(len(item.q_tokens) for item in items), 0)
+            rows = iter(self._final_rows(items, work))
+            return [
+                PrefillOutput(
+                    logits=torch.stack([next(rows) for _ in group]).unsqueeze(1),
+                    kv_caches=[self._live_handle(cache_id_of(item)) for item in group],
+                )
+                for group in groups
+            ]
+
+    def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+        """All tokens in one forward."""
+        with self._call():
+            groups = [decode_items(one) for one in inputs]
+            items = [item for group in groups for item in group]
+            rows = iter(self._final_rows(items, ForwardWork(0, 0, len(items))))
+            return [
+                DecodeOutput(logits=torch.stack([next(rows) for _ in group]), kv_cache=one.kv_cache)
+                for one, group in zip(inputs, groups, strict=True)
+            ]
+
+    def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
+        with self._call():
+            decodes = sum(is_decode_step(item) and not self._is_unfinished(item) for item in batch.items)
+            work = ForwardWork(batch.num_sampled_items - decodes, batch.total_q_tokens - decodes, decodes)
+            results = self._forward_items(batch.items, work)
+            for item in batch.items:
+                if not item.is_final_chunk:
+                    self._unfinished_prompts.add(self._live_handle(cache_id_of(item)))
+                elif self._unfinished_prompts:
+                    self._unfinished_prompts.discard(self._live_handle(cache_id_of(item)))
+            return results
+
+    def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+        """All tokens of the sequence in one forward, each counted as a decode."""
+        with self._call():
+            if not inputs:
+                return []
+            item = verify_item(inputs)
+
+            def verify() -> list[torch.Tensor]:
+                logits = self._run_verify(item)
+                if logits.shape[0] != len(inputs):
+                    raise PagedError(f"the forward gave {logits.shape[0]} rows of logits for {len(inputs)} tokens")
+                return apply_policies(logits, [one.logits_policy for one in inputs])
+
+            rows = self._all_or_nothing([item], ForwardWork(0, 0, len(inputs)), verify)
+            return [
+                DecodeOutput(logits=row.unsqueeze(0), kv_cache=one.kv_cache)
+                for row, one in zip(rows, inputs, strict=True)
+            ]
+
+    def truncate_kv(self, kv_cache: KvCacheHandle, new_len: int) -> None:
+        with self._call():
+            self._check_handle(kv_cache)
+            self._truncate(kv_cache.cache_id, new_len)
+
+    def release_cache(self, seq_id: SeqId) -> None:
+        with self._call():
+            self._release(seq_id)
+
+    def shutdown(self) -> None:
+        self._meter.state = ExecutorState.SHUTDOWN
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._meter.state is ExecutorState.SHUTDOWN:
+            raise ExecutorShutDownError(f"{self._info.model_id}: the executor was shut down")
+        with self._meter.call(), torch.no_grad():
+            yield
+
+    def _is_unfinished(self, item: UnifiedBatchItem) -> bool:
+        return bool(self._unfinished_prompts) and self._handle(cache_id_of(item)) in self._unfinished_prompts
+
+    def _final_rows(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor]:
+        return [row for row in self._forward_items(items, work) if row is not None]
+
+    def _forward_items(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor | None]:
+        if not items:
+            return []
+
+        def run() -> list[torch.Tensor | None]:
+            results = self._run(items)
+            missing = [
+                item.seq_id for item, row in zip(items, results, strict=False) if item.is_final_chunk and row is None
+            ]
+            if len(results) != len(items) or missing:
+                raise PagedError(
+                    f"the forward gave {len(results)} results for {len(items)} items, no logits for {missing}"
+                )
+            return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
+
+        return self._all_or_nothing(items, work, run)
+
+    def _all_or_nothing(self, items: Sequence[UnifiedBatchItem], work: ForwardWork, run: Callable[[], R]) -> R:
+        """Check the items, run, count; where that raises, every cache is again as it was."""
+        validate_items(
+            items,
+            vocab_size=self._info.vocab_size,
+            max_seq_len=self._info.max_sequence_length,
+            length_of=self._length,
+        )
+        before: dict[SeqId, int | None] = {}
+        for item in items:
+            handle = item.kv_cache or self._handle(item.seq_id)
+            before[cache_id_of(item)] = None if handle is None else handle.num_tokens
+        if len(before) != len(items):
+            raise InvalidInputError(f"items: {len(items)} for {len(before)} sequences, expected one each")
+        try:
+            self._choose_adapters(items)
+            with self._meter.forward(work):
+                results = run()
+                self._advance(items)
+                return results
+        except BaseException:
+            self._roll_back(before)
+            raise
+
+    def _roll_back(self, lengths: dict[SeqId, int | None]) -> None:
+        """Bring caches back to the lengths they had; those with None did not exist."""
+        for cache_id, length in lengths.items():
+            if length is None:
+                self._release(cache_id)
+            elif self._live_handle(cache_id).num_tokens > length:
+                self._truncate(cache_id, length)
+
+    def _length(self, item: UnifiedBatchItem) -> int:
+        if item.kv_cache is not None:
+            self._check_handle(item.kv_cache)
+            return item.kv_cache.num_tokens
+        handle = self._handle(item.seq_id)
+        return 0 if handle is None else handle.num_tokens
+
+    def _check_handle(self, handle: KvCacheHandle) -> None:
+        if not handle.is_valid:
+            raise StaleHandleError(f"kv_cache: {handle!r} has been freed")
+        if self._handle(handle.cache_id) is not handle:
+            raise InvalidInputError(f"kv_cache: {handle!r} belongs to another executor or manager")
+
+    def _live_handle(self, cache_id: SeqId) -> KvCacheHandle:
+        handle = self._handle(cache_id)
+        if handle is None:
+            raise InvalidInputError(f"cache_id: {cache_id!r} has no cache")
+        return handle
+
+
+def cache_id_of(item: UnifiedBatchItem) -> SeqId:
+    """The cache an item continues."""
+    return item.seq_id if item.kv_cache is None else item.kv_cache.cache_id
+
+
+def is_decode_step(item: UnifiedBatchItem) -> bool:
+    """One token after others, with logits: what a decode is."""
+    return item.is_final_chunk and len(item.q_tokens) == 1 and item.pos_offset > 0

@@ -1,0 +1,12 @@
+"""Executors run many forwards: on a CPU they take the PyTorch twins unless a test asks for both backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fast_on_cpu(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cpu":
+        monkeypatch.setenv("PAGED_BACKEND", "torch")
