@@ -1,0 +1,121 @@
+"""Routing, alignment and the two grouped GEMMs at the shapes of Qwen3-30B-A3B and Mixtral 8x7B."""
+
+from __future__ import annotations
+
+from bench.compile import CompileCase
+from paged.kernels.fused_moe import _expert_gemm_kernel, _sum_experts_kernel
+from paged.kernels.moe_align_block_size import _count_kernel, _place_kernel
+from paged.kernels.moe_config import down_tile, gate_up_tile
+from paged.kernels.route_tokens import _route_tokens_kernel
+
+# Experts, experts a token, hidden size, intermediate size.
+QWEN3_30B_A3B = (128, 8, 2048, 768)
+MIXTRAL_8X7B = (8, 2, 4096, 14336)
+
+
+def cases() -> list[CompileCase]:
+    """Every tile that the choosers return, and the kernels around the GEMMs."""
+    qwen = [_gemm(QWEN3_30B_A3B, tokens, gated) for tokens in (8, 1024, 32768) for gated in (True, False)]
+    mixtral = [_gemm(MIXTRAL_8X7B, 32768, gated) for gated in (True, False)]
+    float32 = [_gemm(QWEN3_30B_A3B, 8, gated, "fp32") for gated in (True, False)]
+    return [*qwen, *mixtral, *float32, *_around()]
+
+
+def _gemm(model: tuple[int, int, int, int], num_tokens: int, gated: bool, dtype: str = "bf16") -> CompileCase:
+    num_experts, top_k, hidden_size, intermediate_size = model
+    tile = (gate_up_tile if gated else down_tile)(
+        num_tokens * top_k, num_experts, element_size=4 if dtype == "fp32" else 2
+    )
+    columns, depth = (intermediate_size, hidden_size) if gated else (hidden_size, intermediate_size)
+    signature = {
+        "x_ptr": f"*{dtype}",
+        "w_ptr": f"*{dtype}",
+        "entry_weights_ptr": "constexpr" if gated else "*fp32",
+        "out_ptr": f"*{dtype}",
+        "sorted_token_ids_ptr": "*i32",
+        "expert_ids_ptr": "*i32",
+        "num_tokens_post_padded_ptr": "*i32",
+        "num_entries": "i32",
+        "stride_x_row": "i32",
+        "stride_w_expert": "i32",
+        "stride_w_row": "i32",
+        "K": "i32",
+    }
+    constexprs = {
+        "N": columns,
+        "EVEN_K": depth % tile.block_k == 0,
+        "ENTRIES_PER_ROW": top_k if gated else 1,
+        "GATED": gated,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+    }
+    tensor_cores = {
+        "sm_80": ("HMMA", "LDGSTS"),
+        "sm_90": ("HGMMA" if tile.block_m >= 64 else "HMMA", "LDGSTS"),
+        "gfx942": ("v_mfma",),
+    }
+    operation = "gate_up" if gated else "down"
+    return CompileCase(
+        name=f"moe_{operation} {dtype} {columns}x{depth} block={tile.block_m}x{tile.block_n}x{tile.block_k}",
+        kernel=_expert_gemm_kernel,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs | ({"entry_weights_ptr": None} if gated else {}),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible_by_16=("stride_x_row", "stride_w_expert", "stride_w_row", "K"),
+        expect={} if dtype == "fp32" else tensor_cores,
+    )
+
+
+def _around() -> list[CompileCase]:
+    num_experts, top_k, hidden_size, _ = QWEN3_30B_A3B
+    return [
+        _case(
+            f"moe_route_tokens experts={num_experts}",
+            _route_tokens_kernel,
+            {"logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32"},
+            ("num_tokens", "stride_logits_token", "stride_logits_expert"),
+            {
+                "NUM_EXPERTS": num_experts,
+                "TOP_K": top_k,
+                "RENORMALIZE": True,
+                "SIGMOID": False,
+                "BLOCK_T": 8,
+                "BLOCK_E": 128,
+                "BLOCK_K": 8,
+            },
+        ),
+        _case(
+            f"moe_count experts={num_experts}",
+            _count_kernel,
+            dict.fromkeys(("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr"), "*i32"),
+            ("num_entries", "num_places", "max_num_blocks", "chunk_size"),
+            {"NUM_EXPERTS": num_experts, "BLOCK_E": 128, "TILE": 1024},
+        ),
+        _case(
+            f"moe_place experts={num_experts}",
+            _place_kernel,
+            dict.fromkeys(
+                ("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"),
+                "*i32",
+            ),
+            ("num_entries", "num_chunks", "chunk_size"),
+            {"NUM_EXPERTS": num_experts, "BLOCK_SIZE": 128, "BLOCK_C": 16, "BLOCK_E": 128, "TILE": 1024},
+        ),
+        _case(
+            f"moe_sum_experts hidden={hidden_size}",
+            _sum_experts_kernel,
+            {"parts_ptr": "*bf16", "topk_weights_ptr": "*fp32", "local_ids_ptr": "*i32", "out_ptr": "*bf16"},
+            ("num_experts", "stride_out_token"),
+            {"HIDDEN_SIZE": hidden_size, "TOP_K": top_k, "BLOCK_SIZE": 2048},
+        ),
+    ]
+
+
+def _case(
+    name: str, kernel: object, pointers: dict[str, str], integers: tuple[str, ...], constexprs: dict[str, int]
+) -> CompileCase:
+    signature = pointers | dict.fromkeys(integers, "i32") | dict.fromkeys(constexprs, "constexpr")
+    return CompileCase(name=name, kernel=kernel, signature=signature, constexprs=dict(constexprs))

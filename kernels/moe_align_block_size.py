@@ -1,0 +1,174 @@
+"""Routed entries sorted by expert and padded to whole blocks, so that every tile of a grouped GEMM has one expert."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.backend import use_triton
+from paged.kernels.checks import check_dtype
+from paged.kernels.compat import tl, triton
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.torch_ops import moe_align_block_size as torch_op
+
+# Entries a tile: 16 a thread of 4 warps.
+_TILE = 2048
+# Parts the entries are cut into at the most: every program reads the counts of all parts and experts, and 16 x 512 of
+# them are still one load of 64 a thread; 16 x 128 programs fill 132 SMs.
+_MAX_CHUNKS = 16
+
+
+@triton.jit
+def _count_kernel(
+    topk_ids_ptr,  # [num_entries]
+    counts_ptr,  # [num_chunks, NUM_EXPERTS]
+    sorted_token_ids_ptr,  # [num_places]
+    expert_ids_ptr,  # [max_num_blocks]
+    num_entries,
+    num_places,
+    max_num_blocks,
+    chunk_size,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Count each expert's entries of one chunk, and fill a share of the results with the values of unused places."""
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, chunk_size, TILE):
+        entries = chunk * chunk_size + start + tl.arange(0, TILE)
+        ids = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1)
+        counts += tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < NUM_EXPERTS))
+    tl.store(counts_ptr + chunk * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
+    for start in range(chunk * TILE, num_places, tl.num_programs(0) * TILE):
+        places = start + tl.arange(0, TILE)
+        tl.store(sorted_token_ids_ptr + places, num_entries, mask=places < num_places)
+        tl.store(expert_ids_ptr + places, -1, mask=places < max_num_blocks)
+
+
+@triton.jit
+def _place_kernel(
+    topk_ids_ptr,  # [num_entries]
+    counts_ptr,  # [num_chunks, NUM_EXPERTS]
+    sorted_token_ids_ptr,  # [num_places]
+    expert_ids_ptr,  # [max_num_blocks]
+    num_tokens_post_padded_ptr,  # [1]
+    num_entries,
+    num_chunks,
+    chunk_size,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Place one expert's entries of one chunk behind those of smaller experts and earlier chunks.
+
+    Everything is counted, nothing is claimed by an atomic, so the order is that of the entries in every run.
+    """
+    expert = tl.program_id(0)
+    chunk = tl.program_id(1)
+    num_own = tl.load(counts_ptr + chunk * NUM_EXPERTS + expert)
+    is_first = (expert == 0) & (chunk == 0)
+    if (num_own == 0) & (not is_first):
+        return
+    experts = tl.arange(0, BLOCK_E)
+    chunks = tl.arange(0, BLOCK_C)[:, None]
+    mask = (experts[None, :] < NUM_EXPERTS) & (chunks < num_chunks)
+    counts = tl.load(counts_ptr + chunks * NUM_EXPERTS + experts[None, :], mask=mask, other=0)
+    num_blocks = (tl.sum(counts, axis=0) + BLOCK_SIZE - 1) // BLOCK_SIZE
+    if is_first:
+        tl.store(num_tokens_post_padded_ptr, tl.sum(num_blocks, axis=0) * BLOCK_SIZE)
+    first_block = tl.sum(tl.where(experts < expert, num_blocks, 0), axis=0)
+    num_before = tl.sum(tl.where((experts[None, :] == expert) & (chunks < chunk), counts, 0))
+
+    # The expert's blocks that begin with an entry of this chunk.
+    end = first_block + (num_before + num_own + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for start in range(first_block + (num_before + BLOCK_SIZE - 1) // BLOCK_SIZE, end, TILE):
+        blocks = start + tl.arange(0, TILE)
+        tl.store(expert_ids_ptr + blocks, expert, mask=blocks < end)
+
+    place = first_block * BLOCK_SIZE + num_before
+    for start in range(0, chunk_size, TILE):
+        entries = chunk * chunk_size + start + tl.arange(0, TILE)
+        chosen = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1) == expert
+        ranks = tl.cumsum(chosen.to(tl.int32), axis=0)
+        tl.store(sorted_token_ids_ptr + place + ranks - 1, entries, mask=chosen)
+        place += tl.max(ranks, axis=0)
+
+
+def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
+    """Blocks that `num_entries` routed entries can need, however they are spread: every expert in use may leave
+    block_size - 1 places of its last block empty, and no more experts than entries are in use."""
+    return -(-(num_entries + min(num_experts, num_entries) * (block_size - 1)) // block_size)
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each expert's entries of the flattened topk_ids in rising order, padded to whole blocks, expert after expert.
+
+    Nothing waits for the device: the results have the sizes that the worst spread of entries needs.
+
+    Args:
+        topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
+        block_size: entries a block, at least 1.
+        num_experts: at least 1.
+
+    Returns:
+        sorted_token_ids: int32 [max_num_blocks * block_size], indices into the flattened topk_ids; topk_ids.numel()
+            where a block has room left, and in unused blocks.
+        expert_ids: int32 [max_num_blocks], each block's expert, -1 for unused blocks.
+        num_tokens_post_padded: int32 [1], block_size times the number of blocks in use.
+
+    Raises:
+        InvalidInputError: dtype or strides do not fit, or a size is below 1.
+    """
+    check_dtype("topk_ids", topk_ids, torch.int32)
+    if not topk_ids.is_contiguous():
+        raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")
+    if block_size < 1 or num_experts < 1:
+        raise InvalidInputError(f"block_size, num_experts: {block_size}, {num_experts}, expected at least 1")
+    num_entries, device = topk_ids.numel(), topk_ids.device
+    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    if num_entries == 0 or not use_triton(topk_ids):
+        return torch_op.moe_align_block_size(topk_ids, block_size, num_experts, num_blocks)
+    num_tiles = triton.cdiv(num_entries, _TILE)
+    chunk_size = triton.cdiv(num_tiles, _MAX_CHUNKS) * _TILE
+    num_chunks = triton.cdiv(num_entries, chunk_size)
+    counts = torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device)
+    sorted_token_ids = torch.empty(num_blocks * block_size, dtype=torch.int32, device=device)
+    expert_ids = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    num_tokens_post_padded = torch.empty(1, dtype=torch.int32, device=device)
+    block_e = triton.next_power_of_2(num_experts)
+    _count_kernel[(num_chunks,)](
+        topk_ids_ptr=topk_ids,
+        counts_ptr=counts,
+        sorted_token_ids_ptr=sorted_token_ids,
+        expert_ids_ptr=expert_ids,
+        num_entries=num_entries,
+        num_places=sorted_token_ids.numel(),
+        max_num_blocks=num_blocks,
+        chunk_size=chunk_size,
+        NUM_EXPERTS=num_experts,
+        BLOCK_E=block_e,
+        TILE=_TILE,
+        num_warps=4,
+    )
+    _place_kernel[(num_experts, num_chunks)](
+        topk_ids_ptr=topk_ids,
+        counts_ptr=counts,
+        sorted_token_ids_ptr=sorted_token_ids,
+        expert_ids_ptr=expert_ids,
+        num_tokens_post_padded_ptr=num_tokens_post_padded,
+        num_entries=num_entries,
+        num_chunks=num_chunks,
+        chunk_size=chunk_size,
+        NUM_EXPERTS=num_experts,
+        BLOCK_SIZE=block_size,
+        BLOCK_C=_MAX_CHUNKS,
+        BLOCK_E=block_e,
+        TILE=_TILE,
+        num_warps=4,
+    )
+    return sorted_token_ids, expert_ids, num_tokens_post_padded

@@ -1,0 +1,221 @@
+"""fused_moe against float64, on both backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged import InvalidInputError, UnsupportedError, fused_moe, route_tokens
+from paged.kernels import reference
+from paged.kernels.moe_config import down_tile, gate_up_tile
+from tests.tolerance import assert_close, dtypes
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Every tensor made by torch.empty and its like holds NaN, so that reading what nothing wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).new_empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_inputs(
+    device: torch.device,
+    *,
+    num_tokens: int = 6,
+    hidden_size: int = 48,
+    intermediate_size: int = 40,
+    num_experts: int = 4,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
+    """hidden_states, w1, w2, topk_weights, topk_ids; every product has about unit variance."""
+    hidden_states = torch.randn(num_tokens, hidden_size, device=device)
+    w1 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device) / math.sqrt(hidden_size)
+    w2 = torch.randn(num_experts, hidden_size, intermediate_size, device=device) / math.sqrt(intermediate_size)
+    topk_weights, topk_ids = route_tokens(torch.randn(num_tokens, num_experts, device=device), top_k)
+    return hidden_states.to(dtype), w1.to(dtype), w2.to(dtype), topk_weights, topk_ids
+
+
+def rounded_moe(inputs: Inputs, backend: str) -> torch.Tensor:
+    """The definition, with the roundings to the inputs' dtype that lie between its steps: the activation and each
+    expert's part; in PyTorch both products before them too."""
+    hidden_states, w1, w2, topk_weights, topk_ids = (tensor.cpu() for tensor in inputs)
+
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(hidden_states.dtype).double()
+
+    def product(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return to_dtype(w.double() @ x) if backend == "torch" else w.double() @ x
+
+    total = torch.zeros(hidden_states.shape, dtype=torch.float64)
+    for token, ids in enumerate(topk_ids.tolist()):
+        for k, expert in enumerate(ids):
+            activated = to_dtype(reference.silu_and_mul(product(w1[expert], hidden_states[token].double())))
+            part = product(w2[expert], activated) * topk_weights[token, k]
+            total[token] += part if backend == "torch" else to_dtype(part)
+    return total
+
+
+def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str) -> None:
+    rounded = None if out.dtype == torch.float32 else rounded_moe(inputs, backend)
+    assert_close(out, reference.fused_moe(*inputs), rounded=rounded)
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "top_k"),
+    [(9, 64, 32, 4, 2), (3, 511, 33, 3, 1), (1, 40, 65, 8, 5)],
+)
+def test_matches_reference(
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    backend: str,
+    device: torch.device,
+) -> None:
+    """Sizes that fill their tiles, and sizes that leave a tail in every dimension."""
+    inputs = make_inputs(
+        device,
+        num_tokens=num_tokens,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=num_experts,
+        top_k=top_k,
+        dtype=dtype,
+    )
+    assert_matches(fused_moe(*inputs), inputs, backend)
+
+
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(250, 64), (300, 128)])
+def test_prefill_tiles(num_tokens: int, block_m: int, backend: str, device: torch.device) -> None:
+    """Several blocks an expert, more than a group of them for 64 rows, and two tiles of columns in both GEMMs."""
+    inputs = make_inputs(
+        device,
+        num_tokens=num_tokens,
+        hidden_size=136,
+        intermediate_size=72,
+        num_experts=2,
+        top_k=1,
+        dtype=torch.float16,
+    )
+    inputs[4][: num_tokens // 4] = 1
+    assert gate_up_tile(num_tokens, 2, element_size=2).block_m == block_m
+    assert_matches(fused_moe(*inputs), inputs, backend)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_all_tokens_to_one_expert(expert: int, backend: str, device: torch.device) -> None:
+    inputs = make_inputs(device, num_tokens=40, num_experts=3, top_k=1)
+    inputs[4].fill_(expert)
+    assert_matches(fused_moe(*inputs), inputs, backend)
+
+
+@pytest.mark.usefixtures("backend")
+def test_parts_of_four_ranks_add_up(device: torch.device) -> None:
+    """Two of eight experts live on each rank, in an order of the rank's own; some tokens need one rank alone."""
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=8)
+    topk_ids[:2] = torch.tensor([[0, 4], [5, 1]], device=device)
+    total = torch.zeros_like(hidden_states)
+    for rank in range(4):
+        owned = [rank + 4, rank]
+        expert_map = torch.full((8,), -1, dtype=torch.int32, device=device)
+        expert_map[owned] = torch.arange(2, dtype=torch.int32, device=device)
+        local = (hidden_states, w1[owned], w2[owned], topk_weights, topk_ids)
+        part = fused_moe(*local, expert_map=expert_map)
+        assert_close(part, reference.fused_moe(*local, expert_map=expert_map))
+        total += part
+    assert_close(total, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+
+
+@pytest.mark.usefixtures("backend")
+def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
+    topk_ids[0, 1], topk_ids[2, 0], topk_ids[3] = -1, 4, -1
+    want = reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids.masked_fill(topk_ids == 4, -1))
+    assert_close(fused_moe(hidden_states, w1, w2, topk_weights, topk_ids), want)
+    every = torch.arange(4, dtype=torch.int32, device=device)
+    assert_close(fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, expert_map=every), want)
+
+
+@pytest.mark.usefixtures("backend")
+def test_nan_stays_in_its_row(device: torch.device) -> None:
+    """A token that was routed nowhere, one with a single NaN weight, one whose hidden state holds NaN."""
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
+    topk_weights[1], topk_ids[1] = math.nan, -1
+    topk_weights[3, 1] = math.nan
+    hidden_states[4, 7] = math.nan
+    out = fused_moe(hidden_states, w1, w2, topk_weights, topk_ids)
+    assert out.isnan().all(1).tolist() == [False, True, False, True, True, False]
+    assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+
+
+@pytest.mark.usefixtures("backend")
+def test_no_tokens(device: torch.device) -> None:
+    assert fused_moe(*make_inputs(device, num_tokens=0)).shape == (0, 48)
+
+
+@pytest.mark.usefixtures("backend")
+def test_strided_inputs_and_out(device: torch.device) -> None:
+    """What lies between the rows is NaN and must not be read, also where a row ends inside a tile."""
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
+    strided = [torch.nn.functional.pad(tensor, (8, 16), value=math.nan) for tensor in (hidden_states, w1, w2)]
+    views = [tensor[..., 8:-16] for tensor in strided]
+    out = torch.full((6, 64), math.nan, device=device)[:, 8:56]
+    assert fused_moe(*views, topk_weights, topk_ids, out=out) is out
+    assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+
+
+@pytest.mark.usefixtures("backend")
+def test_weights_beyond_two_billion_elements(device: torch.device, tmp_path: Path) -> None:
+    """Expert 2 begins 2^31 elements into a sparse file (or an untouched allocation on a GPU)."""
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=3, dtype=torch.float16)
+    topk_ids[0, 0] = 2
+    stride, size = 2**30, 2**31 + w1[0].numel()
+    if device.type == "cpu":
+        storage = torch.from_file(str(tmp_path / "w1"), shared=True, size=size, dtype=torch.float16)
+    else:
+        torch.use_deterministic_algorithms(False)
+        storage = torch.empty(size, dtype=torch.float16, device=device)
+    far_w1 = storage.as_strided(w1.shape, (stride, w1.shape[2], 1))
+    far_w1.copy_(w1)
+    near = fused_moe(hidden_states, w1, w2, topk_weights, topk_ids)
+    assert torch.equal(fused_moe(hidden_states, far_w1, w2, topk_weights, topk_ids), near)
+
+
+def test_both_gemms_share_one_order() -> None:
+    for element_size in (2, 4):
+        for num_entries in (1, 16, 17, 1000, 1 << 20):
+            tiles = [tile(num_entries, 8, element_size) for tile in (gate_up_tile, down_tile)]
+            assert tiles[0].block_m == tiles[1].block_m
+
+
+def test_rejects_what_does_not_fit(device: torch.device) -> None:
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
+    fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, activation="silu")
+    with pytest.raises(UnsupportedError, match="activation: 'gelu', known are 'silu'"):
+        fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, activation="gelu")
+    with pytest.raises(InvalidInputError, match=r"w1: shape \[4, 79, 48\], expected \[4, 80, 48\]"):
+        fused_moe(hidden_states, w1[:, 1:], w2, topk_weights, topk_ids)
+    with pytest.raises(InvalidInputError, match="w2: dtype"):
+        fused_moe(hidden_states, w1, w2.half(), topk_weights, topk_ids)
+    with pytest.raises(InvalidInputError, match="w2: last dimension has stride 48"):
+        fused_moe(hidden_states, w1, w2.mT.contiguous().mT, topk_weights, topk_ids)
+    with pytest.raises(InvalidInputError, match="topk_weights: shape"):
+        fused_moe(hidden_states, w1, w2, topk_weights[:, :1], topk_ids)
+    with pytest.raises(InvalidInputError, match="topk_ids: dtype"):
+        fused_moe(hidden_states, w1, w2, topk_weights, topk_ids.long())
+    with pytest.raises(InvalidInputError, match="expert_map: dtype"):
+        fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, expert_map=torch.arange(4, device=device))
+    with pytest.raises(InvalidInputError, match="out: shape"):
+        fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, out=hidden_states[:3])
