@@ -1,6 +1,6 @@
 """Train the bundled demo checkpoint: a Qwen3-MoE of 0.2 million parameters that looks up values in its context.
 
-Run as `python -m paged.models.recall.train` or as a file. It needs transformers, trains on the CPU, and writes the
+Run as `python -m paged.models.recall.train`. It needs transformers, trains on the CPU, and writes the
 Hugging Face folder only where the trained model answers 99 % of held-out prompts in float32 and in bfloat16.
 """
 
@@ -13,21 +13,21 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-if __package__:
-    from .task import MAX_TOKENS, TERMINATOR, WORDS, RecallPrompt, sample_pairs, sample_prompts
-else:
-    from task import MAX_TOKENS, TERMINATOR, WORDS, RecallPrompt, sample_pairs, sample_prompts
+from paged.models.recall.task import MAX_TOKENS, TERMINATOR, WORDS, RecallPrompt, sample_pairs, sample_prompts
 
 UNKNOWN = "<unk>"
 VOCABULARY = [UNKNOWN, TERMINATOR, *WORDS]
 TOKEN_IDS = {token: index for index, token in enumerate(VOCABULARY)}
 MAX_POSITIONS = 1024
 REQUIRED_ACCURACY = 0.99
+SHORTEST_CONTEXT = 16
+# Some initialisations never find the copying heads. One that does is past the shortest context by then.
+PATIENCE = 800
 HELD_OUT_SEED = 1_000_003  # sample_prompts has a random stream of its own, which training never draws from
 
 
@@ -52,7 +52,7 @@ def build_model(seed: int) -> Qwen3MoeForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=32,  # type: ignore[call-arg]
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -107,20 +107,23 @@ def sample_batch(rng: random.Random, max_context: int, num_tokens: int) -> tuple
     return torch.tensor(rows), torch.tensor(masks)
 
 
-def train(model: Qwen3MoeForCausalLM, seed: int, steps: int, learning_rate: float, num_tokens: int) -> None:
-    """Train with contexts of at most 16 tokens, and double that whenever 90 % of the answer tokens are right."""
+def train(model: Qwen3MoeForCausalLM, seed: int, steps: int, learning_rate: float, num_tokens: int) -> bool:
+    """Train with contexts of at most 16 tokens, and double that whenever 90 % of the answer tokens are right.
+
+    Returns whether the model went beyond the shortest context within PATIENCE steps; one that has not is given up.
+    """
     rng = random.Random(f"recall training {seed}")
     optimizer = build_optimizer(model, learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.51 + 0.49 * math.cos(math.pi * step / steps))
     )
-    max_context, running_accuracy = 16, 0.0
+    max_context, running_accuracy = SHORTEST_CONTEXT, 0.0
     progress = tqdm(range(steps), desc="training", unit="step")
     for step in progress:
         tokens, mask = sample_batch(rng, max_context, num_tokens)
         output = model(tokens, output_router_logits=True, use_cache=False)
         logits, targets = output.logits[:, :-1][mask[:, 1:]], tokens[:, 1:][mask[:, 1:]]
-        loss = F.cross_entropy(logits, targets)
+        loss = functional.cross_entropy(logits, targets)
         optimizer.zero_grad()
         # The auxiliary loss keeps all four experts in use.
         (loss + 0.01 * output.aux_loss).backward()
@@ -132,6 +135,9 @@ def train(model: Qwen3MoeForCausalLM, seed: int, steps: int, learning_rate: floa
             progress.set_postfix(loss=f"{loss.item():.4f}", accuracy=f"{running_accuracy:.4f}", context=max_context)
         if running_accuracy > 0.9 and max_context < MAX_TOKENS:
             max_context, running_accuracy = min(MAX_TOKENS, 2 * max_context), 0.0
+        if step == PATIENCE and max_context == SHORTEST_CONTEXT:
+            return False
+    return True
 
 
 @torch.no_grad()
@@ -182,7 +188,8 @@ def main() -> int:
     """Train, evaluate and write; return 1 without writing where the accuracy is too low."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write to (default: here)")
-    parser.add_argument("--seed", type=int, default=0, help="not every seed learns the task: 0 does, 1 does not")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attempts", type=int, default=5, help="initialisations to try until one learns the task")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--batch-tokens", type=int, default=1024)
@@ -194,20 +201,26 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     start = time.perf_counter()
-    tokenizer, model = build_tokenizer(), build_model(args.seed)
-    train(model, args.seed, args.steps, args.learning_rate, args.batch_tokens)
+    tokenizer = build_tokenizer()
+    for attempt in range(args.attempts):
+        seed = args.seed + 1_000_000 * attempt
+        model = build_model(seed)
+        if train(model, seed, args.steps, args.learning_rate, args.batch_tokens):
+            break
+        print(f"attempt {attempt + 1} of {args.attempts} learned nothing in {PATIENCE} steps", file=sys.stderr)
     print(f"trained {sum(p.numel() for p in model.parameters())} parameters in {time.perf_counter() - start:.0f} s")
 
     model.eval()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prompts = sample_prompts(HELD_OUT_SEED, args.held_out)
-    scores = {dtype: accuracy(model.to(dtype), tokenizer, prompts) for dtype in (torch.float32, torch.bfloat16)}
+    scores = {dtype: accuracy(model.to(dtype), tokenizer, prompts) for dtype in (torch.float32, torch.bfloat16)}  # type: ignore[arg-type]
     for dtype, score in scores.items():
         print(f"{str(dtype)[6:]}: {score:.2%} of {len(prompts)} held-out prompts right")
     if min(scores.values()) < REQUIRED_ACCURACY:
         print(f"below {REQUIRED_ACCURACY:.0%}: nothing is written", file=sys.stderr)
         return 1
-    model.to(torch.float32).load_state_dict(weights)
+    model.to(torch.float32)  # type: ignore[arg-type]
+    model.load_state_dict(weights)
     save(model, tokenizer, args.out)
     print(f"written to {args.out}")
     return 0

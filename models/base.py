@@ -1,0 +1,124 @@
+"""What an executor asks of a language model: one sequence at a time is enough, batches and rollback are extras."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paged.batch import SeqId, UnifiedBatchItem
+from paged.errors import InvalidInputError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class LlmRuntimeConfig:
+    """The sizes an executor plans with; max_seq_len counts tokens, prompt and output together."""
+
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_seq_len: int
+
+
+class DecoderOnlyLLM(ABC):
+    """A causal language model that keeps the KV cache of each sequence itself, under the caller's `cache_id`.
+
+    Logits are float32. The four abstract methods are enough for a model to be run; the defaults of the others say so
+    where a capability is missing.
+    """
+
+    @property
+    @abstractmethod
+    def config(self) -> LlmRuntimeConfig:
+        """The model's sizes."""
+
+    @abstractmethod
+    def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
+        """Run tokens at the end of the sequence, which begins here if it is new; the last token's logits, [V]."""
+
+    @abstractmethod
+    def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
+        """Run one token at position `pos`, the sequence's length; its logits, [V]."""
+
+    @abstractmethod
+    def release(self, cache_id: SeqId) -> None:
+        """Forget a sequence; one that does not exist is no error."""
+
+    def cache_metrics_snapshot(self) -> Any | None:
+        """What the KV cache measured so far, or None."""
+        return None
+
+    def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
+        """What the adapters measured so far, or None."""
+        return None
+
+    def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
+        """Run the sequence with a loaded adapter, or with none.
+
+        Raises:
+            UnsupportedError: an adapter was named, and this model takes none.
+        """
+        if adapter is not None:
+            raise UnsupportedError(
+                f"adapter {adapter!r} for cache {cache_id!r}: {type(self).__name__} takes no adapters"
+            )
+
+    def prepare(self) -> None:  # noqa: B027
+        """Do now what would otherwise slow the first request."""
+
+    def kv_capacity(self) -> int:
+        """Tokens that fit into the KV cache, over all sequences."""
+        return self.config.max_seq_len
+
+    def decode_batch(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
+        """`decode` for each (cache_id, token, pos): logits [n, V]."""
+        return self.decode_batch_with_full_logits(items)
+
+    def decode_batch_with_full_logits(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
+        """As `decode_batch`, for callers that need the logits even where a model answers that one with less."""
+        rows = [self.decode(cache_id, token, pos) for cache_id, token, pos in items]
+        return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size)
+
+    def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
+        """Run tokens at the end of the sequence; logits after each of them, [n, V].
+
+        start_pos: the sequence's length; a model that keeps it needs no telling.
+
+        Raises:
+            UnsupportedError: this model does not keep lengths, and start_pos is None.
+            InvalidInputError: tokens is empty.
+        """
+        if start_pos is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} does not keep the length of cache {cache_id!r}: give start_pos"
+            )
+        if len(tokens) == 0:
+            raise InvalidInputError("tokens: empty, expected at least one token id")
+        return torch.stack([self.decode(cache_id, token, start_pos + i) for i, token in enumerate(tokens)])
+
+    def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        """Any mix of prefill chunks and decode steps in one forward.
+
+        One entry an item, in order: None where the chunk is not final; else the last token's logits [V], or under
+        GreedyArgmax the token id, an int64 scalar.
+
+        Raises:
+            UnsupportedError: this model runs one sequence at a time.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no unified forward ({len(items)} items given)")
+
+    def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
+        """Roll the sequence back to its first `new_len` tokens.
+
+        Raises:
+            UnsupportedError: this model cannot.
+        """
+        raise UnsupportedError(f"{type(self).__name__} cannot truncate cache {cache_id!r} to {new_len} tokens")
+
+    def reset(self) -> None:  # noqa: B027
+        """Forget every sequence."""

@@ -1,0 +1,172 @@
+"""The layers decoders are made of. Each knows the checkpoint names of the parameter slices it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paged.kernels.fused_moe import fused_moe
+from paged.kernels.paged_attention import paged_attention
+from paged.kernels.qk_norm_rope_and_cache import qk_norm_rope_and_cache
+from paged.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from paged.kernels.route_tokens import route_tokens
+from paged.kernels.silu_and_mul import silu_and_mul
+from paged.metadata import AttentionMetadata
+from paged.models.decoder_config import DecoderConfig, MoeConfig
+
+# Checkpoint name of a tensor -> the slice of a parameter that it fills.
+WeightSlots = dict[str, torch.Tensor]
+
+
+def empty_parameter(*shape: int) -> nn.Parameter:
+    """Memory for a weight that is loaded, never trained."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """One product for several projections of the same input; `parts` maps their checkpoint names to output sizes."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
+        super().__init__()
+        self.parts = dict(parts)
+        out_features = sum(parts.values())
+        self.weight = empty_parameter(out_features, in_features)
+        self.bias = empty_parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots, start = {}, 0
+        for name, size in self.parts.items():
+            slots[f"{prefix}.{name}.weight"] = self.weight[start : start + size]
+            if self.bias is not None:
+                slots[f"{prefix}.{name}.bias"] = self.bias[start : start + size]
+            start += size
+        return slots
+
+
+class RmsNorm(nn.Module):
+    """RMS norm; with a residual stream, of its sum with x."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normed, residual). With a residual both arguments are changed in place; without, x becomes it."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a paged KV cache."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cos_sin_cache: torch.Tensor
+
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.sizes = {
+            "q_proj": config.num_attention_heads * config.head_dim,
+            "k_proj": config.num_kv_heads * config.head_dim,
+            "v_proj": config.num_kv_heads * config.head_dim,
+        }
+        self.qkv_proj = Linear(config.hidden_size, self.sizes, bias=config.attention_bias)
+        self.o_proj = Linear(self.sizes["q_proj"], {"o_proj": config.hidden_size}, bias=config.attention_bias)
+        self.q_weight = empty_parameter(config.head_dim) if config.qk_norm else None
+        self.k_weight = empty_parameter(config.head_dim) if config.qk_norm else None
+        # A window of W tokens is the token itself and W - 1 before it.
+        self.window_size = (-1, -1) if window is None else (window - 1, -1)
+
+    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+        """Give the layer its cache, and the rotary table that all layers share."""
+        self.k_cache, self.v_cache, self.cos_sin_cache = k_cache, v_cache, cos_sin_cache
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden).split(list(self.sizes.values()), dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
+        q = qk_norm_rope_and_cache(
+            q,
+            k,
+            v,
+            self.k_cache,
+            self.v_cache,
+            metadata.slot_mapping,
+            positions,
+            self.cos_sin_cache,
+            q_weight=self.q_weight,
+            k_weight=self.k_weight,
+            eps=self.eps,
+        )
+        out = q.new_empty(q.shape)
+        paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            block_table=metadata.block_table,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+            max_seqlen_q=metadata.max_seqlen_q,
+            window_size=self.window_size,
+            plan=metadata.plan,
+            out=out,
+        )
+        projected: torch.Tensor = self.o_proj(out.flatten(-2))
+        return projected
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
+        if self.q_weight is not None and self.k_weight is not None:
+            slots |= {f"{prefix}.q_norm.weight": self.q_weight, f"{prefix}.k_norm.weight": self.k_weight}
+        return slots
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return projected
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return self.gate_up_proj.weight_slots(f"{prefix}.mlp") | self.down_proj.weight_slots(f"{prefix}.mlp")
+
+
+class SparseMoe(nn.Module):
+    """A router that sends every token to a few of many gated MLPs."""
+
+    def __init__(self, hidden_size: int, config: MoeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Linear(hidden_size, {"gate": config.num_experts})
+        self.w1 = empty_parameter(config.num_experts, 2 * config.intermediate_size, hidden_size)
+        self.w2 = empty_parameter(config.num_experts, hidden_size, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        topk_weights, topk_ids = route_tokens(self.router(x), self.config.top_k, renormalize=self.config.renormalize)
+        return fused_moe(x, self.w1, self.w2, topk_weights, topk_ids)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        names = self.config
+        slots = self.router.weight_slots(f"{prefix}.{names.block_name}")
+        for expert in range(names.num_experts):
+            expert_prefix = f"{prefix}.{names.block_name}.experts.{expert}"
+            gate, up = self.w1[expert].chunk(2)
+            slots[f"{expert_prefix}.{names.gate_name}.weight"] = gate
+            slots[f"{expert_prefix}.{names.up_name}.weight"] = up
+            slots[f"{expert_prefix}.{names.down_name}.weight"] = self.w2[expert]
+        return slots

@@ -1,0 +1,106 @@
+"""Llama (Touvron et al., 2023; Dubey et al., 2024) and Mistral (Jiang et al., 2023), the same with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.metadata import AttentionMetadata
+from paged.models.decoder_config import DecoderConfig, decoder_config
+from paged.models.hf_config import HfConfig
+from paged.models.layers import Attention, GatedMlp, RmsNorm, SparseMoe, WeightSlots, empty_parameter
+from paged.models.rope import rope_table
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm, on one residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.windows[index])
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        moe = config.moe[index]
+        self.mlp = GatedMlp(config) if moe is None else SparseMoe(config.hidden_size, moe)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, metadata)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            f"{prefix}.input_layernorm.weight": self.input_layernorm.weight,
+            **self.self_attn.weight_slots(f"{prefix}.self_attn"),
+            f"{prefix}.post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+            **self.mlp.weight_slots(prefix),
+        }
+
+
+class Llama(nn.Module):
+    """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = empty_parameter(config.vocab_size, config.hidden_size)
+        layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.layers = cast("Sequence[DecoderLayer]", layers)
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size)
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        """The configuration of this family's checkpoints."""
+        return decoder_config(hf)
+
+    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
+        """Give every layer its cache, and positions below max_seq_len their rotation."""
+        table = rope_table(self.config.rope, self.config.head_dim, max_seq_len, self.embed_tokens.device)
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), table)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""
+        hidden = functional.embedding(input_ids, self.embed_tokens)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions, metadata)
+        normed: torch.Tensor = self.norm(hidden, residual)[0]
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [num_rows, vocab_size]."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return functional.linear(hidden, head).float()
+
+    def weight_slots(self) -> WeightSlots:
+        """Every tensor a checkpoint must hold, by name, and the parameter slice it fills."""
+        slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm.weight}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"model.layers.{index}")
+        if self.lm_head is not None:
+            slots["lm_head.weight"] = self.lm_head
+        return slots
+
+
+class Mistral(Llama):
+    """Llama whose layers all see the last `sliding_window` tokens; null there means all of them."""
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        # transformers takes an absent key for 4096, as the first Mistral published it.
+        window = hf.optional_integer("sliding_window") if "sliding_window" in hf.values else 4096
+        return decoder_config(hf, windows=(window,) * hf.integer("num_hidden_layers"))

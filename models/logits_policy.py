@@ -1,0 +1,42 @@
+"""From logits to what each item asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paged.batch import GreedyArgmax, LogitsPolicy
+from paged.kernels.checks import check_tensor
+from paged.kernels.greedy_argmax import greedy_argmax
+
+
+def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:
+    """One entry a policy: its row of `logits` [n, V], or for GreedyArgmax the best token, all chosen in one call.
+
+    Raises:
+        InvalidInputError: a token mask or repetition penalty does not fit.
+    """
+    answers = list(logits)
+    greedy = {row: policy for row, policy in enumerate(policies) if isinstance(policy, GreedyArgmax)}
+    if greedy:
+        masks = [policy.token_mask for policy in greedy.values()]
+        penalties = [policy.repetition_penalty for policy in greedy.values()]
+        tokens = greedy_argmax(
+            logits[list(greedy)],
+            token_mask=_stacked(
+                "token_mask", masks, torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+            ),
+            repetition_penalty=_stacked("repetition_penalty", penalties, torch.ones_like(logits[0])),
+        )
+        for row, token in zip(greedy, tokens, strict=True):
+            answers[row] = token
+    return answers
+
+
+def _stacked(name: str, rows: Sequence[torch.Tensor | None], neutral: torch.Tensor) -> torch.Tensor | None:
+    """[n, V], `neutral` for rows that are None; None where all are."""
+    given = [row for row in rows if row is not None]
+    for row in given:
+        check_tensor(name, row, neutral.shape, (neutral.dtype,), neutral.device)
+    return torch.stack([neutral if row is None else row for row in rows]) if given else None

@@ -1,0 +1,154 @@
+"""A decoder over a paged KV cache: every way to run it is one forward over a mix of chunks and decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from paged.batch import SeqId, UnifiedBatchItem
+from paged.errors import InvalidInputError
+from paged.forward_step import forward_step, validate_items
+from paged.kv_cache import CacheStats
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.metadata import AttentionMetadata
+from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.models.decoder_config import DecoderConfig
+from paged.models.logits_policy import apply_policies
+
+_WARMUP_ID = "paged.prepare"
+
+
+class DecoderNetwork(Protocol):
+    """What PagedCausalLM runs; `models.llama.Llama` is one."""
+
+    config: DecoderConfig
+
+    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None: ...
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, /
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
+class PagedCausalLM(DecoderOnlyLLM):
+    """A network with the KV caches of its sequences in one manager, each under its cache_id.
+
+    A forward that fails leaves every sequence as it was; one that began with it does not exist. Logits are float32, on
+    the network's device.
+
+    Raises, in every method that runs tokens:
+        InvalidInputError: no tokens, ids outside of the vocabulary, a position that is not the sequence's length, or a
+            sequence that is twice in a batch.
+        OutOfBlocksError, SequenceTooLongError: the cache has no room, or a sequence grows too long; nothing was run.
+    """
+
+    def __init__(self, network: DecoderNetwork, kv_manager: PagedKvCacheManager) -> None:
+        self.network = network
+        self.kv_manager = kv_manager
+        self.model_type = network.config.model_type
+        self.num_attention_heads = network.config.num_attention_heads
+        parameter = next(network.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        known_positions = network.config.max_position_embeddings
+        max_seq_len = min(kv_manager.config.max_seq_len or known_positions, known_positions)
+        self._config = LlmRuntimeConfig(
+            hidden_size=network.config.hidden_size,
+            num_layers=network.config.num_layers,
+            num_kv_heads=network.config.num_kv_heads,
+            head_dim=network.config.head_dim,
+            vocab_size=network.config.vocab_size,
+            max_seq_len=max_seq_len,
+        )
+        network.bind(kv_manager, max_seq_len)
+
+    @property
+    def config(self) -> LlmRuntimeConfig:
+        return self._config
+
+    def num_parameters(self) -> int:
+        """Weights and biases, a tied head once."""
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+    def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
+        with self._logits([self._next_item(cache_id, tokens)]) as logits:
+            return logits[0]
+
+    def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
+        return self.decode_batch_with_full_logits([(cache_id, token, pos)])[0]
+
+    def decode_batch_with_full_logits(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
+        if len(items) == 0:
+            return torch.empty(0, self._config.vocab_size, device=self.device)
+        with self._logits(
+            [UnifiedBatchItem(cache_id, [token], pos_offset=pos) for cache_id, token, pos in items]
+        ) as logits:
+            return logits
+
+    def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
+        with self._logits([self._next_item(cache_id, tokens, start_pos)], all_rows=True) as logits:
+            return logits
+
+    def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        if len(items) == 0:
+            return []
+        with self._logits(items) as logits:
+            answers = iter(apply_policies(logits, [item.logits_policy for item in items if item.is_final_chunk]))
+        return [next(answers) if item.is_final_chunk else None for item in items]
+
+    def prepare(self) -> None:
+        """Run a prompt and a decode step once, so that no request waits for kernels to compile."""
+        try:
+            self.prefill(_WARMUP_ID, [0, 0])
+            self.decode(_WARMUP_ID, 0, 2)
+        finally:
+            self.release(_WARMUP_ID)
+
+    def kv_capacity(self) -> int:
+        return self.kv_manager.config.num_blocks * self.kv_manager.config.block_size
+
+    def cache_metrics_snapshot(self) -> CacheStats:
+        return self.kv_manager.stats()
+
+    def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
+        handle = self.kv_manager.get_handle(cache_id)
+        if handle is None:
+            raise InvalidInputError(f"cache_id: {cache_id!r} names no sequence")
+        self.kv_manager.truncate(handle, new_len)
+
+    def release(self, cache_id: SeqId) -> None:
+        handle = self.kv_manager.get_handle(cache_id)
+        if handle is not None:
+            self.kv_manager.free(handle)
+
+    def reset(self) -> None:
+        for handle in self.kv_manager.handles():
+            self.kv_manager.free(handle)
+
+    @contextmanager
+    def _logits(self, items: Sequence[UnifiedBatchItem], *, all_rows: bool = False) -> Iterator[torch.Tensor]:
+        """One forward; logits of the rows that sample, or of all. The sequences grow once the body ends well."""
+        validate_items(
+            items,
+            vocab_size=self._config.vocab_size,
+            max_seq_len=self._config.max_seq_len,
+            length_of=self._length,
+        )
+        with torch.no_grad(), forward_step(self.kv_manager, items) as step:
+            hidden = self.network(step.input_ids, step.metadata.positions, step.metadata)
+            yield self.network.logits(hidden if all_rows else hidden[step.sample_rows])
+
+    def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
+        item = UnifiedBatchItem(cache_id, tokens)
+        return replace(item, pos_offset=self._length(item) if start_pos is None else start_pos)
+
+    def _length(self, item: UnifiedBatchItem) -> int:
+        handle = item.kv_cache or self.kv_manager.get_handle(item.seq_id)
+        return 0 if handle is None else handle.num_tokens

@@ -1,0 +1,110 @@
+"""From a folder with a Hugging Face checkpoint to a model that runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from paged.errors import InvalidInputError, UnsupportedError
+from paged.kv_cache import PagedKvCacheConfig
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.models.decoder_config import DecoderConfig
+from paged.models.hf_config import HfConfig
+from paged.models.llama import Llama, Mistral
+from paged.models.mixtral import Mixtral
+from paged.models.paged_lm import PagedCausalLM
+from paged.models.qwen3 import Qwen3
+from paged.models.qwen3_moe import Qwen3Moe
+from paged.models.weights import load_weights
+
+ARCHITECTURES: dict[str, type[Llama]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "MixtralForCausalLM": Mixtral,
+    "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
+}
+
+# On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.
+_CPU_SEQUENCES = 4
+_CPU_BYTES = 1 << 30
+# On a GPU: the rest of the memory is for activations.
+_GPU_FRACTION = 0.9
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    max_seq_len: int | None = None,
+) -> PagedCausalLM:
+    """The model of a checkpoint folder (config.json and safetensors), with a KV cache.
+
+    Args:
+        path: the folder.
+        device: CUDA where there is one, else the CPU.
+        dtype: of weights, activations and cache; as the checkpoint says where None.
+        num_blocks: size of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU room
+            for four sequences of full length, at most 1 GiB.
+        block_size: tokens a block.
+        max_seq_len: longest sequence; the model's own limit where None.
+
+    Raises:
+        CheckpointError: the folder is incomplete, malformed or unsafe.
+        UnsupportedError: the architecture, or an option of it, is not known here.
+        InvalidInputError: a size is not positive, or max_seq_len is beyond the model's own limit.
+    """
+    folder = Path(path)
+    hf = HfConfig.read(folder)
+    network_class = _network_class(hf)
+    config = network_class.read_config(hf)
+    known_positions = config.max_position_embeddings
+    max_seq_len = known_positions if max_seq_len is None else max_seq_len
+    if not 1 <= max_seq_len <= known_positions:
+        raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
+    if block_size < 1:
+        raise InvalidInputError(f"block_size: {block_size}, expected at least 1")
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    dtype = config.dtype if dtype is None else dtype
+
+    with torch.device("meta"):
+        network = network_class(config)
+    network = network.to(dtype).to_empty(device=device)
+    load_weights(folder, network.weight_slots(), tied_head=config.tie_word_embeddings)
+    if num_blocks is None:
+        num_blocks = _num_blocks(config, dtype, device, block_size, max_seq_len)
+    kv_config = PagedKvCacheConfig(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype=dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+    )
+    return PagedCausalLM(network, PagedKvCacheManager(kv_config))
+
+
+def _network_class(hf: HfConfig) -> type[Llama]:
+    names = hf.items("architectures", str)
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise UnsupportedError(f"{hf.source}: architectures {names}, known are {', '.join(ARCHITECTURES)}")
+
+
+def _num_blocks(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_size: int, max_seq_len: int
+) -> int:
+    block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return max(1, int(free_bytes * _GPU_FRACTION) // block_bytes)
+    wanted = _CPU_SEQUENCES * -(-max_seq_len // block_size)
+    return max(1, min(wanted, _CPU_BYTES // block_bytes))

@@ -1,0 +1,85 @@
+"""Streams a checkpoint's tensors into the parameter slices they belong to. Only safetensors; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paged.errors import CheckpointError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+def load_weights(folder: Path, slots: Mapping[str, torch.Tensor], *, tied_head: bool) -> None:
+    """Fill every slot, converting to its dtype and device, with the tensor of its name.
+
+    Tensors without a slot are errors, but for the `rotary_emb.inv_freq` buffers of old files and, with tied_head, an
+    lm_head.weight that repeats the embedding.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, there twice, misshapen or not floating point, or a file is
+            missing, unreadable, truncated or outside of the folder; the slots then hold anything.
+    """
+    pending = dict(slots)
+    for file, promised in _files(folder).items():
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                names = sorted(tensors.keys())
+                if absent := sorted(promised - set(names)):
+                    raise CheckpointError(f"{absent[0]}: not in {file}, where the index says it is")
+                for name in names:
+                    if name.endswith("rotary_emb.inv_freq") or (tied_head and name == "lm_head.weight"):
+                        continue
+                    if name not in pending:
+                        problem = "there twice, again in" if name in slots else "unexpected tensor in"
+                        raise CheckpointError(f"{name}: {problem} {file}")
+                    _fill(pending.pop(name), name, tensors, file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: missing, unreadable or truncated ({error})") from error
+    if pending:
+        raise CheckpointError(f"{min(pending)}: missing in {folder} ({len(pending)} of {len(slots)} tensors are)")
+
+
+def _fill(slot: torch.Tensor, name: str, tensors: Any, file: Path) -> None:
+    header = tensors.get_slice(name)
+    shape, dtype = header.get_shape(), header.get_dtype()
+    if shape != list(slot.shape):
+        raise CheckpointError(f"{name}: shape {shape} in {file}, expected {list(slot.shape)}")
+    if dtype not in _FLOATING:
+        raise CheckpointError(f"{name}: dtype {dtype} in {file}, expected {', '.join(_FLOATING)}")
+    slot.copy_(tensors.get_tensor(name))
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The files of a checkpoint, each with the tensors an index promises there."""
+    if (folder / _SINGLE).is_file():
+        return {folder / _SINGLE: set()}
+    index = folder / _INDEX
+    if not index.is_file():
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        reason = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "neither is there"
+        raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: unreadable, or without a weight_map object ({error!r})") from error
+    files: dict[Path, set[str]] = {}
+    for name, entry in weight_map:
+        files.setdefault(_inside(folder, name, entry, index), set()).add(name)
+    return files
+
+
+def _inside(folder: Path, name: str, entry: Any, index: Path) -> Path:
+    """The file an index entry names. A plain name may be a symlink, as the Hub's cache makes them."""
+    if not isinstance(entry, str) or "\0" in entry or Path(entry).is_absolute():
+        raise CheckpointError(f"{name}: {entry!r} in {index} is no relative file name")
+    file = folder / entry
+    if Path(entry).name != entry and not file.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{name}: {entry!r} in {index} lies outside of the folder")
+    return file

@@ -1,0 +1,168 @@
+"""Which config.json makes a model, and which is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
+from paged.models.registry import load_model
+from tests.models.families import FAMILIES, save_checkpoint, tokens
+
+
+@pytest.fixture
+def folder(llama_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
+
+
+def edit_config(folder: Path, *dropped: str, **values: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({key: value for key, value in config.items() if key not in dropped}))
+
+
+def test_what_a_model_says_of_itself(llama_folder: Path) -> None:
+    model = load_model(llama_folder)
+    config = model.config
+    assert (config.hidden_size, config.num_layers, config.vocab_size, config.max_seq_len) == (64, 2, 128, 128)
+    assert (config.num_kv_heads, config.head_dim, model.num_attention_heads) == (2, 32, 4)
+    assert (model.model_type, model.dtype) == ("llama", torch.float32)
+    # Embedding and head; then a layer's q and o, k and v, MLP, two norms; then the final norm.
+    layer = 2 * 128 * 64 + 2 * 64 * 64 + 3 * 96 * 64 + 2 * 64
+    assert model.num_parameters() == 2 * 128 * 64 + 2 * layer + 64
+
+
+def test_cache_on_a_cpu_holds_four_sequences(llama_folder: Path) -> None:
+    assert load_model(llama_folder, device="cpu").kv_capacity() == 4 * 128
+    assert load_model(llama_folder, device="cpu", max_seq_len=20, block_size=8).kv_capacity() == 4 * 24
+    assert load_model(llama_folder, device="cpu", num_blocks=5).kv_capacity() == 5 * 16
+
+
+@pytest.mark.usefixtures("_fast")
+def test_dtype_is_the_checkpoints_unless_given(folder: Path) -> None:
+    wide = load_model(folder).prefill("a", tokens(9))
+    narrow = load_model(folder, dtype=torch.bfloat16)
+    logits = narrow.prefill("a", tokens(9))
+    assert narrow.kv_manager.k_cache(0).dtype == torch.bfloat16
+    assert logits.dtype == torch.float32
+    # bfloat16 keeps 8 bits; a factor of 10 for two layers of roundings.
+    assert float((logits - wide).abs().max() / wide.abs().max()) < 10 * 2**-8
+    edit_config(folder, "dtype", torch_dtype="float16")
+    assert load_model(folder).dtype == torch.float16
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("family", ["llama3_rope", "llama_biases_linear_rope"])
+def test_rope_as_written_before_transformers_5(family: str, tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES[family], tmp_path)
+    expected = load_model(tmp_path).prefill("a", tokens(40))
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    edit_config(tmp_path, "rope_parameters", rope_theta=theta, rope_scaling=rope)
+    assert torch.equal(load_model(tmp_path).prefill("a", tokens(40)), expected)
+    rope["type"] = rope.pop("rope_type")
+    edit_config(tmp_path, rope_scaling=rope)
+    assert torch.equal(load_model(tmp_path).prefill("a", tokens(40)), expected)
+    edit_config(tmp_path, rope_scaling=None)
+    assert not torch.allclose(load_model(tmp_path).prefill("a", tokens(40)), expected, atol=1e-3)
+
+
+@pytest.mark.usefixtures("_fast")
+def test_layer_types_say_which_layers_have_a_window(tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES["qwen3_window_in_one_layer"], tmp_path)
+    expected = load_model(tmp_path).prefill("a", tokens(40))
+    # What older files do without: max_window_layers decides.
+    edit_config(tmp_path, "layer_types")
+    assert torch.equal(load_model(tmp_path).prefill("a", tokens(40)), expected)
+    edit_config(tmp_path, layer_types=["sliding_attention", "full_attention"])
+    assert not torch.allclose(load_model(tmp_path).prefill("a", tokens(40)), expected, atol=1e-3)
+    edit_config(tmp_path, layer_types=["sliding_attention", "linear_attention"])
+    with pytest.raises(
+        UnsupportedError, match="layer type 'linear_attention', known are full_attention, sliding_attention"
+    ):
+        load_model(tmp_path)
+    edit_config(tmp_path, layer_types=["full_attention"])
+    with pytest.raises(CheckpointError, match="1 layer_types for 2 layers"):
+        load_model(tmp_path)
+
+
+def test_number_of_experts_as_published(tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES["qwen3_moe"], tmp_path)
+    edit_config(tmp_path, "num_local_experts", num_experts=4)
+    load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            UnsupportedError,
+            r"\['GPT2LMHeadModel'\], known are LlamaForCausalLM, ",
+        ),
+        ({"architectures": None}, UnsupportedError, r"architectures \[\], known are LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, UnsupportedError, "activation 'gelu', known are silu"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantised weights"),
+        ({"dtype": "float8_e4m3fn"}, UnsupportedError, "dtype 'float8_e4m3fn', known are float32, float16, bfloat16"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            UnsupportedError,
+            "rope type 'yarn', known are default, linear, llama3",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, UnsupportedError, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "factor is missing"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            CheckpointError,
+            "low_freq_factor 4.0 is not below high_freq_factor 4.0",
+        ),
+        ({"hidden_size": None}, CheckpointError, "hidden_size is missing, expected a positive integer"),
+        ({"hidden_size": "64"}, CheckpointError, "hidden_size = '64', expected a positive integer"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers = 0"),
+        ({"num_hidden_layers": True}, CheckpointError, "num_hidden_layers = True"),
+        ({"num_key_value_heads": 3}, CheckpointError, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"tie_word_embeddings": 1}, CheckpointError, "tie_word_embeddings = 1, expected true or false"),
+        ({"head_dim": 16}, CheckpointError, r"q_proj.weight: shape|k_proj.weight: shape|o_proj.weight: shape"),
+    ],
+)
+def test_configurations_that_are_refused(
+    folder: Path, values: dict[str, Any], error: type[PagedError], message: str
+) -> None:
+    load_model(folder)
+    edit_config(folder, **values)
+    with pytest.raises(error, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_malformed_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config.json: (unreadable|holds a list)"):
+        load_model(folder)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: missing"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_sizes_within_bounds(llama_folder: Path) -> None:
+    load_model(llama_folder, max_seq_len=128)
+    for wrong in (0, 129):
+        with pytest.raises(InvalidInputError, match=f"max_seq_len: {wrong}, expected 1 to 128"):
+            load_model(llama_folder, max_seq_len=wrong)
+    with pytest.raises(InvalidInputError, match="block_size: 0"):
+        load_model(llama_folder, block_size=0)

@@ -1,0 +1,117 @@
+"""Checkpoints saved by transformers give transformers' own logits, however the tokens are cut and batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from paged.batch import GreedyArgmax, UnifiedBatchItem
+from paged.models.registry import load_model
+from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+
+# One of each family: the interpreter takes over a second a forward.
+IN_INTERPRETER = ("llama3_rope", "mistral", "mixtral", "qwen3_window_in_one_layer", "qwen3_moe_normalised")
+
+# Longer than the sliding windows and several cache blocks of 8.
+PROMPT = tokens(40)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = save_checkpoint(FAMILIES[request.param], folder)
+    return Case(theirs, load_model(folder, block_size=8, num_blocks=64))
+
+
+@pytest.fixture
+def case(loaded: Case) -> Iterator[Case]:
+    yield loaded
+    loaded.ours.reset()
+    loaded.ours.kv_manager.check_integrity()
+    assert loaded.ours.kv_manager.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("loaded", "backend"),
+    [(name, "torch") for name in FAMILIES] + [(name, "triton") for name in IN_INTERPRETER],
+    indirect=True,
+)
+@pytest.mark.usefixtures("backend")
+def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
+    first, second, third = tokens(21, 1), tokens(11, 2), tokens(9, 3)
+    results = case.ours.unified_forward(
+        [
+            UnifiedBatchItem("first", first[:13], is_final_chunk=False),
+            UnifiedBatchItem("second", second[:10]),
+        ]
+    )
+    assert results[0] is None
+    assert_same_logits(results[1], case.expected(second)[9])
+    results = case.ours.unified_forward(
+        [
+            UnifiedBatchItem("second", second[10:], pos_offset=10, logits_policy=GreedyArgmax()),
+            UnifiedBatchItem("first", first[13:], pos_offset=13),
+            UnifiedBatchItem("third", third[:5], is_final_chunk=False),
+        ]
+    )
+    assert results[0] is not None
+    assert int(results[0]) == int(case.expected(second)[-1].argmax())
+    assert_same_logits(results[1], case.expected(first)[-1])
+    assert results[2] is None
+
+
+@pytest.mark.usefixtures("_fast")
+def test_whole_prompt_then_decode(case: Case) -> None:
+    expected = case.expected(PROMPT)
+    assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
+    assert_same_logits(case.ours.decode("a", PROMPT[-2], 38), expected[-2])
+    assert_same_logits(case.ours.decode("a", PROMPT[-1], 39), expected[-1])
+
+
+@pytest.mark.usefixtures("_fast")
+def test_verify_gives_a_row_a_token(case: Case) -> None:
+    case.ours.prefill("a", PROMPT[:7])
+    assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_chunked_prompt(case: Case, chunk: int) -> None:
+    expected = case.expected(PROMPT)
+    for start in range(0, len(PROMPT), chunk):
+        piece = PROMPT[start : start + chunk]
+        assert_same_logits(case.ours.prefill("a", piece), expected[start + len(piece) - 1])
+
+
+@pytest.mark.usefixtures("_fast")
+def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
+    prompts = [tokens(length, seed) for seed, length in enumerate((5, 16, 1, 40, 17))]
+    results = case.ours.unified_forward([UnifiedBatchItem(i, prompt) for i, prompt in enumerate(prompts)])
+    for prompt, logits in zip(prompts, results, strict=True):
+        assert_same_logits(logits, case.expected(prompt)[-1])
+    rows = case.ours.decode_batch([(i, i, len(prompt)) for i, prompt in enumerate(prompts)])
+    for i, (prompt, logits) in enumerate(zip(prompts, rows, strict=True)):
+        assert_same_logits(logits, case.expected([*prompt, i])[-1])
+
+
+@pytest.mark.usefixtures("_fast")
+def test_after_truncate(case: Case) -> None:
+    case.ours.prefill("a", PROMPT)
+    case.ours.truncate_kv("a", 19)
+    other = tokens(12, 7)
+    assert_same_logits(case.ours.prefill("a", other), case.expected(PROMPT[:19] + other)[-1])
+
+
+@pytest.mark.usefixtures("_fast")
+def test_after_fork_both_go_their_own_way(case: Case) -> None:
+    case.ours.prefill("a", PROMPT[:19])
+    handle = case.ours.kv_manager.get_handle("a")
+    assert handle is not None
+    case.ours.kv_manager.fork(handle, "b")
+    left, right = tokens(9, 8), tokens(12, 9)
+    results = case.ours.unified_forward(
+        [UnifiedBatchItem("a", left, pos_offset=19), UnifiedBatchItem("b", right, pos_offset=19)]
+    )
+    assert_same_logits(results[0], case.expected(PROMPT[:19] + left)[-1])
+    assert_same_logits(results[1], case.expected(PROMPT[:19] + right)[-1])
