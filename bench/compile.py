@@ -48,7 +48,6 @@ class CompileCase:
     divisible_by_16: the arguments that the launcher would find divisible by 16 (pointers of torch tensors always are).
     expect: target -> names of INSTRUCTIONS that the code must contain.
     targets: those of TARGETS on which the wrapper would launch this configuration.
-    num_stages on gfx942 is 2 at the most: more would only fill its 64 KB of LDS.
     """
 
     name: str
@@ -67,6 +66,7 @@ class Report:
     """What one case became on one target; memory in bytes, registers a thread."""
 
     name: str
+    kernel: str
     target: str
     registers: int
     spills: int
@@ -91,17 +91,24 @@ def compile_case(case: CompileCase, target: str) -> Report:
         constexprs={(index[name],): value for name, value in case.constexprs.items()},
         attrs={(index[name],): [["tt.divisibility", 16]] for name in (*pointers, *case.divisible_by_16)},
     )
-    is_amd = target.startswith("gfx")
-    options = {"num_warps": case.num_warps, "num_stages": min(case.num_stages, 2) if is_amd else case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     shared = int(compiled.metadata.shared)
-    if is_amd:
+    if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
     else:
         registers, spills, text = _read_cubin(compiled.asm["cubin"])
     counts = {name: len(re.findall(rf"\b{name}", text)) for name in INSTRUCTIONS}
-    return Report(case.name, target, registers, spills, shared, {name: n for name, n in counts.items() if n})
+    return Report(
+        case.name,
+        case.kernel.fn.__name__,
+        target,
+        registers,
+        spills,
+        shared,
+        {name: n for name, n in counts.items() if n},
+    )
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int, str]:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import torch
-
 from paged.kernels.compat import triton
+from paged.kernels.device import LARGE_SHARED_MEMORY
 
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
 DECODE_MAX_ROWS = 64
-
-# Chips whose programs may take 227 KB of shared memory and whose matrix unit reads its operands from there. The
-# interpreter ("cpu") gets the same tiles, so that what tests run is what they launch.
-_LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
-
-
-@dataclass(frozen=True)
-class Device:
-    """What choices depend on: the architecture ("sm_90", "gfx942", "cpu") and how many programs run side by side."""
-
-    arch: str
-    num_sms: int
 
 
 @dataclass(frozen=True)
@@ -34,17 +20,6 @@ class AttentionTile:
     block_n: int
     num_warps: int
     num_stages: int
-
-
-@functools.cache
-def device_of(device: torch.device) -> Device:
-    """The device's architecture and size; the interpreter is given 8 SMs, enough for tests to see sequences split."""
-    if device.type != "cuda":
-        return Device("cpu", 8)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return Device(str(properties.gcnArchName).split(":")[0], properties.multi_processor_count)
-    return Device(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -76,7 +51,7 @@ def prefill_tile(head_dim: int, element_size: int, arch: str) -> AttentionTile:
         return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
         return AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
-    if arch in _LARGE_SHARED_MEMORY:
+    if arch in LARGE_SHARED_MEMORY:
         # head_dim 128: 213 registers, no spills, 96 KB; head_dim 256: 255 registers, 192 KB with two stages
         return AttentionTile(128, 64, 8, 3 if width <= 256 else 2)
     # Without wgmma the operands pass through registers: 128 x 64 spills 24 of them at head_dim 128, 64 x 64 spills 28

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.kernels.attention_config import DECODE_MAX_ROWS, AttentionTile, decode_tile, device_of, prefill_tile
+from paged.kernels.attention_config import DECODE_MAX_ROWS, AttentionTile, decode_tile, prefill_tile
 from paged.kernels.compat import tl, triton
+from paged.kernels.device import device_of
 
 # Programs a schedule aims at for each SM. More would even out the last wave, but every split adds a partial result to
 # write, read and merge.

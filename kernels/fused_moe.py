@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.device import device_of
 from paged.kernels.dot import dot
 from paged.kernels.errors import InvalidInputError, UnsupportedError
 from paged.kernels.moe_align_block_size import moe_align_block_size
@@ -164,8 +165,9 @@ def fused_moe(
     num_entries, element_size = topk_ids.numel(), hidden_states.element_size()
     # The entries spread over all experts, of which a rank holds a part.
     num_routed_experts = num_experts if expert_map is None else expert_map.numel()
-    first = gate_up_tile(num_entries, num_routed_experts, element_size)
-    second = down_tile(num_entries, num_routed_experts, element_size)
+    arch = device_of(hidden_states.device).arch
+    first = gate_up_tile(num_entries, num_routed_experts, element_size, arch)
+    second = down_tile(num_entries, num_routed_experts, element_size, arch)
     aligned = moe_align_block_size(local_ids, first.block_m, num_experts)
     activated = hidden_states.new_empty((num_entries, intermediate_size))
     _launch_gemm(hidden_states, w1, None, activated, aligned, first, entries_per_row=top_k, gated=True)
@@ -253,6 +255,5 @@ def _launch_gemm(
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
         num_warps=tile.num_warps,
-        # More than two stages would overfill the 64 KB of LDS on CDNA3.
-        num_stages=min(tile.num_stages, 2) if torch.version.hip else tile.num_stages,
+        num_stages=tile.num_stages,
     )

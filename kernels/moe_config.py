@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from paged.kernels.device import LARGE_SHARED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,12 @@ class MoeTile:
     num_stages: int
 
 
-def gate_up_tile(num_entries: int, num_experts: int, element_size: int) -> MoeTile:
+def gate_up_tile(num_entries: int, num_experts: int, element_size: int, arch: str) -> MoeTile:
     """Tile of the first GEMM for `num_entries` entries routed over `num_experts`, `element_size` bytes an element.
 
     A program computes block_n gate columns and the same block_n up columns, so its width counts twice.
     """
-    return {
+    tiles = {
         # Three buffers of 20 KB in flight in each program: 4.3 TB/s at a microsecond of latency ask 33 KB of each of
         # 132 SMs. 32 columns give one token of Qwen3-30B-A3B 192 programs, 64 would give 96.
         16: MoeTile(16, 32, 128, 1, 4, 4),
@@ -35,19 +37,30 @@ def gate_up_tile(num_entries: int, num_experts: int, element_size: int) -> MoeTi
         # 128 by 128 by 64 in 4 stages is the tile of the best figure known in Triton: 523 TFLOP/s on H100 at the sizes
         # of Qwen3-30B-A3B. Twice as wide would halve the reads of x, but takes 254 of 255 registers.
         128: MoeTile(128, 64, 64, 8, 8, 4),
-    }[_block_m(num_entries, num_experts, element_size)]
+    }
+    return _fitting(tiles[_block_m(num_entries, num_experts, element_size)], arch)
 
 
-def down_tile(num_entries: int, num_experts: int, element_size: int) -> MoeTile:
+def down_tile(num_entries: int, num_experts: int, element_size: int, arch: str) -> MoeTile:
     """Tile of the second GEMM; block_m is that of the first, since both walk one sorted order."""
-    return {
+    tiles = {
         16: MoeTile(16, 64, 128, 1, 4, 4),
         32: MoeTile(32, 64, 32, 1, 4, 2),
         64: MoeTile(64, 128, 64, 4, 4, 4),
         # 96 KB of shared memory: two programs share an SM and one computes while the other drains, which counts where a
         # row is short (768 for Qwen3-30B-A3B: 12 steps).
         128: MoeTile(128, 128, 64, 8, 8, 3),
-    }[_block_m(num_entries, num_experts, element_size)]
+    }
+    return _fitting(tiles[_block_m(num_entries, num_experts, element_size)], arch)
+
+
+def _fitting(tile: MoeTile, arch: str) -> MoeTile:
+    """The tile as `arch` can hold it: 128 KB for 4 stages fit the 163 KB of sm_80, but not the 99 KB of consumer chips
+    nor the 64 KB of LDS on CDNA3, where two stages take 64 KB and 32 KB.
+    """
+    if arch in LARGE_SHARED_MEMORY or arch == "sm_80":
+        return tile
+    return replace(tile, num_stages=min(tile.num_stages, 2))
 
 
 def _block_m(num_entries: int, num_experts: int, element_size: int) -> int:

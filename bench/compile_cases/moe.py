@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.compile import CompileCase
+from bench.compile import TARGETS, CompileCase
 from paged.kernels.fused_moe import _expert_gemm_kernel, _sum_experts_kernel
 from paged.kernels.moe_align_block_size import _count_kernel, _place_kernel
 from paged.kernels.moe_config import down_tile, gate_up_tile
@@ -15,17 +15,18 @@ MIXTRAL_8X7B = (8, 2, 4096, 14336)
 
 def cases() -> list[CompileCase]:
     """Every tile that the choosers return, and the kernels around the GEMMs."""
-    qwen = [_gemm(QWEN3_30B_A3B, tokens, gated) for tokens in (8, 1024, 32768) for gated in (True, False)]
-    mixtral = [_gemm(MIXTRAL_8X7B, 32768, gated) for gated in (True, False)]
-    float32 = [_gemm(QWEN3_30B_A3B, 8, gated, "fp32") for gated in (True, False)]
-    return [*qwen, *mixtral, *float32, *_around()]
+    found = _around()
+    for target in TARGETS:
+        for gated in (True, False):
+            found += [_gemm(target, QWEN3_30B_A3B, tokens, gated, "bf16") for tokens in (8, 1024, 32768)]
+            found.append(_gemm(target, MIXTRAL_8X7B, 32768, gated, "bf16"))
+            found.append(_gemm(target, QWEN3_30B_A3B, 8, gated, "fp32"))
+    return found
 
 
-def _gemm(model: tuple[int, int, int, int], num_tokens: int, gated: bool, dtype: str = "bf16") -> CompileCase:
+def _gemm(target: str, model: tuple[int, int, int, int], num_tokens: int, gated: bool, dtype: str) -> CompileCase:
     num_experts, top_k, hidden_size, intermediate_size = model
-    tile = (gate_up_tile if gated else down_tile)(
-        num_tokens * top_k, num_experts, element_size=4 if dtype == "fp32" else 2
-    )
+    tile = (gate_up_tile if gated else down_tile)(num_tokens * top_k, num_experts, 4 if dtype == "fp32" else 2, target)
     columns, depth = (intermediate_size, hidden_size) if gated else (hidden_size, intermediate_size)
     signature = {
         "x_ptr": f"*{dtype}",
@@ -57,8 +58,9 @@ def _gemm(model: tuple[int, int, int, int], num_tokens: int, gated: bool, dtype:
         "gfx942": ("v_mfma",),
     }
     operation = "gate_up" if gated else "down"
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
     return CompileCase(
-        name=f"moe_{operation} {dtype} {columns}x{depth} block={tile.block_m}x{tile.block_n}x{tile.block_k}",
+        name=f"fused_moe {operation} {dtype} {columns}x{depth} {size} for {target}",
         kernel=_expert_gemm_kernel,
         signature=signature | dict.fromkeys(constexprs, "constexpr"),
         constexprs=constexprs | ({"entry_weights_ptr": None} if gated else {}),
@@ -66,6 +68,7 @@ def _gemm(model: tuple[int, int, int, int], num_tokens: int, gated: bool, dtype:
         num_stages=tile.num_stages,
         divisible_by_16=("stride_x_row", "stride_w_expert", "stride_w_row", "K"),
         expect={} if dtype == "fp32" else tensor_cores,
+        targets=(target,),
     )
 
 
@@ -73,7 +76,7 @@ def _around() -> list[CompileCase]:
     num_experts, top_k, hidden_size, _ = QWEN3_30B_A3B
     return [
         _case(
-            f"moe_route_tokens experts={num_experts}",
+            f"route_tokens experts={num_experts}",
             _route_tokens_kernel,
             {"logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32"},
             ("num_tokens", "stride_logits_token", "stride_logits_expert"),
@@ -88,14 +91,14 @@ def _around() -> list[CompileCase]:
             },
         ),
         _case(
-            f"moe_count experts={num_experts}",
+            f"moe_align_block_size count experts={num_experts}",
             _count_kernel,
             dict.fromkeys(("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr"), "*i32"),
             ("num_entries", "num_places", "max_num_blocks", "chunk_size"),
             {"NUM_EXPERTS": num_experts, "BLOCK_E": 128, "TILE": 1024},
         ),
         _case(
-            f"moe_place experts={num_experts}",
+            f"moe_align_block_size place experts={num_experts}",
             _place_kernel,
             dict.fromkeys(
                 ("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"),
@@ -105,7 +108,7 @@ def _around() -> list[CompileCase]:
             {"NUM_EXPERTS": num_experts, "BLOCK_SIZE": 128, "BLOCK_C": 16, "BLOCK_E": 128, "TILE": 1024},
         ),
         _case(
-            f"moe_sum_experts hidden={hidden_size}",
+            f"fused_moe sum hidden={hidden_size}",
             _sum_experts_kernel,
             {"parts_ptr": "*bf16", "topk_weights_ptr": "*fp32", "local_ids_ptr": "*i32", "out_ptr": "*bf16"},
             ("num_experts", "stride_out_token"),

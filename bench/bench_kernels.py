@@ -1,0 +1,199 @@
+"""Every public kernel against its hardware limit.
+
+    python -m bench.bench_kernels [--json FILE] [--small] [--only NAME]
+    pytest bench/bench_kernels.py --benchmark-json=FILE      the rows stand in extra_info
+
+A GPU runs the Triton kernels in bfloat16 from a CUDA graph, a CPU their PyTorch twins in float32 at small sizes. Inputs
+are random and rotated so that they do not sit in the cache (rows of tiny operations, where they do, say "warm"); block
+tables are shuffled. An operation that differs from `kernels/reference.py` gets no row. Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.kernel_cases import CASES, Case, Work
+from bench.limits import Ceilings
+from bench.timing import cache_bytes, ceilings, device_name, sampler
+from paged.kernels.compat import HAS_TRITON, interpreting
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = {"cuda": "full", "cpu": "small"}
+REPEATS = {"cuda": 100, "cpu": 20}
+# Largest error against float64, relative to the value plus the root mean square of all: 84 and 2.6 times the type's
+# eps. It is wide enough for every rounding inside; the tests of the operations hold the tight budgets.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+INTERPRETING = "TRITON_INTERPRET=1: the interpreter's times mean nothing, unset it to benchmark"
+# Sets of tensors a case rotates through at the most, where even so many do not fill the cache.
+MAX_SETS = 512
+
+
+class WrongResultError(Exception):
+    """An operation's result is not the reference's, so its speed means nothing."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A result. method: see `sampler`; cold: the rotated inputs exceed the cache; percent: bound over median."""
+
+    name: str
+    size: dict[str, Any]
+    method: str
+    cold: bool
+    median_us: float
+    p20_us: float
+    p80_us: float
+    gb_per_s: float
+    tflop_per_s: float
+    bound_us: float
+    bound_by: str
+    percent: float
+
+
+def check(work: Work) -> None:
+    """Raise WrongResultError unless the operation gives what the float64 reference gives."""
+    expected, actual = _tensors(work.expected()), _tensors(work.call())
+    for want, got in zip(expected, actual, strict=True):
+        want, got = want.detach().cpu().double(), got.detach()
+        budget = torch.zeros_like(want)
+        if got.is_floating_point():
+            budget = TOLERANCE[got.dtype] * (want.abs() + want.square().mean().sqrt())
+        error = (got.cpu().double() - want).abs()
+        if not (error <= budget).all():
+            wrong = int((~(error <= budget)).sum())
+            raise WrongResultError(f"{wrong} of {want.numel()} elements off, the largest error is {error.max():.3g}")
+
+
+def _tensors(result: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else result
+
+
+def benchmark_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def prepare(
+    case: Case, scale: str, device: torch.device
+) -> tuple[Callable[[], float], Callable[[list[float], Ceilings], Row]]:
+    """Check `case`, then return a function that takes a sample in seconds and one that makes the row of all samples.
+
+    Raises:
+        RuntimeError: in Triton's interpreter.
+        WrongResultError: the operation does not agree with the reference.
+    """
+    if interpreting():
+        raise RuntimeError(INTERPRETING)
+    torch.manual_seed(0)
+    dtype = benchmark_dtype(device)
+    check(case.work("check", device, dtype))
+    works = [case.work(scale, device, dtype)]
+    # Tensors that change in place count twice among the bytes moved: half of the bytes are there to fill the cache.
+    set_bytes, cache = works[0].cost.num_bytes // 2, cache_bytes(device)
+    works += [case.work(scale, device, dtype) for _ in range(min(2 * cache // set_bytes, MAX_SETS - 1))]
+    method, sample = sampler([work.call for work in works], device, capturable=case.capturable)
+    cost, is_cold = works[0].cost, len(works) * set_bytes > cache
+
+    def row(samples: list[float], limits: Ceilings) -> Row:
+        deciles = statistics.quantiles(samples, n=10, method="inclusive")
+        median = statistics.median(samples)
+        bound, bound_by = limits.bound(cost)
+        return Row(
+            name=case.name,
+            size=case.size(scale),
+            method=method,
+            cold=is_cold,
+            median_us=median * 1e6,
+            p20_us=deciles[1] * 1e6,
+            p80_us=deciles[7] * 1e6,
+            gb_per_s=cost.num_bytes / median / 1e9,
+            tflop_per_s=cost.flops / median / 1e12,
+            bound_us=bound * 1e6,
+            bound_by=bound_by,
+            percent=100 * bound / median,
+        )
+
+    return sample, row
+
+
+def environment(device: torch.device, limits: Ceilings) -> dict[str, Any]:
+    """What a reader needs to judge rows: the device, its measured ceilings a second, versions, date."""
+    return {
+        "device": device_name(device),
+        "dtype": str(benchmark_dtype(device)).removeprefix("torch."),
+        "torch": torch.__version__,
+        "triton": version("triton") if HAS_TRITON else None,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "copy_gb_per_s": limits.copy / 1e9,
+        "read_gb_per_s": limits.read / 1e9,
+        "matmul_tflop_per_s": limits.matmul / 1e12,
+    }
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Parametrise without importing pytest, which the command line does not need."""
+    metafunc.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def test_kernel(case: Case, benchmark: Any) -> None:
+    """One row of the pytest-benchmark suite, whose own statistics include the launch of a whole graph."""
+    device = torch.device(DEVICE)
+    repeats = REPEATS[DEVICE]
+    sample, row = prepare(case, SCALE[DEVICE], device)
+    limits = ceilings(device, benchmark_dtype(device), repeats)
+    samples: list[float] = []
+    benchmark.pedantic(lambda: samples.append(sample()), rounds=repeats)
+    benchmark.extra_info.update(environment(device, limits), **asdict(row(samples, limits)))
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Print the table; the exit code is 1 where a case got no row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the environment and the rows here too")
+    parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
+    parser.add_argument("--repeats", type=int, help=f"samples a row, at least 2; {REPEATS} when not given")
+    args = parser.parse_args(argv)
+    if interpreting():
+        parser.error(INTERPRETING)
+    device = torch.device(args.device)
+    scale = "small" if args.small else SCALE[args.device]
+    repeats = args.repeats or REPEATS[args.device]
+    limits = ceilings(device, benchmark_dtype(device), repeats)
+    report: dict[str, Any] = {**environment(device, limits), "rows": [], "refused": {}}
+    write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
+    write(f"{'case':28} {'median':>10} {'p20':>10} {'p80':>10} {'limit':>10} us {'GB/s':>8} {'TFLOP/s':>8}  percent")
+    for case in CASES:
+        if args.only not in case.name:
+            continue
+        try:
+            sample, row = prepare(case, scale, device)
+            result = row([sample() for _ in range(repeats)], limits)
+        except Exception as error:  # whatever is wrong with one operation, the others get their rows
+            report["refused"][case.name] = f"{type(error).__name__}: {error}"
+            write(f"{case.name:28} refused: {report['refused'][case.name]}")
+            continue
+        report["rows"].append(asdict(result))
+        times = " ".join(f"{t:10.2f}" for t in (result.median_us, result.p20_us, result.p80_us, result.bound_us))
+        rates = f"{result.gb_per_s:8.1f} {result.tflop_per_s:8.3f}"
+        note = f"{result.bound_by}, {result.method}{'' if result.cold else ', warm'}"
+        write(f"{case.name:28} {times}    {rates}  {result.percent:5.1f} % of {note}")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(bool(report["refused"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""The work that bench_kernels times: one row or more for every public kernel, with its cost and its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import paged
+from bench.limits import Cost, attention_cost, moe_cost
+from bench.timing import Call
+from paged.kernels import reference
+from paged.kernels.moe_align_block_size import max_num_blocks
+
+BLOCK_SIZE = 16
+SCALES = ("full", "small", "check")  # for a GPU, for a CPU, for the comparison with the reference
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation on tensors of its own.
+
+    call: runs it and returns the tensors that it made or changed.
+    expected: the same tensors from `kernels/reference.py`; to be called first, as operations work in place.
+    """
+
+    call: Call
+    expected: Call
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: `make` builds the operation's work from a device, a dtype and one value of each size.
+
+    sizes: name -> values for SCALES. Those of "check" suit a slow reference and choose the attention and MoE tiles of
+    "full".
+    """
+
+    operation: str
+    make: Callable[..., Work]
+    sizes: dict[str, tuple[Any, Any, Any]]
+    variant: str = ""
+    capturable: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation}.{self.variant}" if self.variant else self.operation
+
+    def size(self, scale: str) -> dict[str, Any]:
+        return {name: values[SCALES.index(scale)] for name, values in self.sizes.items()}
+
+    def work(self, scale: str, device: torch.device, dtype: torch.dtype) -> Work:
+        return self.make(device, dtype, **self.size(scale))
+
+
+def _bytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _paged_attention(
+    device: torch.device, dtype: torch.dtype, *, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], dim: int
+) -> Work:
+    num_q_heads, num_kv_heads = heads
+    blocks_of = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
+    ids = iter((torch.randperm(2 * sum(blocks_of)) + 1).tolist())
+    table = torch.zeros(len(lengths), max(blocks_of), dtype=torch.int32)
+    for seq, num_blocks in enumerate(blocks_of):
+        table[seq, :num_blocks] = torch.tensor([next(ids) for _ in range(num_blocks)])
+    q_lens = torch.tensor([q_len for q_len, _ in lengths], dtype=torch.int32)
+    shape = (2 * sum(blocks_of) + 1, BLOCK_SIZE, num_kv_heads, dim)
+    tensors: dict[str, Any] = {
+        "q": torch.randn(int(q_lens.sum()), num_q_heads, dim, device=device, dtype=dtype),
+        "k_cache": torch.randn(shape, device=device, dtype=dtype),
+        "v_cache": torch.randn(shape, device=device, dtype=dtype),
+        "block_table": table.to(device),
+        "cu_seqlens_q": functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
+        "seq_lens": torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
+    }
+    max_seqlen_q = max(q_len for q_len, _ in lengths)
+    # A step's layers share its plan, so that the row is what one more layer costs.
+    plan = paged.AttentionPlan(
+        tensors["cu_seqlens_q"],
+        tensors["seq_lens"],
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=table.shape[1] * BLOCK_SIZE,
+    )
+    cost = attention_cost(
+        lengths,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=dim,
+        block_size=BLOCK_SIZE,
+        element_size=dtype.itemsize,
+    )
+    return Work(
+        lambda: paged.paged_attention(**tensors, max_seqlen_q=max_seqlen_q, plan=plan),
+        lambda: reference.paged_attention(**tensors)[0],
+        cost,
+    )
+
+
+def _kv(
+    device: torch.device, dtype: torch.dtype, tokens: int, num_kv_heads: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of `tokens`, caches with twice the room, and a random slot for each token."""
+    num_blocks = -(-2 * tokens // BLOCK_SIZE)
+    k, v = (torch.randn(tokens, num_kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
+    caches = torch.randn(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim, device=device, dtype=dtype)
+    slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device)[:tokens]
+    return k, v, caches[0], caches[1], slots
+
+
+def _reshape_and_cache(device: torch.device, dtype: torch.dtype, *, tokens: int, num_kv_heads: int, dim: int) -> Work:
+    k, v, k_cache, v_cache, slots = tensors = _kv(device, dtype, tokens, num_kv_heads, dim)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        paged.reshape_and_cache(*tensors)
+        return k_cache, v_cache
+
+    return Work(call, lambda: reference.reshape_and_cache(*tensors), Cost(0, 2 * _bytes(k, v) + _bytes(slots)))
+
+
+def _copy_blocks(
+    device: torch.device, dtype: torch.dtype, *, num_caches: int, pairs: int, num_kv_heads: int, dim: int
+) -> Work:
+    caches = [
+        torch.randn(2 * pairs, BLOCK_SIZE, num_kv_heads, dim, device=device, dtype=dtype) for _ in range(num_caches)
+    ]
+    block_pairs = torch.randperm(2 * pairs, device=device).view(pairs, 2)
+
+    def call() -> list[torch.Tensor]:
+        paged.copy_blocks(caches, block_pairs)
+        return caches
+
+    def expected() -> list[torch.Tensor]:
+        copies = [cache.clone() for cache in caches]
+        for copy in copies:
+            for source, destination in block_pairs.tolist():
+                copy[destination] = copy[source]
+        return copies
+
+    return Work(call, expected, Cost(0, _bytes(*caches) + _bytes(block_pairs)))
+
+
+def _merge_attn_states(device: torch.device, dtype: torch.dtype, *, tokens: int, num_heads: int, dim: int) -> Work:
+    out_a, out_b = (torch.randn(tokens, num_heads, dim, device=device, dtype=dtype) for _ in range(2))
+    lse_a, lse_b = (torch.randn(num_heads, tokens, device=device) for _ in range(2))
+    return Work(
+        lambda: paged.merge_attn_states(out_a, lse_a, out_b, lse_b),
+        lambda: reference.merge_attn_states(out_a, lse_a, out_b, lse_b),
+        Cost(0, 3 * _bytes(out_a, lse_a)),
+    )
+
+
+def _rms_norm(device: torch.device, dtype: torch.dtype, *, tokens: int, hidden_size: int) -> Work:
+    x = torch.randn(tokens, hidden_size, device=device, dtype=dtype)
+    weight = torch.randn(hidden_size, device=device, dtype=dtype)
+    return Work(
+        lambda: paged.rms_norm(x, weight), lambda: reference.rms_norm(x, weight, 1e-6), Cost(0, _bytes(x, x, weight))
+    )
+
+
+def _fused_add_rms_norm(device: torch.device, dtype: torch.dtype, *, tokens: int, hidden_size: int) -> Work:
+    x, residual = (torch.randn(tokens, hidden_size, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.randn(hidden_size, device=device, dtype=dtype)
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        total = (x.double() + residual.double()).to(dtype)
+        return reference.rms_norm(total, weight, 1e-6), total
+
+    return Work(
+        lambda: paged.fused_add_rms_norm(x, residual, weight),
+        expected,
+        Cost(0, 2 * _bytes(x, residual) + _bytes(weight)),
+    )
+
+
+def _rotary(device: torch.device, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shuffled positions, and cosines and sines of random angles."""
+    angles = torch.randn(tokens, dim // 2, device=device)
+    return torch.randperm(tokens, device=device), torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def _rotary_embedding(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, heads: tuple[int, int], dim: int
+) -> Work:
+    q, k = (torch.randn(tokens, num_heads, dim, device=device, dtype=dtype) for num_heads in heads)
+    positions, cos_sin = _rotary(device, tokens, dim)
+    return Work(
+        lambda: paged.rotary_embedding(positions, q, k, cos_sin),
+        lambda: [reference.rotate(x, positions, cos_sin, False) for x in (q, k)],
+        Cost(0, 2 * _bytes(q, k) + _bytes(positions, cos_sin)),
+    )
+
+
+def _qk_norm_rope_and_cache(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, heads: tuple[int, int], dim: int
+) -> Work:
+    q = torch.randn(tokens, heads[0], dim, device=device, dtype=dtype)
+    k, v, k_cache, v_cache, slots = written = _kv(device, dtype, tokens, heads[1], dim)
+    positions, cos_sin = _rotary(device, tokens, dim)
+    q_weight, k_weight = (torch.randn(dim, device=device, dtype=dtype) for _ in range(2))
+
+    def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights = {"q_weight": q_weight, "k_weight": k_weight}
+        return paged.qk_norm_rope_and_cache(q, *written, positions, cos_sin, **weights), k_cache, v_cache
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rotated_q, rotated_k = (
+            reference.rotate(reference.rms_norm(x, weight, 1e-6), positions, cos_sin, False)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+        cpu = [tensor.cpu() for tensor in (v, k_cache.double(), v_cache.double(), slots)]
+        return rotated_q, *reference.reshape_and_cache(rotated_k, *cpu)
+
+    return Work(call, expected, Cost(0, 2 * _bytes(q, k, v) + _bytes(slots, positions, cos_sin, q_weight, k_weight)))
+
+
+def _silu_and_mul(device: torch.device, dtype: torch.dtype, *, tokens: int, size: int) -> Work:
+    x = torch.randn(tokens, 2 * size, device=device, dtype=dtype)
+    return Work(lambda: paged.silu_and_mul(x), lambda: reference.silu_and_mul(x), Cost(0, _bytes(x) * 3 // 2))
+
+
+def _greedy_argmax(device: torch.device, dtype: torch.dtype, *, rows: int, vocab_size: int) -> Work:
+    logits = torch.randn(rows, vocab_size, device=device, dtype=dtype)
+    return Work(
+        lambda: paged.greedy_argmax(logits), lambda: reference.greedy_argmax(logits), Cost(0, _bytes(logits) + 8 * rows)
+    )
+
+
+def _route_tokens(device: torch.device, dtype: torch.dtype, *, tokens: int, num_experts: int, top_k: int) -> Work:
+    logits = torch.randn(tokens, num_experts, device=device, dtype=dtype)
+    return Work(
+        lambda: paged.route_tokens(logits, top_k),
+        lambda: reference.route_tokens(logits, top_k),
+        Cost(0, _bytes(logits) + 8 * tokens * top_k),
+    )
+
+
+def _routed_ids(device: torch.device, tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    return torch.rand(tokens, num_experts, device=device).topk(top_k).indices.int().contiguous()
+
+
+def _moe_align_block_size(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, num_experts: int, top_k: int, block_size: int
+) -> Work:
+    ids = _routed_ids(device, tokens, num_experts, top_k)
+    num_blocks = max_num_blocks(ids.numel(), block_size, num_experts)
+
+    def expected() -> list[torch.Tensor]:
+        blocks, experts, num_padded = reference.moe_align_block_size(ids, block_size, num_experts)
+        entries = torch.tensor(blocks).flatten()
+        unused = num_blocks - len(experts)
+        return [
+            functional.pad(entries, (0, unused * block_size), value=ids.numel()),
+            functional.pad(torch.tensor(experts), (0, unused), value=-1),
+            torch.tensor([num_padded]),
+        ]
+
+    call = lambda: paged.moe_align_block_size(ids, block_size, num_experts)  # noqa: E731
+    return Work(call, expected, Cost(0, _bytes(ids) + 4 * (num_blocks * block_size + num_blocks + 1)))
+
+
+def _fused_moe(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+) -> Work:
+    x = torch.randn(tokens, hidden_size, device=device, dtype=dtype)
+    w1 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
+    w2 = torch.randn(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+    w1.div_(math.sqrt(hidden_size))
+    w2.div_(math.sqrt(intermediate_size))
+    ids = _routed_ids(device, tokens, num_experts, top_k)
+    weights = torch.rand(tokens, top_k, device=device)
+    cost = moe_cost(
+        torch.bincount(ids.flatten(), minlength=num_experts).tolist(),
+        num_tokens=tokens,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        element_size=dtype.itemsize,
+    )
+    arguments = (x, w1, w2, weights, ids)
+    return Work(lambda: paged.fused_moe(*arguments), lambda: reference.fused_moe(*arguments), cost)
+
+
+# Heads and widths of Qwen3-8B, experts of Qwen3-30B-A3B (Qwen, 2025).
+_TOKENS = (4096, 256, 19)
+_HEADS, _DIM = ((32, 8), (8, 2), (8, 2)), (128, 64, 128)
+_ROTARY = {"tokens": _TOKENS, "heads": _HEADS, "dim": _DIM}
+_KV = {"num_kv_heads": (8, 2, 2), "dim": _DIM}
+_NORM = {"tokens": _TOKENS, "hidden_size": (4096, 1024, 4096)}
+_EXPERTS = {"num_experts": (128, 16, 16), "top_k": (8, 4, 4)}
+_MOE = {**_EXPERTS, "hidden_size": (2048, 256, 256), "intermediate_size": (768, 128, 128)}
+
+_Lengths = list[tuple[int, int]]
+
+
+def _attention_case(variant: str, *lengths: *tuple[_Lengths, _Lengths, _Lengths]) -> Case:
+    return Case("paged_attention", _paged_attention, {"lengths": lengths, "heads": _HEADS, "dim": _DIM}, variant)
+
+
+CASES = (
+    _attention_case("prefill", [(2048, 2048)] * 4, [(256, 256)] * 2, [(70, 70), (33, 33)]),
+    _attention_case("decode", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)]),
+    _attention_case(
+        "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
+    ),
+    Case("reshape_and_cache", _reshape_and_cache, {"tokens": _TOKENS, **_KV}),
+    # The addresses of all layers' caches travel to the device in the call, which a graph cannot capture.
+    Case("copy_blocks", _copy_blocks, {"num_caches": (72, 8, 3), "pairs": (256, 16, 4), **_KV}, capturable=False),
+    Case("merge_attn_states", _merge_attn_states, {"tokens": _TOKENS, "num_heads": (32, 8, 8), "dim": _DIM}),
+    Case("rms_norm", _rms_norm, _NORM),
+    Case("fused_add_rms_norm", _fused_add_rms_norm, _NORM),
+    Case("rotary_embedding", _rotary_embedding, _ROTARY),
+    Case("qk_norm_rope_and_cache", _qk_norm_rope_and_cache, _ROTARY),
+    Case("silu_and_mul", _silu_and_mul, {"tokens": _TOKENS, "size": (12288, 1024, 12288)}),
+    Case("greedy_argmax", _greedy_argmax, {"rows": (128, 16, 2), "vocab_size": (151936, 32000, 9000)}),
+    Case("route_tokens", _route_tokens, {"tokens": _TOKENS, **_EXPERTS}),
+    Case("moe_align_block_size", _moe_align_block_size, {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}),
+    Case("fused_moe", _fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
+    Case("fused_moe", _fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),
+)

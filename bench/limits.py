@@ -1,0 +1,71 @@
+"""The least time an operation can take: what it must compute and move, over what the device was measured to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call must do: matrix-product operations (element-wise ones are hidden behind memory), and bytes read
+    and written, each once."""
+
+    flops: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates measured on the device, a second: bytes copied (reads plus writes), bytes read, operations of a matmul."""
+
+    copy: float
+    read: float
+    matmul: float
+
+    @property
+    def bandwidth(self) -> float:
+        """The faster of the two streams: an operation that mostly reads may beat the copy, never both."""
+        return max(self.copy, self.read)
+
+    def bound(self, cost: Cost) -> tuple[float, str]:
+        """The least seconds for `cost` where memory and matrix units overlap, and which of the two sets them."""
+        memory, matmul = cost.num_bytes / self.bandwidth, cost.flops / self.matmul
+        return max(memory, matmul), "memory" if memory >= matmul else "matmul"
+
+
+def attention_cost(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    element_size: int,
+) -> Cost:
+    """Causal attention of one layer over (query length q, key length L) a sequence, L with the queries included.
+
+    With the context c = L - q a sequence has P = q c + q (q + 1) / 2 pairs of a query and a key it sees; each pair and
+    query head takes 2 D operations for its score and 2 D for its value. Queries are read and outputs written, K, V and
+    4-byte block ids are read once. Partial results of split sequences are overhead and do not count.
+    """
+    pairs = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in lengths)
+    elements = sum(2 * q * num_q_heads + 2 * seq_len * num_kv_heads for q, seq_len in lengths) * head_dim
+    num_blocks = sum(-(-seq_len // block_size) for _, seq_len in lengths)
+    return Cost(4 * num_q_heads * head_dim * pairs, elements * element_size + 4 * num_blocks)
+
+
+def moe_cost(
+    entries_per_expert: Sequence[int], *, num_tokens: int, hidden_size: int, intermediate_size: int, element_size: int
+) -> Cost:
+    """The three products of every routed entry, without padding: F = 6 (T K) H I.
+
+    Weights of experts that got entries are read once, hidden states read and written once; activations between the
+    products and the parts that are summed after them are overhead and do not count.
+    """
+    active = sum(entries > 0 for entries in entries_per_expert)
+    weights = 3 * active * hidden_size * intermediate_size
+    return Cost(
+        6 * sum(entries_per_expert) * hidden_size * intermediate_size,
+        (weights + 2 * num_tokens * hidden_size) * element_size,
+    )

@@ -1,0 +1,102 @@
+"""How calls are timed, and what the device reaches: its copy and read bandwidth and its matrix products."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.limits import Ceilings
+
+Call = Callable[[], Any]
+# Calls of one CUDA graph at the least, so that the first one's launch is spread over several.
+_MIN_CALLS = 8
+
+
+def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Callable[[], float]]:
+    """Warm up `calls`, which differ in their tensors alone, and return how they are timed and a function that returns
+    the seconds a call took, every time it is called.
+
+    "graph": events around the replay of a CUDA graph of all calls. "events": the same around the calls themselves,
+    the host's work between them included, for operations that cannot be captured. "host clock": one call at a time.
+    """
+    for call in calls:
+        call()
+    if device.type != "cuda":
+        rotated = itertools.cycle(calls)
+
+        def timed_call() -> float:
+            call = next(rotated)
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        return "host clock", timed_call
+
+    repeated = [calls[index % len(calls)] for index in range(max(len(calls), _MIN_CALLS))]
+    replay = _capture(repeated) if capturable else lambda: [call() for call in repeated]
+
+    def timed_replay() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / len(repeated)
+
+    timed_replay()
+    return "graph" if capturable else "events", timed_replay
+
+
+def _capture(calls: Sequence[Call]) -> Call:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Results are kept: memory freed by one call would be the next one's output, still in the L2 cache.
+        results = [call() for call in calls]
+
+    def replay(_results: list[Any] = results) -> None:
+        graph.replay()
+
+    return replay
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the cache that inputs must not fit in: the L2 of a GPU, and 32 MB, usual for an L3, of a CPU."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 32 << 20
+
+
+@functools.cache
+def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings:
+    """Median rates of a copy and a sum of random numbers far beyond any cache, and of a square product in `dtype`."""
+    num_bytes, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
+    source = torch.randn(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+
+    def seconds(call: Call) -> float:
+        _, sample = sampler([call], device)
+        return statistics.median([sample() for _ in range(repeats)])
+
+    return Ceilings(
+        copy=2 * num_bytes / seconds(lambda: target.copy_(source)),
+        read=num_bytes / seconds(source.sum),
+        matmul=2 * size**3 / seconds(lambda: a @ b),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The chip's name; for a CPU with the number of threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
