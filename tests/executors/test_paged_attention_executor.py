@@ -122,6 +122,7 @@ def test_every_layer_holds_the_embedding(device: torch.device) -> None:
         assert key.sum() == 2
 
 
+@pytest.mark.usefixtures("backend")
 def test_fork_diverges(device: torch.device) -> None:
     executor = make_executor(device)
     handle = executor.prefill(prompt([1, 2, 3, 4, 5])).kv_cache

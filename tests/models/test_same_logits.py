@@ -10,14 +10,20 @@ from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 
-# One of each family: the interpreter takes over a second a forward.
+# One of each family: the interpreter takes about a second a forward.
 IN_INTERPRETER = ("llama3_rope", "mistral", "mixtral", "qwen3_window_in_one_layer", "qwen3_moe_normalised")
+
+ON_TORCH = [(name, "torch") for name in FAMILIES]
+on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)
+both_backends = pytest.mark.parametrize(
+    ("loaded", "backend"), ON_TORCH + [(name, "triton") for name in IN_INTERPRETER], indirect=True
+)
 
 # Longer than the sliding windows and several cache blocks of 8.
 PROMPT = tokens(40)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save_checkpoint(FAMILIES[request.param], folder)
@@ -25,19 +31,14 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def case(loaded: Case) -> Iterator[Case]:
+def case(loaded: Case, backend: str) -> Iterator[Case]:
     yield loaded
     loaded.ours.reset()
     loaded.ours.kv_manager.check_integrity()
     assert loaded.ours.kv_manager.stats().used_blocks == 0
 
 
-@pytest.mark.parametrize(
-    ("loaded", "backend"),
-    [(name, "torch") for name in FAMILIES] + [(name, "triton") for name in IN_INTERPRETER],
-    indirect=True,
-)
-@pytest.mark.usefixtures("backend")
+@both_backends
 def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     first, second, third = tokens(21, 1), tokens(11, 2), tokens(9, 3)
     results = case.ours.unified_forward(
@@ -61,7 +62,7 @@ def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     assert results[2] is None
 
 
-@pytest.mark.usefixtures("_fast")
+@both_backends
 def test_whole_prompt_then_decode(case: Case) -> None:
     expected = case.expected(PROMPT)
     assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
@@ -69,22 +70,31 @@ def test_whole_prompt_then_decode(case: Case) -> None:
     assert_same_logits(case.ours.decode("a", PROMPT[-1], 39), expected[-1])
 
 
-@pytest.mark.usefixtures("_fast")
+@both_backends
 def test_verify_gives_a_row_a_token(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:7])
     assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
 
 
-@pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_chunked_prompt(case: Case, chunk: int) -> None:
+def _check_chunks(case: Case, chunk: int) -> None:
     expected = case.expected(PROMPT)
     for start in range(0, len(PROMPT), chunk):
         piece = PROMPT[start : start + chunk]
         assert_same_logits(case.ours.prefill("a", piece), expected[start + len(piece) - 1])
 
 
-@pytest.mark.usefixtures("_fast")
+@both_backends
+def test_chunked_prompt(case: Case) -> None:
+    _check_chunks(case, 16)
+
+
+@on_torch
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_small_chunks(case: Case, chunk: int) -> None:
+    _check_chunks(case, chunk)
+
+
+@both_backends
 def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 16, 1, 40, 17))]
     results = case.ours.unified_forward([UnifiedBatchItem(i, prompt) for i, prompt in enumerate(prompts)])
@@ -95,7 +105,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
         assert_same_logits(logits, case.expected([*prompt, i])[-1])
 
 
-@pytest.mark.usefixtures("_fast")
+@both_backends
 def test_after_truncate(case: Case) -> None:
     case.ours.prefill("a", PROMPT)
     case.ours.truncate_kv("a", 19)
@@ -103,7 +113,7 @@ def test_after_truncate(case: Case) -> None:
     assert_same_logits(case.ours.prefill("a", other), case.expected(PROMPT[:19] + other)[-1])
 
 
-@pytest.mark.usefixtures("_fast")
+@both_backends
 def test_after_fork_both_go_their_own_way(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:19])
     handle = case.ours.kv_manager.get_handle("a")
