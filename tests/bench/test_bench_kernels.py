@@ -34,8 +34,12 @@ def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """In a process that never saw the interpreter; with one thread, as threads that await busy cores take minutes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """In a process that never saw the interpreter; with one thread, as threads that await busy cores take minutes.
+
+    Nor has it seen this test run: a benchmark that finds itself in a parallel run takes one sample only.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**inherited, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
