@@ -114,7 +114,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
         return self.kv_manager.stats().capacity_tokens
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
-        return asdict(self.kv_manager.stats())
+        return self.kv_manager.metrics_snapshot()
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         with forward_step(self.kv_manager, items) as step:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from paged.batch import SeqId, UnifiedBatchItem
 from paged.errors import InvalidInputError
 from paged.forward_step import forward_step, validate_items
-from paged.kv_cache import CacheStats
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
@@ -114,8 +113,8 @@ class PagedCausalLM(DecoderOnlyLLM):
     def kv_capacity(self) -> int:
         return self.kv_manager.config.num_blocks * self.kv_manager.config.block_size
 
-    def cache_metrics_snapshot(self) -> CacheStats:
-        return self.kv_manager.stats()
+    def cache_metrics_snapshot(self) -> dict[str, Any]:
+        return self.kv_manager.metrics_snapshot()
 
     def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
         handle = self.kv_manager.get_handle(cache_id)

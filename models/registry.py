@@ -87,6 +87,7 @@ def load_model(
         dtype=dtype,
         device=device,
         max_seq_len=max_seq_len,
+        sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,
     )
     return PagedCausalLM(network, PagedKvCacheManager(kv_config))
 

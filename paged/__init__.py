@@ -23,6 +23,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "UnifiedBatch",
         "UnifiedBatchItem",
     ),
+    "paged.cache_events": ("BlockRemoved", "BlocksStored", "CacheCleared", "MemoryPressure"),
     "paged.errors": (
         "CheckpointError",
         "InvalidInputError",

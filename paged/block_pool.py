@@ -1,29 +1,54 @@
-"""Which blocks are free, and how many sequences hold each of the others."""
+"""Which blocks are free, how many sequences hold each of the others, and which free ones still hold useful K/V."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+from paged.block_ages import SAMPLE_MASK, BlockAges
 from paged.errors import OutOfBlocksError, PagedError
 
 
 class BlockPool:
-    """Reference counts over blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it."""
+    """Reference counts over blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it.
 
-    def __init__(self, num_blocks: int) -> None:
+    Free blocks that `published` contains are handed out last, least recently used first, after `on_evict` was told;
+    until then `share` revives them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        published: Container[int] = (),
+        on_evict: Callable[[int], None] = lambda block: None,
+    ) -> None:
         self.num_blocks = num_blocks
+        self._published = published
+        self._on_evict = on_evict
         self._ref_counts = [0] * (num_blocks + 1)
         self._free = list(range(num_blocks, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, least recently used first
+        self.ages = BlockAges()
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._free)
+        """Blocks that can be handed out, evictable ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that are published."""
+        return len(self._cached)
 
     @property
     def num_shared(self) -> int:
         """Blocks with more than one reference."""
         return sum(count > 1 for count in self._ref_counts)
+
+    @property
+    def ref_counts(self) -> Sequence[int]:
+        """References by block; a view that changes with the pool."""
+        return self._ref_counts
 
     def ref_count(self, block: int) -> int:
         """How many references `block` has; 0 for a free one."""
@@ -35,24 +60,59 @@ class BlockPool:
         Raises:
             OutOfBlocksError: fewer are free; none was taken.
         """
-        if count > len(self._free):
-            raise OutOfBlocksError(count, len(self._free))
-        blocks = [self._free.pop() for _ in range(count)]
+        if count > self.num_free:
+            raise OutOfBlocksError(count, self.num_free)
+        free = self._free
+        self.evict(count - len(free))
+        split = len(free) - count
+        blocks = free[split:][::-1]
+        del free[split:]
         for block in blocks:
             self._ref_counts[block] = 1
+            if not block & SAMPLE_MASK:
+                self.ages.taken(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of `blocks`, which are in use."""
+        """Add one reference to each of `blocks`, which are in use or cached."""
+        counts = self._ref_counts
         for block in blocks:
-            self._ref_counts[block] += 1
+            if counts[block] == 0:
+                del self._cached[block]
+                if not block & SAMPLE_MASK:
+                    self.ages.revived(block)
+            counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of `blocks`; those left without any are free, and `blocks[0]` is reused first."""
+        """Drop one reference of each of `blocks`; those left without any are free. Of unpublished ones `blocks[0]` is
+        reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
+        """
+        counts, published = self._ref_counts, self._published
         for block in reversed(blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free.append(block)
+            counts[block] -= 1
+            if counts[block] == 0:
+                if block in published:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+                if not block & SAMPLE_MASK:
+                    self.ages.freed(block)
+
+    def evict(self, count: int) -> int:
+        """Withdraw up to `count` cached blocks, least recently used first; how many there were."""
+        evicted = 0
+        while evicted < count and self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._on_evict(block)
+            self._free.append(block)
+            evicted += 1
+        return evicted
+
+    def unpublished(self, block: int) -> None:
+        """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
 
     def check(self, references: Mapping[int, int]) -> None:
         """Compare with the references that the holders of blocks count.
@@ -60,14 +120,17 @@ class BlockPool:
         Raises:
             PagedError: names the first contradiction.
         """
-        if self._ref_counts[0] or references.get(0) or 0 in self._free:
-            raise PagedError("block 0 is in use or in the free list")
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise PagedError("the free list holds a block twice")
+        listed = [*self._free, *self._cached]
+        if self._ref_counts[0] or references.get(0) or 0 in listed:
+            raise PagedError("block 0 is in use or in a free list")
+        free = set(listed)
+        if len(free) != len(listed):
+            raise PagedError("the free lists hold a block twice")
         for block in range(1, self.num_blocks + 1):
             held, counted = references.get(block, 0), self._ref_counts[block]
             if held != counted:
                 raise PagedError(f"block {block}: reference count {counted}, but {held} references are held")
             if (counted == 0) != (block in free):
-                raise PagedError(f"block {block}: reference count {counted}, in the free list: {block in free}")
+                raise PagedError(f"block {block}: reference count {counted}, in a free list: {block in free}")
+            if counted == 0 and (block in self._cached) != (block in self._published):
+                raise PagedError(f"block {block} is free; cached: {block in self._cached}, published otherwise")

@@ -34,7 +34,8 @@ class ForwardStep:
 
 @contextmanager
 def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]) -> Iterator[ForwardStep]:
-    """Reserve room for all items and describe the forward; on leaving, the lengths grow by the items' tokens.
+    """Reserve room for all items and describe the forward; on leaving, the lengths grow by the items' tokens, and
+    blocks that became full are published, also those of chunks and of generated tokens.
 
     An item without `kv_cache` uses the manager's sequence named `seq_id`, made on first use. Leaving by an exception
     undoes everything: lengths, room, and the sequences made here.
@@ -67,6 +68,7 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
             input_ids, sample_rows = to_device((tokens, last_rows[final]), manager.device)
             yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
             reservation.commit()
+            manager.append_tokens(zip(handles, (item.q_tokens for item in items), strict=True))
     except BaseException:
         for handle in made:
             manager.free(handle)

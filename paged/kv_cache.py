@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paged.batch import SeqId
 from paged.block_pool import BlockPool
+from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
+from paged.prefix_index import Link
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,12 @@ class PagedKvCacheConfig:
     low_watermark, high_watermark: fractions of the pool that can be handed out; below the first, pressure is HIGH,
         below the second, CRITICAL.
     max_seq_len: longest sequence, None for no limit but the pool's.
+    sliding_window: tokens that any token can see, itself included, where that holds for every layer: blocks out of
+        later tokens' reach are given back. None keeps all.
+    prefix_hash: "fast", a polynomial modulo 2^64, or "sha256"; token ids are compared on every hit with either.
 
     Raises:
-        InvalidInputError: a size is not positive, or the watermarks are not 0 <= high <= low <= 1.
+        InvalidInputError: a size is not positive, the watermarks are not 0 <= high <= low <= 1, or the hash is another.
     """
 
     num_layers: int
@@ -46,11 +49,14 @@ class PagedKvCacheConfig:
     low_watermark: float = 0.3
     high_watermark: float = 0.1
     max_seq_len: int | None = None
+    sliding_window: int | None = None
+    prefix_hash: str = "fast"
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", "max_seq_len"):
+        optional = ("max_seq_len", "sliding_window")
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", *optional):
             value = getattr(self, name)
-            if value is None and name == "max_seq_len":
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise InvalidInputError(f"{name}: {value!r}, expected a positive integer")
@@ -60,6 +66,8 @@ class PagedKvCacheConfig:
                 f"high_watermark, low_watermark: {self.high_watermark}, {self.low_watermark}, "
                 "expected 0 <= high_watermark <= low_watermark <= 1"
             )
+        if self.prefix_hash not in ("fast", "sha256"):
+            raise InvalidInputError(f"prefix_hash: {self.prefix_hash!r}, expected 'fast' or 'sha256'")
 
 
 def check_count(name: str, value: int) -> None:
@@ -72,10 +80,15 @@ def check_count(name: str, value: int) -> None:
 class CacheStats:
     """The cache at one moment, counted when asked for.
 
+    free_blocks: those that could be handed out; cached_blocks of them still hold K/V that a prompt may begin with.
+    published_blocks: all that a prompt may begin with, those in use included.
+    prefix_hits, prefix_misses: prompts that found a prefix or none; prefix_hit_tokens: tokens not computed again.
+    evictions: cached blocks handed out or withdrawn. swapped_out_blocks, swapped_in_blocks: moved since the start.
+    swap_blocks_free: host blocks left.
     num_tokens: lengths of all sequences added up, so a shared position counts once a sequence.
     capacity_tokens: the room of the whole pool.
     utilization: used_blocks / num_blocks.
-    cow_copies, allocation_failures: since the cache was made.
+    cow_copies, allocation_failures, and the counts of hits, evictions and swaps: since the cache was made.
     bytes_per_block: K and V of all layers.
     """
 
@@ -90,6 +103,15 @@ class CacheStats:
     cow_copies: int
     allocation_failures: int
     bytes_per_block: int
+    cached_blocks: int
+    published_blocks: int
+    prefix_hits: int
+    prefix_misses: int
+    prefix_hit_tokens: int
+    evictions: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    swap_blocks_free: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,9 @@ class SequenceState:
 
     num_written: positions below it were written through write_kv, without a gap after num_tokens.
     blocks is replaced, never changed in place, so an old value can be kept to go back to.
+    token_ids: the ids at positions 0.. as far as they are known. links: the chain of the blocks published so far.
+    host_blocks: while swapped out, the host block by index in `blocks`, where 0 stands meanwhile.
+    row, row_blocks: the sequence's row in the manager's table, and the blocks that stand there.
     """
 
     request_id: SeqId
@@ -118,15 +143,11 @@ class SequenceState:
     num_written: int = 0
     is_valid: bool = True
     reservation: KvSlotReservation | None = None
-    _row: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    _row_blocks: tuple[int, ...] = ()
-
-    def block_row(self) -> NDArray[np.int32]:
-        """`blocks` as an array, converted when they change: converting 256 x 512 ids takes milliseconds."""
-        if self._row_blocks is not self.blocks:
-            self._row = np.array(self.blocks, np.int32)
-            self._row_blocks = self.blocks
-        return self._row
+    token_ids: list[int] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    host_blocks: dict[int, int] | None = None
+    row: int = 0
+    row_blocks: tuple[int, ...] = ()
 
 
 class KvCacheHandle:
@@ -164,7 +185,7 @@ class KvCacheHandle:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Ids of the blocks, in order of position."""
+        """Ids of the blocks, in order of position; 0 for one that is swapped out or behind the sliding window."""
         return self._state.blocks
 
     @property
@@ -179,8 +200,8 @@ class KvCacheHandle:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the K/V lie in host memory."""
-        return False
+        """Whether K/V lie in host memory; until they are back the sequence cannot run."""
+        return self._state.host_blocks is not None
 
     def stats(self) -> KvCacheHandleStats:
         """Figures of this sequence, as of now."""
@@ -198,16 +219,14 @@ class KvCacheHandle:
 
 
 @dataclass(slots=True)
-class ReservedSlots:
-    """What a reservation gave to one sequence, and what takes it back.
+class Undo:
+    """What takes back what a reservation changed of one sequence.
 
     replaced: shared block by its index in `blocks`, where a copy stands now; the reservation keeps the reference.
     """
 
-    state: SequenceState
-    target_len: int
-    num_blocks_before: int
-    num_written_before: int
+    num_blocks: int
+    num_written: int
     replaced: dict[int, int]
 
 
@@ -219,13 +238,24 @@ class KvSlotReservation:
     another call changes meanwhile is settled as if left normally; commit and rollback pass it over.
     """
 
-    def __init__(self, lock: RLock, pool: BlockPool, slots: Sequence[ReservedSlots]) -> None:
-        self._lock = lock
+    def __init__(
+        self,
+        guard: Notifier,
+        pool: BlockPool,
+        states: Sequence[SequenceState],
+        targets: Sequence[int],
+        undo: dict[SeqId, Undo],
+        on_commit: Callable[[list[SequenceState]], None],
+    ) -> None:
+        self._guard = guard
         self._pool = pool
-        self._slots = {slot.state.request_id: slot for slot in slots}
+        self._states = states
+        self._targets = targets
+        self._undo = undo
+        self._on_commit = on_commit
         self._is_open = True
-        for slot in slots:
-            slot.state.reservation = self
+        for state in states:
+            state.reservation = self
 
     @property
     def is_open(self) -> bool:
@@ -235,7 +265,7 @@ class KvSlotReservation:
     @property
     def kept_blocks(self) -> list[int]:
         """Shared blocks that copies replaced, kept to go back to."""
-        return [block for slot in self._slots.values() for block in slot.replaced.values()]
+        return [block for undo in self._undo.values() for block in undo.replaced.values()]
 
     def commit(self) -> None:
         """Every sequence now holds valid K/V up to its target length.
@@ -243,39 +273,51 @@ class KvSlotReservation:
         Raises:
             InvalidInputError: committed, rolled back or left before.
         """
-        with self._lock:
+        with self._guard:
             if not self._is_open:
                 raise InvalidInputError("commit: the reservation is closed")
-            for slot in self._slots.values():
-                slot.state.num_tokens = slot.target_len
-            self._settle_all()
+            grown = []
+            for state, target in zip(self._states, self._targets, strict=True):
+                if state.reservation is self:
+                    state.num_tokens = target
+                    grown.append(state)
+            self._close()
+            self._on_commit(grown)
 
     def rollback(self) -> None:
         """Blocks, reference counts and lengths are again as before the reservation. Does nothing once it is closed."""
-        with self._lock:
-            for slot in self._slots.values():
-                state, kept = slot.state, slot.num_blocks_before
+        with self._guard:
+            for state in self._states:
+                undo = self._undo.get(state.request_id) if state.reservation is self else None
+                if undo is None:
+                    continue
                 blocks = list(state.blocks)
-                dropped = blocks[kept:]
-                for index, original in slot.replaced.items():
+                dropped = blocks[undo.num_blocks :]
+                for index, original in undo.replaced.items():
                     dropped.append(blocks[index])
                     blocks[index] = original
-                slot.replaced = {}
-                state.blocks = tuple(blocks[:kept])
-                state.num_written = slot.num_written_before
+                undo.replaced = {}
+                state.blocks = tuple(blocks[: undo.num_blocks])
+                state.num_written = undo.num_written
                 self._pool.release(dropped)
-            self._settle_all()
+            self._close()
 
     def settle(self, state: SequenceState) -> None:
         """Leave one sequence as it stands: its room stays, and so does its length."""
-        slot = self._slots.pop(state.request_id)
         state.reservation = None
-        self._pool.release(list(slot.replaced.values()))
+        undo = self._undo.pop(state.request_id, None)
+        if undo is not None:
+            self._pool.release(list(undo.replaced.values()))
 
-    def _settle_all(self) -> None:
-        for slot in list(self._slots.values()):
-            self.settle(slot.state)
-        self._is_open = False
+    def _close(self) -> None:
+        if self._is_open:
+            for state in self._states:
+                if state.reservation is self:
+                    state.reservation = None
+            for undo in self._undo.values():
+                self._pool.release(list(undo.replaced.values()))
+            self._undo = {}
+            self._is_open = False
 
     def __enter__(self) -> KvSlotReservation:
         return self
@@ -283,8 +325,8 @@ class KvSlotReservation:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._lock:
+        with self._guard:
             if exc_type is not None:
                 self.rollback()
             else:
-                self._settle_all()
+                self._close()

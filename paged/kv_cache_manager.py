@@ -1,10 +1,11 @@
-"""Sequences over a pool of K/V blocks: room, lengths, sharing with copy-on-write, and what a forward needs to know."""
+"""Sequences over a pool of K/V blocks: room, lengths, shared prefixes, swap, and what a forward needs to know."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from threading import RLock
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
 from paged.block_pool import BlockPool
+from paged.block_table import BlockTable
+from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, CacheEvent, MemoryPressure, Notifier
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError, StaleHandleError
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kv_cache import (
@@ -19,15 +22,22 @@ from paged.kv_cache import (
     KvCacheHandle,
     KvSlotReservation,
     PagedKvCacheConfig,
-    ReservedSlots,
     SequenceState,
+    Undo,
     check_count,
 )
 from paged.kv_cache_tensors import KvCacheTensors, to_device
 from paged.metadata import AttentionMetadata
+from paged.prefix_index import PrefixIndex, TokenArray
 
 _Span = tuple[SequenceState, int, int]
 """A sequence, the first position that will be written, and the end of those."""
+
+_Need = tuple[SequenceState, list[int], list[int], int]
+"""A sequence; indices of the shared blocks a span writes to, of the published ones; blocks missing at its end."""
+
+# Positions behind the sliding window that are kept, so that rejected speculation can be rolled back.
+ROLLBACK_SLACK = 64
 
 
 class PagedKvCacheManager:
@@ -36,18 +46,30 @@ class PagedKvCacheManager:
     `num_tokens` of a handle counts positions that hold valid K/V, `capacity` those its blocks have room for. Blocks
     may be shared; before a shared one is written it is replaced by a copy with its data.
 
-    Every call that takes a handle raises StaleHandleError when its sequence has been freed (except `free`) and
-    InvalidInputError when it belongs to another manager.
+    Full blocks whose token ids are known are published: a new sequence of the same namespace that begins with the same
+    tokens shares them. Freed, they stay findable until their room is needed, least recently used first.
+
+    Every call that takes a handle raises StaleHandleError when its sequence has been freed (except `free`) or is
+    swapped out (except `free`, `swap_in` and `swap_out`), and InvalidInputError when it belongs to another manager.
     """
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
-        self._pool = BlockPool(config.num_blocks)
+        self._index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash)
+        self._pool = BlockPool(config.num_blocks, self._index.published, self._forget_evicted)
+        self._host_pool = BlockPool(config.num_swap_blocks)
         self._tensors = KvCacheTensors(config)
+        self._table = BlockTable()
         self._handles: dict[SeqId, KvCacheHandle] = {}
-        self._lock = RLock()
+        self._guard = Notifier(self._measure_pressure)
         self._cow_copies = 0
         self._allocation_failures = 0
+        self._prefix_hits = 0
+        self._prefix_misses = 0
+        self._prefix_hit_tokens = 0
+        self._evictions = 0
+        self._swapped_out_blocks = 0
+        self._swapped_in_blocks = 0
 
     @property
     def device(self) -> torch.device:
@@ -62,25 +84,30 @@ class PagedKvCacheManager:
         token_ids: Sequence[int] | None = None,
         namespace: Hashable = None,
     ) -> KvCacheHandle:
-        """A new sequence of length 0 with room for `num_tokens`, or for `token_ids` where those are more.
+        """A new sequence with room for `num_tokens`, or for `token_ids` where those are more.
+
+        Its length is 0, or that of the longest published prefix of `token_ids` in `namespace`, whose blocks it shares;
+        the last of `token_ids` is always left to compute, as its logits are wanted.
 
         Raises:
-            InvalidInputError: `request_id` names a live sequence, or `num_tokens` is negative.
+            InvalidInputError: `request_id` names a live sequence, `num_tokens` is negative, or a token id is no int32.
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
         check_count("num_tokens", num_tokens)
         room = max(num_tokens, 0 if token_ids is None else len(token_ids))
-        with self._lock:
+        with self._guard:
             self._check_new(request_id)
             self._check_length(room)
             state = SequenceState(request_id, namespace)
-            self._make_room([(state, 0, room)])
-            self._tensors.clear(state.blocks)
+            if token_ids is None or not self.config.enable_prefix_cache:
+                self._make_room([(state, 0, room)])
+            else:
+                self._begin_with_prefix(state, _token_array(token_ids), room)
             return self._add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
-        """Room for `num_tokens` more, and the length grows; the caller writes the K/V. New blocks hold zeros.
+        """Room for `num_tokens` more, and the length grows; the caller writes the K/V. Until then they are zeros.
 
         Raises:
             InvalidInputError: `num_tokens` is negative.
@@ -88,15 +115,16 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool cannot supply the room.
         """
         check_count("num_tokens", num_tokens)
-        with self._lock:
+        with self._guard:
             state = self._state(handle)
             target = state.num_tokens + num_tokens
             self._check_length(target)
-            num_blocks_before = len(state.blocks)
             self._make_exclusive([(state, state.num_tokens, target)])
-            self._tensors.clear(state.blocks[num_blocks_before:])
+            written = max(state.num_tokens, state.num_written)
+            self._tensors.clear(self._slots(state, written, max(written, target)))
             self._settle(state)
             state.num_tokens = target
+            self._drop_unseen([state])
 
     def advance(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """`num_tokens` more positions now hold valid K/V.
@@ -106,7 +134,7 @@ class PagedKvCacheManager:
             SequenceTooLongError: beyond `max_seq_len`.
         """
         check_count("num_tokens", num_tokens)
-        with self._lock:
+        with self._guard:
             state = self._state(handle)
             target = state.num_tokens + num_tokens
             if target > handle.capacity:
@@ -114,24 +142,60 @@ class PagedKvCacheManager:
             self._check_length(target)
             self._settle(state)
             state.num_tokens = target
+            self._drop_unseen([state])
+
+    def commit(self, handle: KvCacheHandle, token_ids: Sequence[int]) -> None:
+        """Publish the full blocks written so far. `token_ids` are those at positions 0.., as far as they are known.
+
+        Raises:
+            InvalidInputError: they are not those the sequence was given before, or one is no int32.
+        """
+        with self._guard:
+            state = self._state(handle)
+            given = _token_array(token_ids[: state.num_tokens]).tolist()
+            both = min(len(given), len(state.token_ids))
+            if given[:both] != state.token_ids[:both]:
+                raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
+            state.token_ids += given[both:]
+            self._publish(state)
+
+    def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
+        """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
+
+        A sequence whose earlier ids are not all known is passed over.
+        """
+        if not self.config.enable_prefix_cache:
+            return
+        with self._guard:
+            block_size = self.config.block_size
+            for handle, token_ids in items:
+                state = self._state(handle)
+                if len(state.token_ids) + len(token_ids) == state.num_tokens:
+                    state.token_ids += token_ids
+                    if state.num_tokens // block_size > len(state.links):
+                        self._publish(state)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Roll back to the first `num_tokens` positions; blocks beyond them are given back.
 
         Raises:
-            InvalidInputError: `num_tokens` is negative or more than the sequence holds.
+            InvalidInputError: `num_tokens` is negative or more than the sequence holds, or what the sliding window
+                shows from there is gone.
         """
         check_count("num_tokens", num_tokens)
-        with self._lock:
+        with self._guard:
             state = self._state(handle)
             if num_tokens > state.num_tokens:
                 raise InvalidInputError(f"num_tokens: {num_tokens}, expected at most the length {state.num_tokens}")
+            if 0 in state.blocks[self._first_seen_block(num_tokens, 0) : self._blocks_for(num_tokens)]:
+                raise InvalidInputError(f"num_tokens: {num_tokens}, its sliding window has been given back in part")
             self._settle(state)
             kept = self._blocks_for(num_tokens)
             dropped, state.blocks = state.blocks[kept:], state.blocks[:kept]
-            self._pool.release(dropped)
+            self._release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
+            del state.token_ids[num_tokens:], state.links[num_tokens // self.config.block_size :]
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
         """A second sequence with the same tokens, over the same blocks until either writes to one.
@@ -139,13 +203,15 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `request_id` names a live sequence.
         """
-        with self._lock:
+        with self._guard:
             source = self._state(handle)
             self._check_new(request_id)
             self._settle(source)
             blocks = source.blocks[: self._blocks_for(source.num_tokens)]
-            self._pool.share(blocks)
-            return self._add(SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens))
+            self._pool.share(filter(None, blocks))
+            twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
+            twin.token_ids, twin.links = source.token_ids.copy(), source.links.copy()
+            return self._add(twin)
 
     def free(self, handle: KvCacheHandle) -> None:
         """Give the sequence up; a second time does nothing. Blocks are free again once nobody holds them.
@@ -153,15 +219,81 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: the handle belongs to another manager.
         """
-        with self._lock:
+        with self._guard:
             if not handle.is_valid:
                 return
-            state = self._state(handle)
+            state = self._state(handle, may_be_swapped=True)
             self._settle(state)
-            self._pool.release(state.blocks)
-            state.blocks, state.is_valid = (), False
+            self._release(state.blocks)
+            if state.host_blocks is not None:
+                self._host_pool.release(list(state.host_blocks.values()))
+            state.blocks, state.host_blocks, state.is_valid = (), None, False
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
+            state.token_ids, state.links = [], []
+            self._table.remove(state)
             del self._handles[state.request_id]
+
+    def swap_out(self, handle: KvCacheHandle) -> None:
+        """Move the K/V to host memory and give the blocks back; nothing happens to one that is out already.
+
+        Blocks that another sequence holds too stay where they are. Room beyond the length is given back.
+
+        Raises:
+            OutOfBlocksError: the host pool has too few blocks.
+        """
+        with self._guard:
+            state = self._state(handle, may_be_swapped=True)
+            if state.host_blocks is not None:
+                return
+            # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
+            kept = self._blocks_for(state.num_tokens)
+            moved = [i for i, b in enumerate(state.blocks[:kept]) if b and self._pool.ref_count(b) == 1]
+            if len(moved) > self._host_pool.num_free:
+                self._allocation_failures += 1
+                raise OutOfBlocksError(len(moved), self._host_pool.num_free)
+            host_blocks = self._host_pool.allocate(len(moved))
+            try:
+                self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
+            except BaseException:
+                self._host_pool.release(host_blocks)
+                raise
+            self._settle(state)
+            blocks = list(state.blocks[:kept])
+            dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
+            for i in moved:
+                blocks[i] = 0
+            state.blocks, state.host_blocks = tuple(blocks), dict(zip(moved, host_blocks, strict=True))
+            state.num_written = state.num_tokens
+            self._release(dropped)
+            self._swapped_out_blocks += len(moved)
+
+    def swap_in(self, handle: KvCacheHandle) -> None:
+        """Bring the K/V back; nothing happens to a sequence that is not swapped out.
+
+        Raises:
+            OutOfBlocksError: the pool has too few blocks.
+        """
+        with self._guard:
+            state = self._state(handle, may_be_swapped=True)
+            if state.host_blocks is None:
+                return
+            moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
+            self._check_free(len(moved))
+            taken = self._pool.allocate(len(moved))
+            try:
+                self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
+            except BaseException:
+                self._pool.release(taken)
+                raise
+            blocks = list(state.blocks)
+            for i, block in zip(moved, taken, strict=True):
+                blocks[i] = block
+            state.blocks, state.host_blocks = tuple(blocks), None
+            self._host_pool.release(host_blocks)
+            self._swapped_in_blocks += len(moved)
+            # What it had published may have been evicted meanwhile.
+            del state.links[min(moved, default=len(state.links)) :]
+            self._publish(state)
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Room for every sequence up to its `target_len`, for all of them or for none.
@@ -173,19 +305,17 @@ class PagedKvCacheManager:
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
-        with self._lock:
+        with self._guard:
             spans, admission_spans = self._spans(requests)
-            if admission_spans != spans:
-                self._check_free(sum(len(shared) + fresh for shared, fresh in map(self._needs, admission_spans)))
-            before = [(len(state.blocks), state.num_written) for state, _, _ in spans]
-            replaced = self._make_room(spans)
-            for state, _, _ in spans:
+            if admission_spans:
+                self._check_free(_blocks_needed(self._needs(admission_spans)))
+            undo = self._make_room(spans)
+            states = [state for state, _, _ in spans]
+            for state in states:
                 self._settle(state)
-            slots = [
-                ReservedSlots(state, target, num_blocks, num_written, swapped)
-                for (state, _, target), (num_blocks, num_written), swapped in zip(spans, before, replaced, strict=True)
-            ]
-            return KvSlotReservation(self._lock, self._pool, slots)
+            return KvSlotReservation(
+                self._guard, self._pool, states, [target for _, _, target in spans], undo, self._drop_unseen
+            )
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
         """The first `num_blocks` blocks of `source` become those of the empty `target`, in place of room it had there.
@@ -195,7 +325,7 @@ class PagedKvCacheManager:
                 their namespaces differ.
         """
         check_count("num_blocks", num_blocks)
-        with self._lock:
+        with self._guard:
             giver, taker = self._state(source), self._state(target)
             if giver is taker:
                 raise InvalidInputError("target: the same sequence as source")
@@ -207,12 +337,52 @@ class PagedKvCacheManager:
             if num_tokens > giver.num_tokens:
                 full = giver.num_tokens // self.config.block_size
                 raise InvalidInputError(f"num_blocks: {num_blocks}, expected at most the {full} full blocks of source")
-            self._settle(taker)
             shared, dropped = giver.blocks[:num_blocks], taker.blocks[:num_blocks]
+            if 0 in shared:
+                raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
+            self._settle(taker)
             self._pool.share(shared)
             self._pool.release(dropped)
             taker.blocks = shared + taker.blocks[num_blocks:]
             taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
+            taker.token_ids, taker.links = giver.token_ids[:num_tokens], giver.links[:num_blocks]
+
+    def evict(self, num_blocks: int) -> int:
+        """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
+
+        Raises:
+            InvalidInputError: `num_blocks` is negative.
+        """
+        check_count("num_blocks", num_blocks)
+        with self._guard:
+            return self._pool.evict(num_blocks)
+
+    def clear_prefix_cache(self) -> None:
+        """Withdraw every published block; those in use stay with their sequences."""
+        with self._guard:
+            for block in list(self._index.published):
+                self._index.forget(block)
+                self._pool.unpublished(block)
+            for handle in self._handles.values():
+                handle._state.links = []
+            if self._guard.on_event:
+                self._guard.add(CacheCleared())
+
+    @property
+    def pressure(self) -> MemoryPressure:
+        """How much of the pool can still be handed out, evictable blocks included."""
+        with self._guard:
+            return self._measure_pressure()
+
+    def on_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
+        """Call back with the new level whenever a call has changed it, outside of the lock."""
+        with self._guard:
+            self._guard.on_pressure.append(callback)
+
+    def subscribe(self, callback: Callable[[CacheEvent], None]) -> None:
+        """Call back with every BlocksStored, BlockRemoved and CacheCleared, in order, outside of the lock."""
+        with self._guard:
+            self._guard.on_event.append(callback)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether `allocate` would find room for a new sequence of `num_tokens`.
@@ -230,7 +400,7 @@ class PagedKvCacheManager:
 
     def handles(self) -> tuple[KvCacheHandle, ...]:
         """All live sequences, oldest first."""
-        with self._lock:
+        with self._guard:
             return tuple(self._handles.values())
 
     def k_cache(self, layer: int) -> torch.Tensor:
@@ -257,15 +427,13 @@ class PagedKvCacheManager:
             InvalidInputError: a sequence is unknown, given twice, or has no room for its tokens.
             OutOfBlocksError: a shared block would have to be copied, and none is free; not after `reserve`.
         """
-        with self._lock:
+        with self._guard:
             states, counts = self._new_tokens(items)
             self._make_exclusive(
                 [(state, state.num_tokens, state.num_tokens + n) for state, n in zip(states, counts, strict=True)]
             )
-            table = np.zeros((len(states), max((len(state.blocks) for state in states), default=0)), np.int32)
-            for row, state in zip(table, states, strict=True):
-                row[: len(state.blocks)] = state.block_row()
-            lengths = np.fromiter((state.num_tokens for state in states), np.int64, len(states))
+            table = self._table.gather(states)
+            lengths = np.array([state.num_tokens for state in states], np.int64)
         query_lens = np.array(counts, np.int64)
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(query_lens, out=offsets[1:])
@@ -302,12 +470,15 @@ class PagedKvCacheManager:
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]
         self._tensors.check_rows(key, value)
-        with self._lock:
+        with self._guard:
             state = self._state(handle)
             end = position + len(key)
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
+            self._check_seen(state, position, end)
             self._make_exclusive([(state, position, end)])
+            if len(key):  # what is written here need not be the K/V of the ids at these positions
+                del state.token_ids[position:], state.links[position // self.config.block_size :]
             self._tensors.write(layer, self._slots(state, position, end), key, value)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
@@ -325,16 +496,17 @@ class PagedKvCacheManager:
         self._check_layer(layer)
         check_count("start", start)
         check_count("num_tokens", num_tokens)
-        with self._lock:
+        with self._guard:
             state = self._state(handle)
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)
             if end > readable:
                 raise InvalidInputError(f"num_tokens: positions {start}..{end}, expected within the {readable} written")
+            self._check_seen(state, start, end)
             return self._tensors.read(layer, self._slots(state, start, end))
 
     def stats(self) -> CacheStats:
         """The cache as of now."""
-        with self._lock:
+        with self._guard:
             free, total = self._pool.num_free, self._pool.num_blocks
             return CacheStats(
                 num_blocks=total,
@@ -348,7 +520,27 @@ class PagedKvCacheManager:
                 cow_copies=self._cow_copies,
                 allocation_failures=self._allocation_failures,
                 bytes_per_block=self._tensors.bytes_per_block,
+                cached_blocks=self._pool.num_cached,
+                published_blocks=len(self._index.published),
+                prefix_hits=self._prefix_hits,
+                prefix_misses=self._prefix_misses,
+                prefix_hit_tokens=self._prefix_hit_tokens,
+                evictions=self._evictions,
+                swapped_out_blocks=self._swapped_out_blocks,
+                swapped_in_blocks=self._swapped_in_blocks,
+                swap_blocks_free=self._host_pool.num_free,
             )
+
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """`stats()`, the pressure, and the histograms of sampled blocks (see `BlockAges`), ready for JSON."""
+        with self._guard:
+            ages = self._pool.ages
+            return {
+                **asdict(self.stats()),
+                "pressure": self._measure_pressure().value,
+                "block_lifetimes_ms": ages.lifetimes.copy(),
+                "block_reuse_gaps_ms": ages.reuse_gaps.copy(),
+            }
 
     def check_integrity(self) -> None:
         """Recount every reference from the live sequences and open reservations.
@@ -356,15 +548,18 @@ class PagedKvCacheManager:
         Raises:
             PagedError: names the first contradiction.
         """
-        with self._lock:
+        with self._guard:
             references: Counter[int] = Counter()
+            host_references: Counter[int] = Counter()
             reservations: set[KvSlotReservation] = set()
             for handle in self._handles.values():
-                state = self._state(handle)
-                references.update(state.blocks)
+                state = self._state(handle, may_be_swapped=True)
+                held = [block for block in state.blocks if block]
+                references.update(held)
+                host_references.update((state.host_blocks or {}).values())
                 if state.reservation is not None:
                     reservations.add(state.reservation)
-                if len(set(state.blocks)) != len(state.blocks):
+                if len(set(held)) != len(held):
                     raise PagedError(f"{state.request_id!r} holds a block twice: {state.blocks}")
                 if not state.num_cached_tokens <= state.num_tokens <= handle.capacity:
                     raise PagedError(
@@ -374,16 +569,20 @@ class PagedKvCacheManager:
             for reservation in reservations:
                 references.update(reservation.kept_blocks)
             self._pool.check(references)
+            self._host_pool.check(host_references)
 
-    def _state(self, handle: KvCacheHandle) -> SequenceState:
+    def _state(self, handle: KvCacheHandle, *, may_be_swapped: bool = False) -> SequenceState:
         state = handle._state
         if not state.is_valid:
             raise StaleHandleError(f"handle: {state.request_id!r} has been freed")
         if self._handles.get(state.request_id) is not handle:
             raise InvalidInputError(f"handle: {state.request_id!r} belongs to another manager")
+        if state.host_blocks is not None and not may_be_swapped:
+            raise StaleHandleError(f"handle: {state.request_id!r} is swapped out")
         return state
 
     def _add(self, state: SequenceState) -> KvCacheHandle:
+        self._table.add(state)
         handle = KvCacheHandle(state, self._pool, self.config.block_size)
         self._handles[state.request_id] = handle
         return handle
@@ -394,69 +593,172 @@ class PagedKvCacheManager:
             state.reservation.settle(state)
 
     def _spans(self, requests: Sequence[KvSlotRequest]) -> tuple[list[_Span], list[_Span]]:
-        """What the requests write: up to their targets, and up to their admission lengths."""
-        spans, admission_spans = [], []
-        seen: set[SeqId] = set()
+        """What the requests write: up to their targets; and up to their admission lengths, where any is given."""
+        spans, admission_spans, is_admission_given = [], [], False
+        longest = self.config.max_seq_len
         for request in requests:
             handle = self._handles.get(request.cache_id)
             if handle is None:
                 raise InvalidInputError(f"cache_id: {request.cache_id!r} names no live sequence")
-            if request.cache_id in seen:
-                raise InvalidInputError(f"cache_id: {request.cache_id!r} is given twice")
-            seen.add(request.cache_id)
-            state, target = self._state(handle), request.target_len
-            admission = target if request.admission_target_len is None else request.admission_target_len
-            if not state.num_tokens <= target <= admission:
+            state, target, admission = self._state(handle), request.target_len, request.admission_target_len
+            if admission is None:
+                admission = target
+            else:
+                is_admission_given = True
+            start = state.num_tokens
+            if not start <= target <= admission:
                 raise InvalidInputError(
                     f"target_len, admission_target_len: {target}, {admission} for {request.cache_id!r}, "
-                    f"expected {state.num_tokens} <= target_len <= admission_target_len"
+                    f"expected {start} <= target_len <= admission_target_len"
                 )
-            self._check_length(admission)
-            spans.append((state, state.num_tokens, target))
-            admission_spans.append((state, state.num_tokens, admission))
-        return spans, admission_spans
+            if longest is not None and admission > longest:
+                self._check_length(admission)
+            spans.append((state, start, target))
+            admission_spans.append((state, start, admission))
+        if len({id(state) for state, _, _ in spans}) != len(spans):
+            seen: Counter[SeqId] = Counter(request.cache_id for request in requests)
+            raise InvalidInputError(f"cache_id: {seen.most_common(1)[0][0]!r} is given twice")
+        return spans, admission_spans if is_admission_given else []
 
-    def _needs(self, span: _Span) -> tuple[list[int], int]:
-        """Indices of the shared blocks that the span writes to, and the number of blocks missing at its end."""
-        state, start, end = span
-        num_blocks, blocks = self._blocks_for(end), state.blocks
-        written = range(start // self.config.block_size, min(num_blocks, len(blocks))) if start < end else ()
-        return [i for i in written if self._pool.ref_count(blocks[i]) > 1], max(0, num_blocks - len(blocks))
+    def _needs(self, spans: Iterable[_Span]) -> list[_Need]:
+        """What must change before the spans can be written; sequences that are ready are left out."""
+        block_size, ref_counts, published = self.config.block_size, self._pool.ref_counts, self._index.published
+        needs = []
+        for state, start, end in spans:
+            if start >= end:
+                continue
+            blocks = state.blocks
+            num_blocks = len(blocks)
+            last = (end - 1) // block_size
+            shared: list[int] = []
+            stale: list[int] = []
+            for i in range(start // block_size, min(last + 1, num_blocks)):
+                if ref_counts[blocks[i]] > 1:
+                    shared.append(i)
+                elif blocks[i] in published:
+                    stale.append(i)
+            if last >= num_blocks or shared or stale:
+                needs.append((state, shared, stale, max(0, last + 1 - num_blocks)))
+        return needs
 
-    def _make_room(self, spans: Sequence[_Span]) -> list[dict[int, int]]:
-        """Give every sequence room up to its span's end, and copies in place of the shared blocks the span writes to.
+    def _make_room(self, spans: Iterable[_Span]) -> dict[SeqId, Undo]:
+        """Give every sequence room up to its span's end, copies in place of the shared blocks the span writes to, and
+        withdraw published blocks that are about to change.
 
-        Returns, for every span, the shared blocks replaced, by index; their references are now the caller's.
+        Returns, for every sequence whose blocks changed, what takes that back; the references of replaced blocks are
+        now the caller's.
         """
-        needs = [self._needs(span) for span in spans]
-        needed = sum(len(shared) + fresh for shared, fresh in needs)
+        needs = self._needs(spans)
+        if not needs:
+            return {}
+        needed = _blocks_needed(needs)
         self._check_free(needed)
         taken = self._pool.allocate(needed)
-        supply, pairs, replaced = iter(taken), [], []
-        grown: list[tuple[SequenceState, tuple[int, ...]]] = []
-        for (state, _, _), (shared, fresh) in zip(spans, needs, strict=True):
-            replaced.append({index: state.blocks[index] for index in shared})
+        supply = iter(taken)
+        pairs: list[tuple[int, int]] = []
+        grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
+        for state, shared, _, fresh in needs:
             if shared or fresh:
+                undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in shared})
                 blocks = list(state.blocks)
                 for index in shared:
                     blocks[index] = next(supply)
                     pairs.append((state.blocks[index], blocks[index]))
                 blocks += [next(supply) for _ in range(fresh)]
-                grown.append((state, tuple(blocks)))
+                grown.append((state, tuple(blocks), undo))
         try:
             self._tensors.copy(pairs)
         except BaseException:
             self._pool.release(taken)
             raise
-        for state, new_blocks in grown:
+        for state, shared, stale, _ in needs:
+            for index in stale:
+                self._withdraw(state.blocks[index])
+            # A copy is not published, and neither is what will change: the chain goes on from before them.
+            del state.links[min([*shared, *stale], default=len(state.links)) :]
+        for state, new_blocks, _ in grown:
             state.blocks = new_blocks
         self._cow_copies += len(pairs)
-        return replaced
+        return {state.request_id: undo for state, _, undo in grown}
 
     def _make_exclusive(self, spans: Sequence[_Span]) -> None:
         """Make room, and keep nothing of the shared blocks that copies replaced."""
-        for replaced in self._make_room(spans):
-            self._pool.release(list(replaced.values()))
+        for undo in self._make_room(spans).values():
+            self._pool.release(list(undo.replaced.values()))
+
+    def _begin_with_prefix(self, state: SequenceState, tokens: TokenArray, room: int) -> None:
+        """Give a new sequence the published blocks that `tokens` begin with, and room beyond them."""
+        matched, links = self._index.match(tokens, state.namespace)
+        length = min(len(matched) * self.config.block_size, max(len(tokens) - 1, 0))
+        fresh = max(0, self._blocks_for(room) - len(matched))
+        # Free blocks that are revived can no longer be handed out.
+        self._check_free(fresh + sum(self._pool.ref_count(block) == 0 for block in matched))
+        self._pool.share(matched)
+        state.blocks = (*matched, *self._pool.allocate(fresh))
+        state.num_tokens = state.num_cached_tokens = state.num_written = length
+        state.token_ids, state.links = tokens[:length].tolist(), links[: length // self.config.block_size]
+        self._prefix_hits += length > 0
+        self._prefix_misses += length == 0
+        self._prefix_hit_tokens += length
+        self._drop_unseen([state])
+
+    def _publish(self, state: SequenceState) -> None:
+        """Make the full blocks findable whose token ids are known and that are not published yet."""
+        block_size, first = self.config.block_size, len(state.links)
+        last = min(len(state.token_ids), state.num_tokens) // block_size
+        if last <= first or not self.config.enable_prefix_cache:
+            return
+        blocks = state.blocks[first:last]
+        if 0 in blocks:  # behind the sliding window: the chain is broken
+            return
+        previous = state.links[-1] if state.links else self._index.root(state.namespace)
+        tokens = np.array(state.token_ids[first * block_size : last * block_size], np.int32)
+        links, displaced = self._index.publish(blocks, tokens.reshape(-1, block_size), previous)
+        state.links += links
+        for block, _ in displaced:
+            self._pool.unpublished(block)
+        if self._guard.on_event:
+            for _, hash_ in displaced:
+                self._guard.add(BlockRemoved(hash_))
+            hashes = tuple(link.hash for link in links)
+            self._guard.add(BlocksStored(hashes, previous.hash, tuple(tokens.tolist()), state.namespace))
+
+    def _withdraw(self, block: int) -> None:
+        hash_ = self._index.forget(block)
+        if self._guard.on_event:
+            self._guard.add(BlockRemoved(hash_))
+
+    def _forget_evicted(self, block: int) -> None:
+        self._evictions += 1
+        self._withdraw(block)
+
+    def _drop_unseen(self, states: Iterable[SequenceState]) -> None:
+        """Give back blocks that lie behind the sliding window of every later token."""
+        if self.config.sliding_window is None:
+            return
+        for state in states:
+            first = self._first_seen_block(state.num_tokens, ROLLBACK_SLACK)
+            if any(state.blocks[:first]):
+                self._release(state.blocks[:first])
+                state.blocks = (0,) * first + state.blocks[first:]
+
+    def _first_seen_block(self, num_tokens: int, slack: int) -> int:
+        """Index of the first block that the token after `num_tokens`, or after `slack` fewer, can see."""
+        window = self.config.sliding_window
+        return 0 if window is None else max(0, num_tokens - slack - window + 1) // self.config.block_size
+
+    def _check_seen(self, state: SequenceState, start: int, end: int) -> None:
+        if start < end and 0 in state.blocks[start // self.config.block_size : self._blocks_for(end)]:
+            raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        self._pool.release([block for block in blocks if block])
+
+    def _measure_pressure(self) -> MemoryPressure:
+        available = self._pool.num_free / self._pool.num_blocks
+        if available < self.config.high_watermark:
+            return MemoryPressure.CRITICAL
+        return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
 
     def _check_free(self, needed: int) -> None:
         if needed > self._pool.num_free:
@@ -481,7 +783,7 @@ class PagedKvCacheManager:
 
     def _slots(self, state: SequenceState, start: int, end: int) -> NDArray[np.int64]:
         blocks, within = np.divmod(np.arange(start, end), self.config.block_size)
-        return state.block_row()[blocks] * np.int64(self.config.block_size) + within
+        return np.array(state.blocks, np.int64)[blocks] * self.config.block_size + within
 
     def _new_tokens(
         self, items: Iterable[UnifiedBatchItem | tuple[KvCacheHandle, int]]
@@ -503,3 +805,14 @@ class PagedKvCacheManager:
         if len({id(state) for state in states}) != len(states):
             raise InvalidInputError("items: a sequence is given twice")
         return states, counts
+
+
+def _blocks_needed(needs: Iterable[_Need]) -> int:
+    return sum(len(shared) + fresh for _, shared, _, fresh in needs)
+
+
+def _token_array(token_ids: Sequence[int]) -> TokenArray:
+    try:
+        return np.array(token_ids, np.int32)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidInputError(f"token_ids: expected a flat sequence of int32, {error}") from error

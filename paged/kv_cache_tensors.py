@@ -35,6 +35,13 @@ class KvCacheTensors:
             dtype=dtype,
             device=config.device,
         )
+        self._host = torch.empty(
+            (config.num_layers, 2, config.num_swap_blocks + 1, *self.storage.shape[3:]),
+            dtype=dtype,
+            device="cpu",
+            pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
+        )
+        self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
         # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
         self._bytes = self.storage.view(torch.uint8)
         self._caches: list[torch.Tensor] = [cache for layer in self.storage for cache in layer]
@@ -57,10 +64,33 @@ class KvCacheTensors:
         if block_pairs:
             copy_blocks(self._caches, block_pairs)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros, K and V of all layers."""
-        if blocks:
-            self._bytes.index_fill_(2, torch.tensor(blocks, device=self.storage.device), 0)
+    def clear(self, slots: NDArray[np.int64]) -> None:
+        """Fill slots with zeros, K and V of all layers."""
+        if len(slots):
+            index = torch.from_numpy(slots).to(self.storage.device)
+            self._bytes.flatten(2, 3).index_fill_(2, index, 0)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device block to host block for every pair, K and V of all layers."""
+        self._swap(self.storage, self._host, pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host block to device block for every pair."""
+        self._swap(self._host, self.storage, pairs)
+
+    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """One asynchronous copy for each run of neighbouring blocks, cache and layer, on a stream of its own.
+
+        That stream begins after the forward in flight, and the next forward after it: the blocks may be written again.
+        """
+        if self._swap_stream is None:
+            _copy_runs(source, target, pairs)
+            return
+        computing = torch.cuda.current_stream(self.storage.device)
+        self._swap_stream.wait_stream(computing)
+        with torch.cuda.stream(self._swap_stream):
+            _copy_runs(source, target, pairs)
+        computing.wait_stream(self._swap_stream)
 
     def check_rows(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise InvalidInputError unless both are [num_tokens, num_kv_heads, head_dim], of the same num_tokens."""
@@ -82,11 +112,33 @@ class KvCacheTensors:
         return key, value
 
 
+def _copy_runs(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    for first_source, first_target, length in _runs(pairs):
+        for from_layer, to_layer in zip(source, target, strict=True):
+            for from_cache, to_cache in zip(from_layer, to_layer, strict=True):
+                run = from_cache[first_source : first_source + length]
+                to_cache[first_target : first_target + length].copy_(run, non_blocking=True)
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs as (source, target, length) wherever both ids rise by one together."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in sorted(pairs):
+        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs
+
+
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory where that is a GPU.
+    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory where that is a GPU. On the CPU
+    the tensors are the arrays.
 
     Every tensor starts at a multiple of 64 bytes: Triton compiles a kernel anew for pointers not aligned to 16.
     """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + math.ceil(array.nbytes / 64) * 64)

@@ -49,7 +49,7 @@ def test_check_names_what_contradicts() -> None:
     with pytest.raises(PagedError, match="block 0"):
         pool.check({0: 1, first: 1, second: 1})
     pool._free.append(first)
-    with pytest.raises(PagedError, match=f"block {first}: reference count 1, in the free list: True"):
+    with pytest.raises(PagedError, match=f"block {first}: reference count 1, in a free list: True"):
         pool.check({first: 1, second: 1})
     pool._free.append(first)
     with pytest.raises(PagedError, match="twice"):

@@ -45,7 +45,9 @@ def assert_matches_loop(metadata: AttentionMetadata, pairs: list[tuple[KvCacheHa
         metadata.seq_lens,
         metadata.block_table,
     )
-    assert all(tensor.is_contiguous() and tensor.data_ptr() % 64 == 0 for tensor in tensors if tensor.numel())
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    # Triton compiles a kernel anew for pointers that are not aligned to 16.
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.is_cuda)
 
 
 @pytest.mark.parametrize("seed", range(20))

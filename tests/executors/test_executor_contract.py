@@ -222,7 +222,8 @@ def test_missing_results_free_what_was_reserved(
         items = batch(UnifiedBatchItem("a", [1] * 9, kv_cache=handle, pos_offset=3), UnifiedBatchItem("new", [1] * 9))
         with pytest.raises(PagedError, match="results for 2 items"):
             executor.unified_decode(items)
-    assert executor.kv_manager.stats() == stats
+    # The forward itself ran: what it computed may still be found.
+    assert replace(executor.kv_manager.stats(), cached_blocks=0, published_blocks=0) == stats
     executor.kv_manager.check_integrity()
     assert [logits is not None for logits in executor.unified_decode(items)] == [True, True]
 

@@ -181,7 +181,7 @@ def test_it_describes_the_model(llama: LlmExecutor, checkpoint: tuple[Path, Any]
     llama.warmup()
     assert llama.status().prefill_count == 0
     handle = llama.prefill(prompt([1])).kv_cache
-    assert llama.status().memory_bytes == 4 * info.num_parameters + llama.cache_metrics_snapshot().bytes_per_block  # type: ignore[union-attr]
+    assert llama.status().memory_bytes == 4 * info.num_parameters + llama.cache_metrics_snapshot()["bytes_per_block"]  # type: ignore[index]
     llama.shutdown()
     assert not handle.is_valid
     with pytest.raises(ExecutorShutDownError):

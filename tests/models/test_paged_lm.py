@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,7 +167,8 @@ def test_capacity_metrics_and_adapters(model: PagedCausalLM) -> None:
     before = model.cache_metrics_snapshot()
     model.prefill("a", tokens(20))
     after = model.cache_metrics_snapshot()
-    assert (before.used_blocks, after.used_blocks, after.num_tokens) == (0, 3, 20)
+    assert (before["used_blocks"], after["used_blocks"], after["num_tokens"]) == (0, 3, 20)
+    json.dumps(after)
     assert model.lora_metrics_snapshot() is None
     model.set_lora_adapter_for_cache("a", None)
     with pytest.raises(UnsupportedError, match="'poetry'"):

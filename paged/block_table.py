@@ -1,0 +1,49 @@
+"""Every live sequence's block ids as rows of one array, from which a step's table is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.kv_cache import SequenceState
+
+
+class BlockTable:
+    """Rows are brought up to date when they are read: in a decode step one sequence in block_size has a new block, and
+    converting all ids of 256 sequences of 512 blocks would take milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((16, 16), np.int32)
+        self._free = list(range(len(self._rows)))
+
+    def add(self, state: SequenceState) -> None:
+        """Give a sequence a row."""
+        if not self._free:
+            count = len(self._rows)
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+            self._free = list(range(count, 2 * count))
+        state.row = self._free.pop()
+        self._rows[state.row] = 0
+        state.row_blocks = ()
+
+    def remove(self, state: SequenceState) -> None:
+        """Take its row back."""
+        self._free.append(state.row)
+
+    def gather(self, states: Sequence[SequenceState]) -> NDArray[np.int32]:
+        """int32 [len(states), most blocks of one], padded with block 0."""
+        width = max([len(state.blocks) for state in states], default=0)
+        while width > self._rows.shape[1]:
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
+        for state in states:
+            if state.row_blocks is not state.blocks:
+                new, old = state.blocks, state.row_blocks
+                # Mostly one block was added at the end.
+                same = len(old) if new[: len(old)] == old else 0
+                self._rows[state.row, same : len(new)] = new[same:]
+                self._rows[state.row, len(new) : len(old)] = 0
+                state.row_blocks = new
+        return self._rows[[state.row for state in states], :width]

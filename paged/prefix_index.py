@@ -1,0 +1,180 @@
+"""Full blocks by the chain of tokens that leads to them: what lets a prompt start from K/V computed before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hash = int | bytes
+TokenArray = NDArray[np.int32]
+
+_MASK = (1 << 64) - 1
+# Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
+# Knuth's, for multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
+_CHAIN_FACTOR = 6364136223846793005
+_CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
+# Up to this many blocks plain integers are faster than setting up arrays.
+_FEW_BLOCKS = 4
+
+
+class ChainHash:
+    """h(i) = F h(i - 1) + sum_j M(j) (token(i, j) + 1) modulo 2^64, with odd factors M: fast, and not cryptographic.
+
+    Unrolled, h(i) = F^(i + 1) (h(-1) + sum_k F^-(k + 1) c(k)) with c(k) the sum over block k, so a whole prompt takes a
+    matrix product and a running sum.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
+        self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
+        self._factor_array = np.array(self._factors, np.uint64)
+        self._powers = np.empty(0, np.uint64)
+        self._inverse_powers = np.empty(0, np.uint64)
+
+    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
+        """Hashes of `blocks` [n, block_size], which follow the block with hash `previous`."""
+        assert isinstance(previous, int)
+        if len(blocks) <= _FEW_BLOCKS:
+            hashes: list[Hash] = []
+            for block in blocks.tolist():
+                content = sum(map(mul, block, self._factors)) + sum(self._factors)
+                previous = (_CHAIN_FACTOR * previous + content) & _MASK
+                hashes.append(previous)
+            return hashes
+        while len(self._powers) < len(blocks):
+            self._grow()
+        powers, inverse_powers = self._powers[: len(blocks)], self._inverse_powers[: len(blocks)]
+        contents = (blocks.astype(np.uint64) + np.uint64(1)) @ self._factor_array
+        sums = np.cumsum(contents * inverse_powers, dtype=np.uint64) + np.uint64(previous)
+        chain: list[Hash] = (powers * sums).tolist()
+        return chain
+
+    def _grow(self) -> None:
+        size = max(64, 2 * len(self._powers))
+        self._powers = np.cumprod(np.full(size, _CHAIN_FACTOR, np.uint64), dtype=np.uint64)
+        self._inverse_powers = np.cumprod(np.full(size, _CHAIN_INVERSE, np.uint64), dtype=np.uint64)
+
+    def root(self, namespace: Hashable) -> Hash:
+        """What the first block of a namespace follows; the same in every process."""
+        return int.from_bytes(hashlib.sha256(repr(namespace).encode()).digest()[:8], "little")
+
+
+class Sha256Chain:
+    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties."""
+
+    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
+        """As `ChainHash.extend`."""
+        assert isinstance(previous, bytes)
+        hashes: list[Hash] = []
+        for block in blocks:
+            previous = hashlib.sha256(previous + block.tobytes()).digest()
+            hashes.append(previous)
+        return hashes
+
+    def root(self, namespace: Hashable) -> Hash:
+        """As `ChainHash.root`."""
+        return hashlib.sha256(repr(namespace).encode()).digest()
+
+
+class Link:
+    """One published block's place in a chain: its hash, and a serial number that no other publication ever has."""
+
+    __slots__ = ("hash", "serial")
+
+    def __init__(self, hash_: Hash, serial: int) -> None:
+        self.hash = hash_
+        self.serial = serial
+
+
+class PrefixIndex:
+    """Published blocks. A hit compares the token ids again, and the serial number of the block before it, so that two
+    chains whose hashes collide can never serve each other's K/V, nor two namespaces.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, algorithm: str) -> None:
+        self._block_size = block_size
+        self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
+        self._block_of: dict[Hash, int] = {}
+        self._hash_of: dict[int, Hash] = {}
+        # What was published with each block; rows of blocks that are not published are stale.
+        self._tokens = np.zeros((num_blocks + 1, block_size), np.int32)
+        self._serials = np.zeros(num_blocks + 1, np.int64)
+        self._parents = np.zeros(num_blocks + 1, np.int64)
+        self._last_serial = 0
+        self._roots: dict[Hashable, Link] = {}
+
+    @property
+    def published(self) -> Mapping[int, Hash]:
+        """The published blocks, each with its hash; a view that changes with the index."""
+        return self._hash_of
+
+    def root(self, namespace: Hashable) -> Link:
+        """The link before the first block of a namespace."""
+        link = self._roots.get(namespace)
+        if link is None:
+            link = self._roots[namespace] = Link(self._chain.root(namespace), self._next_serial())
+        return link
+
+    def match(self, tokens: TokenArray, namespace: Hashable) -> tuple[list[int], list[Link]]:
+        """The longest published chain of full blocks that `tokens` begins with: block ids and links."""
+        count = len(tokens) // self._block_size
+        root = self._roots.get(namespace)
+        if count == 0 or root is None or not self._block_of:
+            return [], []
+        wanted = tokens[: count * self._block_size].reshape(count, self._block_size)
+        hashes = self._chain.extend(root.hash, wanted)
+        found: list[int] = []
+        for block in map(self._block_of.get, hashes):
+            if block is None:
+                break
+            found.append(block)
+        ids = np.array(found, np.int64)
+        serials = self._serials[ids]
+        same = (self._tokens[ids] == wanted[: len(found)]).all(axis=1)
+        same[:1] &= self._parents[ids[:1]] == root.serial
+        same[1:] &= self._parents[ids[1:]] == serials[:-1]
+        length = len(found) if same.all() else int(same.argmin())
+        links = [Link(*pair) for pair in zip(hashes[:length], serials[:length].tolist(), strict=True)]
+        return found[:length], links
+
+    def publish(
+        self, blocks: Sequence[int], tokens: TokenArray, previous: Link
+    ) -> tuple[list[Link], list[tuple[int, Hash]]]:
+        """Make `blocks`, which hold `tokens` [n, block_size] and follow `previous`, findable.
+
+        Where a chain's tokens are published already that publication stays, and the chain goes on from it. One of the
+        same hash but another content gives way.
+
+        Returns:
+            the links of the chain, and the blocks whose publication gave way, with their hashes.
+        """
+        links: list[Link] = []
+        displaced: list[tuple[int, Hash]] = []
+        for block, row, hash_ in zip(blocks, tokens, self._chain.extend(previous.hash, tokens), strict=True):
+            present = self._block_of.get(hash_)
+            if present is not None:
+                if self._parents[present] == previous.serial and (self._tokens[present] == row).all():
+                    previous = Link(hash_, int(self._serials[present]))
+                    links.append(previous)
+                    continue
+                displaced.append((present, self.forget(present)))
+            self._block_of[hash_], self._hash_of[block] = block, hash_
+            self._tokens[block], self._parents[block] = row, previous.serial
+            previous = Link(hash_, self._next_serial())
+            self._serials[block] = previous.serial
+            links.append(previous)
+        return links, displaced
+
+    def forget(self, block: int) -> Hash:
+        """Withdraw the publication of `block`; its hash."""
+        hash_ = self._hash_of.pop(block)
+        del self._block_of[hash_]
+        return hash_
+
+    def _next_serial(self) -> int:
+        self._last_serial += 1
+        return self._last_serial
