@@ -71,6 +71,8 @@ class LlmExecutor(UnifiedExecutor):
         num_blocks: int | None = None,
         block_size: int = 16,
         max_seq_len: int | None = None,
+        num_swap_blocks: int = 0,
+        enable_prefix_cache: bool = True,
     ) -> LlmExecutor:
         """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
 
@@ -79,7 +81,14 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: the architecture is not known.
         """
         model = load_model(
-            path, device=device, dtype=dtype, num_blocks=num_blocks, block_size=block_size, max_seq_len=max_seq_len
+            path,
+            device=device,
+            dtype=dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_seq_len=max_seq_len,
+            num_swap_blocks=num_swap_blocks,
+            enable_prefix_cache=enable_prefix_cache,
         )
         config = model.config
         info = ModelInfo(

@@ -42,6 +42,8 @@ def load_model(
     num_blocks: int | None = None,
     block_size: int = 16,
     max_seq_len: int | None = None,
+    num_swap_blocks: int = 0,
+    enable_prefix_cache: bool = True,
 ) -> PagedCausalLM:
     """The model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
@@ -53,6 +55,8 @@ def load_model(
             for four sequences of full length, at most 1 GiB.
         block_size: tokens a block.
         max_seq_len: longest sequence; the model's own limit where None.
+        num_swap_blocks: blocks of host memory that sequences can be swapped to.
+        enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
@@ -84,6 +88,8 @@ def load_model(
         head_dim=config.head_dim,
         block_size=block_size,
         num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        enable_prefix_cache=enable_prefix_cache,
         dtype=dtype,
         device=device,
         max_seq_len=max_seq_len,

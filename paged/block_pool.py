@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from paged.block_ages import SAMPLE_MASK, BlockAges
+from paged.block_ages import BlockAges
 from paged.errors import OutOfBlocksError, PagedError
 
 
@@ -19,7 +19,7 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        published: Container[int] = (),
+        published: Set[int] = frozenset(),
         on_evict: Callable[[int], None] = lambda block: None,
     ) -> None:
         self.num_blocks = num_blocks
@@ -67,36 +67,47 @@ class BlockPool:
         split = len(free) - count
         blocks = free[split:][::-1]
         del free[split:]
-        for block in blocks:
-            self._ref_counts[block] = 1
-            if not block & SAMPLE_MASK:
-                self.ages.taken(block)
-        return blocks
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of `blocks`, which are in use or cached."""
         counts = self._ref_counts
         for block in blocks:
-            if counts[block] == 0:
-                del self._cached[block]
-                if not block & SAMPLE_MASK:
-                    self.ages.revived(block)
+            counts[block] = 1
+        if blocks:
+            self.ages.taken(blocks[0])
+        return blocks
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody holds."""
+        return list(map(self._ref_counts.__getitem__, blocks)).count(0)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each of `blocks`, which are in use or cached."""
+        counts, cached = self._ref_counts, self._cached
+        revived = [block for block in blocks if counts[block] == 0]
+        for block in revived:
+            del cached[block]
+        for block in blocks:
             counts[block] += 1
+        if revived:
+            self.ages.revived(revived)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each of `blocks`; those left without any are free. Of unpublished ones `blocks[0]` is
         reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
         """
         counts, published = self._ref_counts, self._published
+        freed: list[int] = []
         for block in reversed(blocks):
-            counts[block] -= 1
-            if counts[block] == 0:
-                if block in published:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
-                if not block & SAMPLE_MASK:
-                    self.ages.freed(block)
+            count = counts[block] - 1
+            counts[block] = count
+            if count == 0:
+                freed.append(block)
+        if not freed:
+            return
+        if published.isdisjoint(freed):
+            self._free += freed
+        else:
+            self._cached.update(dict.fromkeys([block for block in freed if block in published]))
+            self._free += [block for block in freed if block not in published]
+        self.ages.freed(freed)
 
     def evict(self, count: int) -> int:
         """Withdraw up to `count` cached blocks, least recently used first; how many there were."""

@@ -18,20 +18,31 @@ class BlockTable:
     def __init__(self) -> None:
         self._rows = np.zeros((16, 16), np.int32)
         self._free = list(range(len(self._rows)))
+        # The sequence of each row; the last entry is nobody's, where the row -1 of removed sequences leads.
+        self._owners: list[SequenceState | None] = [None] * (len(self._rows) + 1)
 
     def add(self, state: SequenceState) -> None:
         """Give a sequence a row."""
         if not self._free:
             count = len(self._rows)
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+            self._owners += [None] * count
             self._free = list(range(count, 2 * count))
         state.row = self._free.pop()
+        self._owners[state.row] = state
         self._rows[state.row] = 0
         state.row_blocks = ()
 
     def remove(self, state: SequenceState) -> None:
         """Take its row back."""
         self._free.append(state.row)
+        self._owners[state.row] = None
+        state.row = -1
+
+    def owns(self, states: list[SequenceState]) -> bool:
+        """Whether all of them have rows here, and none is given twice."""
+        rows = [state.row for state in states]
+        return list(map(self._owners.__getitem__, rows)) == states and len(set(rows)) == len(rows)
 
     def gather(self, states: Sequence[SequenceState]) -> NDArray[np.int32]:
         """int32 [len(states), most blocks of one], padded with block 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class PagedKvCacheManager:
         self._prefix_misses = 0
         self._prefix_hit_tokens = 0
         self._evictions = 0
+        self._num_swapped = 0
         self._swapped_out_blocks = 0
         self._swapped_in_blocks = 0
 
@@ -103,7 +105,7 @@ class PagedKvCacheManager:
             if token_ids is None or not self.config.enable_prefix_cache:
                 self._make_room([(state, 0, room)])
             else:
-                self._begin_with_prefix(state, _token_array(token_ids), room)
+                self._begin_with_prefix(state, _token_list(token_ids), room)
             return self._add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
@@ -152,10 +154,11 @@ class PagedKvCacheManager:
         """
         with self._guard:
             state = self._state(handle)
-            given = _token_array(token_ids[: state.num_tokens]).tolist()
+            given = _token_list(token_ids)[: state.num_tokens]
             both = min(len(given), len(state.token_ids))
             if given[:both] != state.token_ids[:both]:
                 raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
+            _token_array(given[both:])
             state.token_ids += given[both:]
             self._publish(state)
 
@@ -208,7 +211,7 @@ class PagedKvCacheManager:
             self._check_new(request_id)
             self._settle(source)
             blocks = source.blocks[: self._blocks_for(source.num_tokens)]
-            self._pool.share(filter(None, blocks))
+            self._pool.share([block for block in blocks if block])
             twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
             twin.token_ids, twin.links = source.token_ids.copy(), source.links.copy()
             return self._add(twin)
@@ -227,6 +230,7 @@ class PagedKvCacheManager:
             self._release(state.blocks)
             if state.host_blocks is not None:
                 self._host_pool.release(list(state.host_blocks.values()))
+                self._num_swapped -= 1
             state.blocks, state.host_blocks, state.is_valid = (), None, False
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
             state.token_ids, state.links = [], []
@@ -265,6 +269,7 @@ class PagedKvCacheManager:
             state.blocks, state.host_blocks = tuple(blocks), dict(zip(moved, host_blocks, strict=True))
             state.num_written = state.num_tokens
             self._release(dropped)
+            self._num_swapped += 1
             self._swapped_out_blocks += len(moved)
 
     def swap_in(self, handle: KvCacheHandle) -> None:
@@ -290,6 +295,7 @@ class PagedKvCacheManager:
                 blocks[i] = block
             state.blocks, state.host_blocks = tuple(blocks), None
             self._host_pool.release(host_blocks)
+            self._num_swapped -= 1
             self._swapped_in_blocks += len(moved)
             # What it had published may have been evicted meanwhile.
             del state.links[min(moved, default=len(state.links)) :]
@@ -306,16 +312,25 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool cannot supply the room.
         """
         with self._guard:
-            spans, admission_spans = self._spans(requests)
+            states = self._requested(requests)
+            targets = [request.target_len for request in requests]
+            admission_spans = [
+                (state, state.num_tokens, request.admission_target_len or request.target_len)
+                for state, request in zip(states, requests, strict=True)
+                if request.admission_target_len is not None
+            ]
             if admission_spans:
-                self._check_free(_blocks_needed(self._needs(admission_spans)))
-            undo = self._make_room(spans)
-            states = [state for state, _, _ in spans]
+                rest = [
+                    (state, state.num_tokens, request.target_len)
+                    for state, request in zip(states, requests, strict=True)
+                    if request.admission_target_len is None
+                ]
+                self._check_free(_blocks_needed(self._needs([*admission_spans, *rest])))
+            undo = self._make_room(self._unready(states, targets))
             for state in states:
-                self._settle(state)
-            return KvSlotReservation(
-                self._guard, self._pool, states, [target for _, _, target in spans], undo, self._drop_unseen
-            )
+                if state.reservation is not None:
+                    self._settle(state)
+            return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._drop_unseen)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
         """The first `num_blocks` blocks of `source` become those of the empty `target`, in place of room it had there.
@@ -429,12 +444,17 @@ class PagedKvCacheManager:
         """
         with self._guard:
             states, counts = self._new_tokens(items)
-            self._make_exclusive(
-                [(state, state.num_tokens, state.num_tokens + n) for state, n in zip(states, counts, strict=True)]
-            )
+            lengths_list = [state.num_tokens for state in states]
+            targets = list(map(add, lengths_list, counts))
+            unready = self._unready(states, targets)
+            for state, _, target in unready:
+                if target > len(state.blocks) * self.config.block_size:
+                    raise InvalidInputError(
+                        f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
+                    )
+            self._make_exclusive(unready)
             table = self._table.gather(states)
-            lengths = np.array([state.num_tokens for state in states], np.int64)
-        query_lens = np.array(counts, np.int64)
+        lengths, query_lens = np.array(lengths_list, np.int64), np.array(counts, np.int64)
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(query_lens, out=offsets[1:])
         positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
@@ -592,33 +612,48 @@ class PagedKvCacheManager:
         if state.reservation is not None:
             state.reservation.settle(state)
 
-    def _spans(self, requests: Sequence[KvSlotRequest]) -> tuple[list[_Span], list[_Span]]:
-        """What the requests write: up to their targets; and up to their admission lengths, where any is given."""
-        spans, admission_spans, is_admission_given = [], [], False
-        longest = self.config.max_seq_len
-        for request in requests:
-            handle = self._handles.get(request.cache_id)
+    def _requested(self, requests: Sequence[KvSlotRequest]) -> list[SequenceState]:
+        """The sequences of requests that are well formed."""
+        handles, longest = self._handles, self.config.max_seq_len
+        states = []
+        for cache_id, target, admission in requests:
+            handle = handles.get(cache_id)
             if handle is None:
-                raise InvalidInputError(f"cache_id: {request.cache_id!r} names no live sequence")
-            state, target, admission = self._state(handle), request.target_len, request.admission_target_len
-            if admission is None:
-                admission = target
-            else:
-                is_admission_given = True
-            start = state.num_tokens
-            if not start <= target <= admission:
+                raise InvalidInputError(f"cache_id: {cache_id!r} names no live sequence")
+            state = handle._state
+            if state.host_blocks is not None:
+                self._state(handle)
+            highest = target if admission is None else admission
+            if not state.num_tokens <= target <= highest:
                 raise InvalidInputError(
-                    f"target_len, admission_target_len: {target}, {admission} for {request.cache_id!r}, "
-                    f"expected {start} <= target_len <= admission_target_len"
+                    f"target_len, admission_target_len: {target}, {admission} for {cache_id!r}, "
+                    f"expected {state.num_tokens} <= target_len <= admission_target_len"
                 )
-            if longest is not None and admission > longest:
-                self._check_length(admission)
-            spans.append((state, start, target))
-            admission_spans.append((state, start, admission))
-        if len({id(state) for state, _, _ in spans}) != len(spans):
-            seen: Counter[SeqId] = Counter(request.cache_id for request in requests)
-            raise InvalidInputError(f"cache_id: {seen.most_common(1)[0][0]!r} is given twice")
-        return spans, admission_spans if is_admission_given else []
+            if longest is not None and highest > longest:
+                self._check_length(highest)
+            states.append(state)
+        if len(set(map(id, states))) != len(states):
+            repeated = Counter(cache_id for cache_id, _, _ in requests).most_common(1)[0][0]
+            raise InvalidInputError(f"cache_id: {repeated!r} is given twice")
+        return states
+
+    def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[_Span]:
+        """The spans from each sequence's length to its target that cannot be written yet.
+
+        Only the block that the length lies in can be shared or published: those after it hold no tokens.
+        """
+        block_size, ref_counts, published = self.config.block_size, self._pool.ref_counts, self._index.published
+        unready = []
+        for state, target in zip(states, targets, strict=True):
+            start, blocks = state.num_tokens, state.blocks
+            if target > start:
+                if target > len(blocks) * block_size:
+                    unready.append((state, start, target))
+                elif state.reservation is None:  # an open one has seen to it
+                    tail = blocks[start // block_size]
+                    if ref_counts[tail] > 1 or tail in published:
+                        unready.append((state, start, target))
+        return unready
 
     def _needs(self, spans: Iterable[_Span]) -> list[_Need]:
         """What must change before the spans can be written; sequences that are ready are left out."""
@@ -654,17 +689,18 @@ class PagedKvCacheManager:
         needed = _blocks_needed(needs)
         self._check_free(needed)
         taken = self._pool.allocate(needed)
-        supply = iter(taken)
+        used = 0
         pairs: list[tuple[int, int]] = []
         grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
         for state, shared, _, fresh in needs:
             if shared or fresh:
                 undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in shared})
                 blocks = list(state.blocks)
-                for index in shared:
-                    blocks[index] = next(supply)
-                    pairs.append((state.blocks[index], blocks[index]))
-                blocks += [next(supply) for _ in range(fresh)]
+                for index, copy in zip(shared, taken[used:], strict=False):
+                    blocks[index] = copy
+                    pairs.append((state.blocks[index], copy))
+                used += len(shared) + fresh
+                blocks += taken[used - fresh : used]
                 grown.append((state, tuple(blocks), undo))
         try:
             self._tensors.copy(pairs)
@@ -686,17 +722,17 @@ class PagedKvCacheManager:
         for undo in self._make_room(spans).values():
             self._pool.release(list(undo.replaced.values()))
 
-    def _begin_with_prefix(self, state: SequenceState, tokens: TokenArray, room: int) -> None:
-        """Give a new sequence the published blocks that `tokens` begin with, and room beyond them."""
-        matched, links = self._index.match(tokens, state.namespace)
-        length = min(len(matched) * self.config.block_size, max(len(tokens) - 1, 0))
+    def _begin_with_prefix(self, state: SequenceState, token_ids: list[int], room: int) -> None:
+        """Give a new sequence the published blocks that `token_ids` begin with, and room beyond them."""
+        matched, links = self._index.match(_token_array(token_ids), state.namespace)
+        length = min(len(matched) * self.config.block_size, max(len(token_ids) - 1, 0))
         fresh = max(0, self._blocks_for(room) - len(matched))
         # Free blocks that are revived can no longer be handed out.
-        self._check_free(fresh + sum(self._pool.ref_count(block) == 0 for block in matched))
+        self._check_free(fresh + self._pool.count_free(matched))
         self._pool.share(matched)
         state.blocks = (*matched, *self._pool.allocate(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
-        state.token_ids, state.links = tokens[:length].tolist(), links[: length // self.config.block_size]
+        state.token_ids, state.links = token_ids[:length], links[: length // self.config.block_size]
         self._prefix_hits += length > 0
         self._prefix_misses += length == 0
         self._prefix_hit_tokens += length
@@ -712,7 +748,7 @@ class PagedKvCacheManager:
         if 0 in blocks:  # behind the sliding window: the chain is broken
             return
         previous = state.links[-1] if state.links else self._index.root(state.namespace)
-        tokens = np.array(state.token_ids[first * block_size : last * block_size], np.int32)
+        tokens = _token_array(state.token_ids[first * block_size : last * block_size])
         links, displaced = self._index.publish(blocks, tokens.reshape(-1, block_size), previous)
         state.links += links
         for block, _ in displaced:
@@ -720,8 +756,8 @@ class PagedKvCacheManager:
         if self._guard.on_event:
             for _, hash_ in displaced:
                 self._guard.add(BlockRemoved(hash_))
-            hashes = tuple(link.hash for link in links)
-            self._guard.add(BlocksStored(hashes, previous.hash, tuple(tokens.tolist()), state.namespace))
+            hashes = tuple(hash_ for hash_, _ in links)
+            self._guard.add(BlocksStored(hashes, previous[0], tuple(tokens.tolist()), state.namespace))
 
     def _withdraw(self, block: int) -> None:
         hash_ = self._index.forget(block)
@@ -752,7 +788,7 @@ class PagedKvCacheManager:
             raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
 
     def _release(self, blocks: Sequence[int]) -> None:
-        self._pool.release([block for block in blocks if block])
+        self._pool.release([block for block in blocks if block] if 0 in blocks else blocks)
 
     def _measure_pressure(self) -> MemoryPressure:
         available = self._pool.num_free / self._pool.num_blocks
@@ -788,31 +824,39 @@ class PagedKvCacheManager:
     def _new_tokens(
         self, items: Iterable[UnifiedBatchItem | tuple[KvCacheHandle, int]]
     ) -> tuple[list[SequenceState], list[int]]:
-        states, counts = [], []
-        for item in items:
-            if isinstance(item, UnifiedBatchItem):
-                handle, count = item.kv_cache or self._handles.get(item.seq_id), len(item.q_tokens)
-                if handle is None:
-                    raise InvalidInputError(f"items: {item.seq_id!r} names no live sequence")
-            else:
-                handle, count = item
-            check_count("items: number of new tokens", count)
-            state = self._state(handle)
-            if state.num_tokens + count > handle.capacity:
-                raise InvalidInputError(f"items: {handle!r} has no room for {count} more tokens")
-            states.append(state)
-            counts.append(count)
-        if len({id(state) for state in states}) != len(states):
+        """The sequences of a step, all of them able to run, and how many tokens each gets."""
+        pairs = [item if isinstance(item, tuple) else self._item_tokens(item) for item in items]
+        states, counts = [handle._state for handle, _ in pairs], [count for _, count in pairs]
+        if not self._table.owns(states):
+            for handle, _ in pairs:
+                self._state(handle)
             raise InvalidInputError("items: a sequence is given twice")
+        if self._num_swapped:
+            for handle, _ in pairs:
+                self._state(handle)
+        if min(counts, default=0) < 0:
+            raise InvalidInputError(f"items: {min(counts)} new tokens, expected at least 0")
         return states, counts
+
+    def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
+        handle = item.kv_cache or self._handles.get(item.seq_id)
+        if handle is None:
+            raise InvalidInputError(f"items: {item.seq_id!r} names no live sequence")
+        return handle, len(item.q_tokens)
 
 
 def _blocks_needed(needs: Iterable[_Need]) -> int:
     return sum(len(shared) + fresh for _, shared, _, fresh in needs)
 
 
-def _token_array(token_ids: Sequence[int]) -> TokenArray:
+def _token_list(token_ids: Sequence[int]) -> list[int]:
+    if isinstance(token_ids, list):
+        return token_ids
+    return list(token_ids) if isinstance(token_ids, tuple) else np.asarray(token_ids).tolist()
+
+
+def _token_array(token_ids: list[int]) -> TokenArray:
     try:
-        return np.array(token_ids, np.int32)
+        return np.fromiter(token_ids, np.int32, len(token_ids))
     except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidInputError(f"token_ids: expected a flat sequence of int32, {error}") from error
+        raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error

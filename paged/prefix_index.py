@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, KeysView, Sequence
 from operator import mul
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,14 +81,8 @@ class Sha256Chain:
         return hashlib.sha256(repr(namespace).encode()).digest()
 
 
-class Link:
-    """One published block's place in a chain: its hash, and a serial number that no other publication ever has."""
-
-    __slots__ = ("hash", "serial")
-
-    def __init__(self, hash_: Hash, serial: int) -> None:
-        self.hash = hash_
-        self.serial = serial
+Link = tuple[Hash, int]
+"""One published block's place in a chain: its hash, and a serial number that no other publication ever has."""
 
 
 class PrefixIndex:
@@ -108,15 +103,19 @@ class PrefixIndex:
         self._roots: dict[Hashable, Link] = {}
 
     @property
-    def published(self) -> Mapping[int, Hash]:
-        """The published blocks, each with its hash; a view that changes with the index."""
-        return self._hash_of
+    def published(self) -> KeysView[int]:
+        """The published blocks; a view that changes with the index."""
+        return self._hash_of.keys()
+
+    def hash_of(self, block: int) -> Hash:
+        """The hash under which `block` is published."""
+        return self._hash_of[block]
 
     def root(self, namespace: Hashable) -> Link:
         """The link before the first block of a namespace."""
         link = self._roots.get(namespace)
         if link is None:
-            link = self._roots[namespace] = Link(self._chain.root(namespace), self._next_serial())
+            link = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
         return link
 
     def match(self, tokens: TokenArray, namespace: Hashable) -> tuple[list[int], list[Link]]:
@@ -126,20 +125,17 @@ class PrefixIndex:
         if count == 0 or root is None or not self._block_of:
             return [], []
         wanted = tokens[: count * self._block_size].reshape(count, self._block_size)
-        hashes = self._chain.extend(root.hash, wanted)
-        found: list[int] = []
-        for block in map(self._block_of.get, hashes):
-            if block is None:
-                break
-            found.append(block)
+        hashes = self._chain.extend(root[0], wanted)
+        candidates = list(map(self._block_of.get, hashes))
+        end = candidates.index(None) if None in candidates else count
+        found = cast("list[int]", candidates[:end])
         ids = np.array(found, np.int64)
         serials = self._serials[ids]
         same = (self._tokens[ids] == wanted[: len(found)]).all(axis=1)
-        same[:1] &= self._parents[ids[:1]] == root.serial
+        same[:1] &= self._parents[ids[:1]] == root[1]
         same[1:] &= self._parents[ids[1:]] == serials[:-1]
         length = len(found) if same.all() else int(same.argmin())
-        links = [Link(*pair) for pair in zip(hashes[:length], serials[:length].tolist(), strict=True)]
-        return found[:length], links
+        return found[:length], list(zip(hashes, serials[:length].tolist(), strict=False))
 
     def publish(
         self, blocks: Sequence[int], tokens: TokenArray, previous: Link
@@ -154,18 +150,18 @@ class PrefixIndex:
         """
         links: list[Link] = []
         displaced: list[tuple[int, Hash]] = []
-        for block, row, hash_ in zip(blocks, tokens, self._chain.extend(previous.hash, tokens), strict=True):
+        for block, row, hash_ in zip(blocks, tokens, self._chain.extend(previous[0], tokens), strict=True):
             present = self._block_of.get(hash_)
             if present is not None:
-                if self._parents[present] == previous.serial and (self._tokens[present] == row).all():
-                    previous = Link(hash_, int(self._serials[present]))
+                if self._parents[present] == previous[1] and (self._tokens[present] == row).all():
+                    previous = (hash_, int(self._serials[present]))
                     links.append(previous)
                     continue
                 displaced.append((present, self.forget(present)))
             self._block_of[hash_], self._hash_of[block] = block, hash_
-            self._tokens[block], self._parents[block] = row, previous.serial
-            previous = Link(hash_, self._next_serial())
-            self._serials[block] = previous.serial
+            self._tokens[block], self._parents[block] = row, previous[1]
+            previous = (hash_, self._next_serial())
+            self._serials[block] = previous[1]
             links.append(previous)
         return links, displaced
 
