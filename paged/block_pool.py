@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
 
 from paged.block_ages import BlockAges
 from paged.errors import OutOfBlocksError, PagedError
 
 
 class BlockPool:
-    """Reference counts over blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it.
+    """References to blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it.
+
+    A block that is not free has one reference and those counted in a dictionary: nearly all have just one, and handing
+    out or taking back a hundred of them is then a matter of slices.
 
     Free blocks that `published` contains are handed out last, least recently used first, after `on_evict` was told;
     until then `share` revives them.
@@ -20,15 +23,15 @@ class BlockPool:
         self,
         num_blocks: int,
         published: Set[int] = frozenset(),
-        on_evict: Callable[[int], None] = lambda block: None,
+        on_evict: Callable[[list[int]], None] = lambda blocks: None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.ages = BlockAges()
         self._published = published
         self._on_evict = on_evict
-        self._ref_counts = [0] * (num_blocks + 1)
+        self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, least recently used first
-        self.ages = BlockAges()
 
     @property
     def num_free(self) -> int:
@@ -41,18 +44,15 @@ class BlockPool:
         return len(self._cached)
 
     @property
-    def num_shared(self) -> int:
-        """Blocks with more than one reference."""
-        return sum(count > 1 for count in self._ref_counts)
-
-    @property
-    def ref_counts(self) -> Sequence[int]:
-        """References by block; a view that changes with the pool."""
-        return self._ref_counts
+    def shared(self) -> KeysView[int]:
+        """Blocks with more than one reference; a view that changes with the pool."""
+        return self._extra_references.keys()
 
     def ref_count(self, block: int) -> int:
-        """How many references `block` has; 0 for a free one."""
-        return self._ref_counts[block]
+        """How many references `block` has; 0 for a free one. Slow, as it looks through the free blocks."""
+        if block in self._cached or block in self._free:
+            return 0
+        return 1 + self._extra_references.get(block, 0)
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` free blocks with one reference each.
@@ -67,25 +67,24 @@ class BlockPool:
         split = len(free) - count
         blocks = free[split:][::-1]
         del free[split:]
-        counts = self._ref_counts
-        for block in blocks:
-            counts[block] = 1
         if blocks:
             self.ages.taken(blocks[0])
         return blocks
 
-    def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody holds."""
-        return list(map(self._ref_counts.__getitem__, blocks)).count(0)
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are cached: free, and revived when shared."""
+        return list(map(self._cached.__contains__, blocks)).count(True)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of `blocks`, which are in use or cached."""
-        counts, cached = self._ref_counts, self._cached
-        revived = [block for block in blocks if counts[block] == 0]
+        cached, extra = self._cached, self._extra_references
+        revived = [block for block in blocks if block in cached]
+        if len(revived) < len(blocks):
+            for block in blocks:
+                if block not in cached:
+                    extra[block] = extra.get(block, 0) + 1
         for block in revived:
             del cached[block]
-        for block in blocks:
-            counts[block] += 1
         if revived:
             self.ages.revived(revived)
 
@@ -93,15 +92,16 @@ class BlockPool:
         """Drop one reference of each of `blocks`; those left without any are free. Of unpublished ones `blocks[0]` is
         reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
         """
-        counts, published = self._ref_counts, self._published
-        freed: list[int] = []
-        for block in reversed(blocks):
-            count = counts[block] - 1
-            counts[block] = count
-            if count == 0:
-                freed.append(block)
-        if not freed:
-            return
+        extra, published = self._extra_references, self._published
+        freed = blocks[::-1]
+        if not extra.keys().isdisjoint(freed):
+            freed = [block for block in freed if block not in extra]
+            for block in blocks:
+                count = extra.get(block)
+                if count == 1:
+                    del extra[block]
+                elif count:
+                    extra[block] = count - 1
         if published.isdisjoint(freed):
             self._free += freed
         else:
@@ -111,13 +111,13 @@ class BlockPool:
 
     def evict(self, count: int) -> int:
         """Withdraw up to `count` cached blocks, least recently used first; how many there were."""
-        evicted = 0
-        while evicted < count and self._cached:
-            block, _ = self._cached.popitem(last=False)
-            self._on_evict(block)
-            self._free.append(block)
-            evicted += 1
-        return evicted
+        count = min(count, len(self._cached))
+        if count <= 0:
+            return 0
+        blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        self._on_evict(blocks)
+        self._free += blocks
+        return count
 
     def unpublished(self, block: int) -> None:
         """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
@@ -132,16 +132,17 @@ class BlockPool:
             PagedError: names the first contradiction.
         """
         listed = [*self._free, *self._cached]
-        if self._ref_counts[0] or references.get(0) or 0 in listed:
-            raise PagedError("block 0 is in use or in a free list")
         free = set(listed)
         if len(free) != len(listed):
             raise PagedError("the free lists hold a block twice")
+        if 0 in free or references.get(0) or 0 in self._extra_references:
+            raise PagedError("block 0 is in use or in a free list")
         for block in range(1, self.num_blocks + 1):
-            held, counted = references.get(block, 0), self._ref_counts[block]
+            held = references.get(block, 0)
+            counted = 0 if block in free else 1 + self._extra_references.get(block, 0)
             if held != counted:
                 raise PagedError(f"block {block}: reference count {counted}, but {held} references are held")
-            if (counted == 0) != (block in free):
-                raise PagedError(f"block {block}: reference count {counted}, in a free list: {block in free}")
-            if counted == 0 and (block in self._cached) != (block in self._published):
+            if block in free and block in self._extra_references:
+                raise PagedError(f"block {block} is free and shared")
+            if block in free and (block in self._cached) != (block in self._published):
                 raise PagedError(f"block {block} is free; cached: {block in self._cached}, published otherwise")

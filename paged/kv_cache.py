@@ -208,7 +208,7 @@ class KvCacheHandle:
         blocks = self.blocks
         return KvCacheHandleStats(
             num_blocks=len(blocks),
-            shared_blocks=sum(self._pool.ref_count(block) > 1 for block in blocks),
+            shared_blocks=len(self._pool.shared & set(blocks)),
             num_tokens=self.num_tokens,
             capacity=len(blocks) * self._block_size,
         )

@@ -158,9 +158,15 @@ class PagedKvCacheManager:
             both = min(len(given), len(state.token_ids))
             if given[:both] != state.token_ids[:both]:
                 raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
-            _token_array(given[both:])
+            # Those of the last, partial block are checked here, the others when they are published.
+            _token_array(given[len(given) // self.config.block_size * self.config.block_size :])
+            known = len(state.token_ids)
             state.token_ids += given[both:]
-            self._publish(state)
+            try:
+                self._publish(state)
+            except InvalidInputError:
+                del state.token_ids[known:]
+                raise
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
         """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
@@ -251,7 +257,7 @@ class PagedKvCacheManager:
                 return
             # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
             kept = self._blocks_for(state.num_tokens)
-            moved = [i for i, b in enumerate(state.blocks[:kept]) if b and self._pool.ref_count(b) == 1]
+            moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in self._pool.shared]
             if len(moved) > self._host_pool.num_free:
                 self._allocation_failures += 1
                 raise OutOfBlocksError(len(moved), self._host_pool.num_free)
@@ -375,8 +381,9 @@ class PagedKvCacheManager:
     def clear_prefix_cache(self) -> None:
         """Withdraw every published block; those in use stay with their sequences."""
         with self._guard:
-            for block in list(self._index.published):
-                self._index.forget(block)
+            published = list(self._index.published)
+            self._index.forget(published)
+            for block in published:
                 self._pool.unpublished(block)
             for handle in self._handles.values():
                 handle._state.links = []
@@ -532,7 +539,7 @@ class PagedKvCacheManager:
                 num_blocks=total,
                 free_blocks=free,
                 used_blocks=total - free,
-                shared_blocks=self._pool.num_shared,
+                shared_blocks=len(self._pool.shared),
                 num_sequences=len(self._handles),
                 num_tokens=sum(handle.num_tokens for handle in self._handles.values()),
                 capacity_tokens=total * self.config.block_size,
@@ -642,7 +649,7 @@ class PagedKvCacheManager:
 
         Only the block that the length lies in can be shared or published: those after it hold no tokens.
         """
-        block_size, ref_counts, published = self.config.block_size, self._pool.ref_counts, self._index.published
+        block_size, shared, published = self.config.block_size, self._pool.shared, self._index.published
         unready = []
         for state, target in zip(states, targets, strict=True):
             start, blocks = state.num_tokens, state.blocks
@@ -651,13 +658,13 @@ class PagedKvCacheManager:
                     unready.append((state, start, target))
                 elif state.reservation is None:  # an open one has seen to it
                     tail = blocks[start // block_size]
-                    if ref_counts[tail] > 1 or tail in published:
+                    if tail in shared or tail in published:
                         unready.append((state, start, target))
         return unready
 
     def _needs(self, spans: Iterable[_Span]) -> list[_Need]:
         """What must change before the spans can be written; sequences that are ready are left out."""
-        block_size, ref_counts, published = self.config.block_size, self._pool.ref_counts, self._index.published
+        block_size, published = self.config.block_size, self._index.published
         needs = []
         for state, start, end in spans:
             if start >= end:
@@ -668,7 +675,7 @@ class PagedKvCacheManager:
             shared: list[int] = []
             stale: list[int] = []
             for i in range(start // block_size, min(last + 1, num_blocks)):
-                if ref_counts[blocks[i]] > 1:
+                if blocks[i] in self._pool.shared:
                     shared.append(i)
                 elif blocks[i] in published:
                     stale.append(i)
@@ -708,8 +715,7 @@ class PagedKvCacheManager:
             self._pool.release(taken)
             raise
         for state, shared, stale, _ in needs:
-            for index in stale:
-                self._withdraw(state.blocks[index])
+            self._withdraw([state.blocks[index] for index in stale])
             # A copy is not published, and neither is what will change: the chain goes on from before them.
             del state.links[min([*shared, *stale], default=len(state.links)) :]
         for state, new_blocks, _ in grown:
@@ -728,7 +734,7 @@ class PagedKvCacheManager:
         length = min(len(matched) * self.config.block_size, max(len(token_ids) - 1, 0))
         fresh = max(0, self._blocks_for(room) - len(matched))
         # Free blocks that are revived can no longer be handed out.
-        self._check_free(fresh + self._pool.count_free(matched))
+        self._check_free(fresh + self._pool.count_cached(matched))
         self._pool.share(matched)
         state.blocks = (*matched, *self._pool.allocate(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
@@ -759,14 +765,15 @@ class PagedKvCacheManager:
             hashes = tuple(hash_ for hash_, _ in links)
             self._guard.add(BlocksStored(hashes, previous[0], tuple(tokens.tolist()), state.namespace))
 
-    def _withdraw(self, block: int) -> None:
-        hash_ = self._index.forget(block)
+    def _withdraw(self, blocks: Sequence[int]) -> None:
+        hashes = self._index.forget(blocks)
         if self._guard.on_event:
-            self._guard.add(BlockRemoved(hash_))
+            for hash_ in hashes:
+                self._guard.add(BlockRemoved(hash_))
 
-    def _forget_evicted(self, block: int) -> None:
-        self._evictions += 1
-        self._withdraw(block)
+    def _forget_evicted(self, blocks: list[int]) -> None:
+        self._evictions += len(blocks)
+        self._withdraw(blocks)
 
     def _drop_unseen(self, states: Iterable[SequenceState]) -> None:
         """Give back blocks that lie behind the sliding window of every later token."""

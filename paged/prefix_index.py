@@ -148,16 +148,19 @@ class PrefixIndex:
         Returns:
             the links of the chain, and the blocks whose publication gave way, with their hashes.
         """
+        hashes = self._chain.extend(previous[0], tokens)
+        if len(set(hashes)) == len(hashes) and self._block_of.keys().isdisjoint(hashes):
+            return self._publish_new(blocks, tokens, hashes, previous), []
         links: list[Link] = []
         displaced: list[tuple[int, Hash]] = []
-        for block, row, hash_ in zip(blocks, tokens, self._chain.extend(previous[0], tokens), strict=True):
+        for block, row, hash_ in zip(blocks, tokens, hashes, strict=True):
             present = self._block_of.get(hash_)
             if present is not None:
                 if self._parents[present] == previous[1] and (self._tokens[present] == row).all():
                     previous = (hash_, int(self._serials[present]))
                     links.append(previous)
                     continue
-                displaced.append((present, self.forget(present)))
+                displaced.append((present, self.forget([present])[0]))
             self._block_of[hash_], self._hash_of[block] = block, hash_
             self._tokens[block], self._parents[block] = row, previous[1]
             previous = (hash_, self._next_serial())
@@ -165,11 +168,24 @@ class PrefixIndex:
             links.append(previous)
         return links, displaced
 
-    def forget(self, block: int) -> Hash:
-        """Withdraw the publication of `block`; its hash."""
-        hash_ = self._hash_of.pop(block)
-        del self._block_of[hash_]
-        return hash_
+    def _publish_new(self, blocks: Sequence[int], tokens: TokenArray, hashes: list[Hash], previous: Link) -> list[Link]:
+        """`publish` where no hash is taken: what a new prompt mostly is, and all of it at once."""
+        first = self._last_serial + 1
+        self._last_serial += len(blocks)
+        serials = np.arange(first, first + len(blocks))
+        ids = np.array(blocks, np.int64)
+        self._tokens[ids], self._serials[ids] = tokens, serials
+        self._parents[ids[:1]], self._parents[ids[1:]] = previous[1], serials[:-1]
+        self._block_of.update(zip(hashes, blocks, strict=True))
+        self._hash_of.update(zip(blocks, hashes, strict=True))
+        return list(zip(hashes, serials.tolist(), strict=True))
+
+    def forget(self, blocks: Sequence[int]) -> list[Hash]:
+        """Withdraw the publications of `blocks`; their hashes."""
+        hashes = list(map(self._hash_of.pop, blocks))
+        for hash_ in hashes:
+            del self._block_of[hash_]
+        return hashes
 
     def _next_serial(self) -> int:
         self._last_serial += 1

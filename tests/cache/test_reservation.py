@@ -43,7 +43,7 @@ def read(manager: PagedKvCacheManager, handle: KvCacheHandle) -> list[int]:
 def snapshot(manager: PagedKvCacheManager) -> object:
     manager.check_integrity()
     handles = [(h.cache_id, h.blocks, h.num_tokens, h.stats(), read(manager, h)) for h in manager.handles()]
-    return handles, replace(manager.stats(), cow_copies=0, allocation_failures=0), list(manager._pool._ref_counts)
+    return handles, replace(manager.stats(), cow_copies=0, allocation_failures=0), sorted(manager._pool._free), dict(manager._pool._extra_references)
 
 
 def forked(manager: PagedKvCacheManager) -> tuple[KvCacheHandle, KvCacheHandle]:
