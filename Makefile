@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := bench executors kernels models paged tests
 
-.PHONY: demo test check format compile clean
+.PHONY: demo test check format compile soak clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -23,6 +23,9 @@ format: $(VENV)/installed-dev
 
 compile: $(VENV)/installed-dev
 	$(BIN)/python -m bench.compile
+
+soak: $(VENV)/installed-dev
+	$(BIN)/python -m tests.cache.soak --steps 1000000
 
 $(VENV)/installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -30,6 +30,7 @@ class ModelCacheHandle:
 
     cache_id: SeqId
     num_tokens: int = 0
+    num_cached_tokens: int = 0
     is_valid: bool = True
 
     @property

@@ -169,7 +169,11 @@ class UnifiedExecutor(ModelExecutor):
             yield
 
     def _is_unfinished(self, item: UnifiedBatchItem) -> bool:
-        return bool(self._unfinished_prompts) and self._handle(cache_id_of(item)) in self._unfinished_prompts
+        """Whether the item goes on with a prompt: chunks of it are not run yet, or it begins with a cached prefix."""
+        handle = self._handle(cache_id_of(item))
+        if handle is None:
+            return False
+        return 0 < handle.num_cached_tokens == handle.num_tokens or handle in self._unfinished_prompts
 
     def _final_rows(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor]:
         return [row for row in self._forward_items(items, work) if row is not None]

@@ -67,8 +67,7 @@ class BlockPool:
         split = len(free) - count
         blocks = free[split:][::-1]
         del free[split:]
-        if blocks:
-            self.ages.taken(blocks[0])
+        self.ages.taken(blocks)
         return blocks
 
     def count_cached(self, blocks: Iterable[int]) -> int:
@@ -94,7 +93,7 @@ class BlockPool:
         """
         extra, published = self._extra_references, self._published
         freed = blocks[::-1]
-        if not extra.keys().isdisjoint(freed):
+        if extra and not extra.keys().isdisjoint(freed):
             freed = [block for block in freed if block not in extra]
             for block in blocks:
                 count = extra.get(block)
@@ -102,7 +101,7 @@ class BlockPool:
                     del extra[block]
                 elif count:
                     extra[block] = count - 1
-        if published.isdisjoint(freed):
+        if not published or published.isdisjoint(freed):
             self._free += freed
         else:
             self._cached.update(dict.fromkeys([block for block in freed if block in published]))

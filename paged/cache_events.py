@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
@@ -47,7 +48,8 @@ CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 class Notifier:
     """The cache's lock as a context manager that calls back once the outermost holder has left it.
 
-    An error in a callback is logged: the call that caused it has done its work.
+    Every listener hears of everything in order: whoever leaves the lock while a delivery is under way adds to it. An
+    error in a callback is logged: the call that caused it has done its work.
     """
 
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
@@ -55,13 +57,31 @@ class Notifier:
         self._depth = 0
         self._pressure = pressure
         self._last_pressure = MemoryPressure.LOW
-        self._events: list[CacheEvent] = []
-        self.on_pressure: list[Callable[[MemoryPressure], None]] = []
-        self.on_event: list[Callable[[CacheEvent], None]] = []
+        self._pressure_listeners: list[Callable[[MemoryPressure], None]] = []
+        self._event_listeners: list[Callable[[CacheEvent], None]] = []
+        self._calls: deque[tuple[Callable[..., None], object]] = deque()
+        self._is_delivering = False
+
+    @property
+    def has_event_listeners(self) -> bool:
+        """Whether events need to be made at all."""
+        return bool(self._event_listeners)
+
+    def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
+        """Call back with every level that differs from the one before, from now on."""
+        with self._lock:
+            if not self._pressure_listeners:
+                self._last_pressure = self._pressure()
+            self._pressure_listeners.append(callback)
+
+    def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
+        """Call back with every event from now on."""
+        with self._lock:
+            self._event_listeners.append(callback)
 
     def add(self, event: CacheEvent) -> None:
-        """Queue an event; call it with the lock held, and only while somebody listens."""
-        self._events.append(event)
+        """Queue an event, with the lock held."""
+        self._calls.extend((callback, event) for callback in self._event_listeners)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -69,16 +89,25 @@ class Notifier:
 
     def __exit__(self, *exc_info: object) -> None:
         self._depth -= 1
-        calls: list[tuple[Callable[..., None], object]] = []
-        if self._depth == 0 and (self.on_pressure or self._events):
-            events, self._events = self._events, []
-            calls = [(callback, event) for event in events for callback in self.on_event]
+        if self._depth == 0 and self._pressure_listeners:
             level = self._pressure()
             if level is not self._last_pressure:
                 self._last_pressure = level
-                calls += [(callback, level) for callback in self.on_pressure]
+                self._calls.extend((callback, level) for callback in self._pressure_listeners)
+        deliver = self._depth == 0 and bool(self._calls) and not self._is_delivering
+        if deliver:
+            self._is_delivering = True
         self._lock.release()
-        for callback, argument in calls:
+        if deliver:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._is_delivering = False
+                    return
+                callback, argument = self._calls.popleft()
             try:
                 callback(argument)
             except Exception:

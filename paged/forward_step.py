@@ -67,8 +67,7 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
             final = np.array([item.is_final_chunk for item in items], bool)
             input_ids, sample_rows = to_device((tokens, last_rows[final]), manager.device)
             yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
-            reservation.commit()
-            manager.append_tokens(zip(handles, (item.q_tokens for item in items), strict=True))
+            reservation.commit([item.q_tokens for item in items])
     except BaseException:
         for handle in made:
             manager.free(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -245,7 +246,7 @@ class KvSlotReservation:
         states: Sequence[SequenceState],
         targets: Sequence[int],
         undo: dict[SeqId, Undo],
-        on_commit: Callable[[list[SequenceState]], None],
+        on_commit: Callable[[Sequence[SequenceState], Sequence[Sequence[int]] | None], None],
     ) -> None:
         self._guard = guard
         self._pool = pool
@@ -254,8 +255,9 @@ class KvSlotReservation:
         self._undo = undo
         self._on_commit = on_commit
         self._is_open = True
-        for state in states:
-            state.reservation = self
+        for state, target in zip(states, targets, strict=True):
+            if target > state.num_tokens:  # one that grows by nothing has nothing to keep or to take back
+                state.reservation = self
 
     @property
     def is_open(self) -> bool:
@@ -267,8 +269,10 @@ class KvSlotReservation:
         """Shared blocks that copies replaced, kept to go back to."""
         return [block for undo in self._undo.values() for block in undo.replaced.values()]
 
-    def commit(self) -> None:
+    def commit(self, token_ids: Sequence[Sequence[int]] | None = None) -> None:
         """Every sequence now holds valid K/V up to its target length.
+
+        token_ids: the ids of each sequence's new tokens, in the order of the requests: full blocks are published.
 
         Raises:
             InvalidInputError: committed, rolled back or left before.
@@ -276,13 +280,12 @@ class KvSlotReservation:
         with self._guard:
             if not self._is_open:
                 raise InvalidInputError("commit: the reservation is closed")
-            grown = []
-            for state, target in zip(self._states, self._targets, strict=True):
-                if state.reservation is self:
-                    state.num_tokens = target
-                    grown.append(state)
+            is_ours = [state.reservation is self for state in self._states]
+            grown = list(compress(self._states, is_ours))
+            for state, target in zip(grown, compress(self._targets, is_ours), strict=True):
+                state.num_tokens = target
             self._close()
-            self._on_commit(grown)
+            self._on_commit(grown, None if token_ids is None else list(compress(token_ids, is_ours)))
 
     def rollback(self) -> None:
         """Blocks, reference counts and lengths are again as before the reservation. Does nothing once it is closed."""

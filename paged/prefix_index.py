@@ -10,6 +10,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from paged.errors import PagedError
+
 Hash = int | bytes
 TokenArray = NDArray[np.int32]
 
@@ -149,7 +151,8 @@ class PrefixIndex:
             the links of the chain, and the blocks whose publication gave way, with their hashes.
         """
         hashes = self._chain.extend(previous[0], tokens)
-        if len(set(hashes)) == len(hashes) and self._block_of.keys().isdisjoint(hashes):
+        is_new = self._block_of.keys().isdisjoint(hashes) and self._hash_of.keys().isdisjoint(blocks)
+        if len(blocks) > _FEW_BLOCKS and is_new and len(set(hashes)) == len(hashes):
             return self._publish_new(blocks, tokens, hashes, previous), []
         links: list[Link] = []
         displaced: list[tuple[int, Hash]] = []
@@ -161,10 +164,15 @@ class PrefixIndex:
                     links.append(previous)
                     continue
                 displaced.append((present, self.forget([present])[0]))
+            if block in self._hash_of:  # with what it held before its sequence was told to advance over it
+                displaced.append((block, self.forget([block])[0]))
+            # The same content keeps its number, so that longer chains which go on from it are found again: the tail of
+            # a whole prompt is withdrawn while its last token is computed.
+            is_same = self._parents[block] == previous[1] and (self._tokens[block] == row).all()
+            serial = int(self._serials[block]) if is_same else self._next_serial()
             self._block_of[hash_], self._hash_of[block] = block, hash_
-            self._tokens[block], self._parents[block] = row, previous[1]
-            previous = (hash_, self._next_serial())
-            self._serials[block] = previous[1]
+            self._tokens[block], self._parents[block], self._serials[block] = row, previous[1], serial
+            previous = (hash_, serial)
             links.append(previous)
         return links, displaced
 
@@ -179,6 +187,18 @@ class PrefixIndex:
         self._block_of.update(zip(hashes, blocks, strict=True))
         self._hash_of.update(zip(blocks, hashes, strict=True))
         return list(zip(hashes, serials.tolist(), strict=True))
+
+    def check(self) -> None:
+        """Both directions of the index say the same.
+
+        Raises:
+            PagedError: names the first contradiction.
+        """
+        for block, hash_ in self._hash_of.items():
+            if self._block_of.get(hash_) != block:
+                raise PagedError(f"block {block} is published under a hash that leads to {self._block_of.get(hash_)}")
+        if len(self._block_of) != len(self._hash_of):
+            raise PagedError(f"{len(self._block_of)} hashes lead to {len(self._hash_of)} published blocks")
 
     def forget(self, blocks: Sequence[int]) -> list[Hash]:
         """Withdraw the publications of `blocks`; their hashes."""

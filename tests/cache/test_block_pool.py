@@ -59,3 +59,25 @@ def test_check_names_what_contradicts() -> None:
 def test_bookkeeping_takes_no_torch() -> None:
     code = "import sys, paged.block_pool, paged.kv_cache; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ages_of_sampled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 16th call's block lives 5 ms (bucket of 4 to 8), waits 100 ms (64 to 128), and is then somebody else's."""
+    now = 0.0
+    monkeypatch.setattr("paged.block_ages.time.monotonic", lambda: now)
+    published: set[int] = set()
+    pool = BlockPool(20, published)
+    *_, block = [pool.allocate(1)[0] for _ in range(16)]
+    published.add(block)
+    now = 0.005
+    pool.release([block])
+    now = 0.105
+    pool.share([block])
+    assert pool.ages.lifetimes[3] == sum(pool.ages.lifetimes) == 1
+    assert pool.ages.reuse_gaps[7] == sum(pool.ages.reuse_gaps) == 1
+    published.clear()
+    pool.release([block])
+    assert sum(pool.ages.lifetimes) == 2
+    assert pool.allocate(1) == [block]
+    pool.release([block])
+    assert sum(pool.ages.lifetimes) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -463,42 +462,3 @@ def test_check_integrity_sees_a_contradiction(manager: PagedKvCacheManager) -> N
     handle._state.blocks = (handle.blocks[0], 5)
     with pytest.raises(PagedError, match="block 5"):
         manager.check_integrity()
-
-
-def test_threads_lose_nothing() -> None:
-    manager = make(num_blocks=24)
-    refused = [0] * 4
-    errors: list[BaseException] = []
-
-    def work(thread: int) -> None:
-        try:
-            for turn in range(60):
-                parent = child = None
-                try:
-                    parent = manager.allocate(f"{thread}.{turn}")
-                    key, value = grow(manager, parent, 1 + (turn + thread) % 7)
-                    child = manager.fork(parent, f"{thread}.{turn}, child")
-                    new_key, new_value = grow(manager, child, 1 + turn % 5)
-                    assert_holds(manager, parent, key, value)
-                    assert_holds(manager, child, torch.cat([key, new_key]), torch.cat([value, new_value]))
-                    manager.truncate(child, 1)
-                except OutOfBlocksError:
-                    refused[thread] += 1
-                finally:
-                    for handle in (parent, child):
-                        if handle is not None:
-                            manager.free(handle)
-                manager.check_integrity()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert sum(refused) < 4 * 60
-    stats = manager.stats()
-    assert (stats.free_blocks, stats.num_sequences) == (24, 0)
-    manager.check_integrity()

@@ -43,7 +43,12 @@ def read(manager: PagedKvCacheManager, handle: KvCacheHandle) -> list[int]:
 def snapshot(manager: PagedKvCacheManager) -> object:
     manager.check_integrity()
     handles = [(h.cache_id, h.blocks, h.num_tokens, h.stats(), read(manager, h)) for h in manager.handles()]
-    return handles, replace(manager.stats(), cow_copies=0, allocation_failures=0), sorted(manager._pool._free), dict(manager._pool._extra_references)
+    return (
+        handles,
+        replace(manager.stats(), cow_copies=0, allocation_failures=0),
+        sorted(manager._pool._free),
+        dict(manager._pool._extra_references),
+    )
 
 
 def forked(manager: PagedKvCacheManager) -> tuple[KvCacheHandle, KvCacheHandle]:
@@ -206,3 +211,49 @@ def test_a_changed_sequence_is_settled_first(manager: PagedKvCacheManager, chang
     manager.check_integrity()
     assert (b.blocks, b.num_tokens) == (blocks, num_tokens)
     assert (c.num_tokens, c.capacity) == ((1, 4) if end == "commit" else (0, 0))
+
+
+def test_a_reservation_that_grows_nothing_leaves_a_shared_tail_to_be_copied() -> None:
+    manager = PagedKvCacheManager(PagedKvCacheConfig(1, 1, 8, 4, 12, dtype=torch.float32, device="cpu"))
+    first = manager.allocate("a", 4)
+    manager.extend(first, 2)
+    second = manager.fork(first, "b")
+    with manager.reserve([KvSlotRequest("b", 2)]):
+        manager.build_metadata([(second, 2)])
+    assert set(first.blocks).isdisjoint(second.blocks)
+
+
+def test_a_rollback_does_not_bring_back_what_was_overwritten() -> None:
+    manager = PagedKvCacheManager(PagedKvCacheConfig(1, 1, 8, 4, 12, dtype=torch.float32, device="cpu"))
+
+    def write(handle: KvCacheHandle, position: int, *values: float) -> None:
+        rows = torch.tensor(values).view(-1, 1, 1).expand(-1, 1, 8)
+        manager.write_kv(handle, 0, position, rows, -rows)
+
+    handle = manager.allocate("a", 8)
+    write(handle, 0, 1, 2, 3)
+    manager.advance(handle, 3)
+    manager.commit(handle, [1, 2, 3])
+    manager.fork(handle, "b")
+    reservation = manager.reserve([KvSlotRequest("a", 4)])
+    write(handle, 0, 7, 8, 9)
+    manager.commit(handle, [7, 8, 9])
+    reservation.rollback()
+    assert manager.read_kv(handle, 0, 0, 3)[0][:, 0, 0].tolist() == [7, 8, 9]
+    manager.check_integrity()
+
+
+def test_an_extend_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = PagedKvCacheManager(PagedKvCacheConfig(1, 1, 8, 4, 12, dtype=torch.float32, device="cpu"))
+    handle = manager.allocate("a")
+
+    def fail(slots: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._tensors, "clear", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            manager.extend(handle, 6)
+    assert (handle.blocks, handle.num_tokens, manager.stats().used_blocks) == ((), 0, 0)
+    manager.extend(handle, 6)
+    assert len(handle.blocks) == 2
