@@ -661,5 +661,7 @@ def test_cache(machine: type[CacheMachine], max_examples: int, monkeypatch: pyte
         ),
     )
     assert machine.seen["steps"] > 1500
-    for event in ("refused", "injected", "prefix_hits", "evictions", "cow_copies", "swapped_in_blocks"):
+    # Hits are rare where all hashes collide or blocks soon leave the window; test_prefix_index.py provokes them.
+    often = ("prefix_hits", "evictions") if machine is CacheMachine else ()
+    for event in ("refused", "injected", "cow_copies", "swapped_in_blocks", *often):
         assert machine.seen[event] > 0, machine.seen
