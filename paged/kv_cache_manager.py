@@ -315,18 +315,13 @@ class PagedKvCacheManager:
         with self._guard:
             states = self._requested(requests)
             targets = [request.target_len for request in requests]
-            admission_spans = [
-                (state, state.num_tokens, request.admission_target_len or request.target_len)
-                for state, request in zip(states, requests, strict=True)
-                if request.admission_target_len is not None
-            ]
-            if admission_spans:
-                rest = [
-                    (state, state.num_tokens, request.target_len)
-                    for state, request in zip(states, requests, strict=True)
-                    if request.admission_target_len is None
+            admissions = [request.admission_target_len for request in requests]
+            if any(admission is not None for admission in admissions):
+                highest = [
+                    (state, state.num_tokens, target if admission is None else admission)
+                    for state, target, admission in zip(states, targets, admissions, strict=True)
                 ]
-                self._check_free(_blocks_needed(self._needs([*admission_spans, *rest])))
+                self._check_free(_blocks_needed(self._needs(highest)))
             return self._reserve(states, targets)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
