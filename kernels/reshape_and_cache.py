@@ -30,10 +30,10 @@ def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def load_inverse_scale(scale_ptr, heads, stride_head, mask):
-    """1 / scale of `heads`, rounded once; None where there is no scale."""
+    """1 / scale of `heads`; None where there is no scale. The correctly rounded division spills on sm_100."""
     inverse = None
     if scale_ptr is not None:
-        inverse = tl.div_rn(1.0, tl.load(scale_ptr + heads * stride_head, mask=mask, other=1.0))
+        inverse = 1.0 / tl.load(scale_ptr + heads * stride_head, mask=mask, other=1.0)
     return inverse
 
 

@@ -126,22 +126,21 @@ def _rotary_cases(
 
 
 def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> list[CompileCase]:
-    """Without scales and with them, in the dtype of the keys and in e4m3."""
+    """Keys and values as they are, and scaled to e4m3; heads of 128 also with one of the two alone."""
     unscaled = {"k_scale_ptr": None, "v_scale_ptr": None}
-    found = [
-        _case(name, kernel, num_elements, constexprs | unscaled | {"NATIVE_FP8": False}),
-        _case(f"{name} scaled", kernel, num_elements, constexprs | {"NATIVE_FP8": False}),
-    ]
+    plain = constexprs | {"NATIVE_FP8": False}
+    found = [_case(name, kernel, num_elements, plain | unscaled)]
+    one_alone = constexprs["HEAD_DIM"] == 128
+    if one_alone:
+        found.append(_case(f"{name} scaled", kernel, num_elements, plain))
+    kinds = KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
     for native, targets in NATIVE_FP8.items():
-        for scaled, scales in (("", unscaled), (" scaled", {})):
-            case = _case(
-                f"{name} fp8{scaled}{' native' if native else ''}",
-                kernel,
-                num_elements,
-                constexprs | scales | {"NATIVE_FP8": native},
-                KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8"),
-            )
-            found.append(replace(case, targets=targets))
+        fp8 = constexprs | {"NATIVE_FP8": native}
+        fp8_name = f"{name} fp8{' native' if native else ''}"
+        cases = [_case(f"{fp8_name} scaled", kernel, num_elements, fp8, kinds)]
+        if one_alone:
+            cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, kinds))
+        found += [replace(case, targets=targets) for case in cases]
     return found
 
 
