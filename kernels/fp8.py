@@ -52,7 +52,7 @@ def encode_e4m3(x, NATIVE: tl.constexpr = False):
 def scaled_cast(x, inverse_scale, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """x times inverse_scale, where there is one, in the cache's DTYPE; uint8 stands for e4m3.
 
-    The reciprocal is taken once a head: a correct division of every element costs as much as the conversion.
+    The reciprocal is taken once a head, so that an element costs one product.
     """
     if inverse_scale is not None:
         x = x.to(tl.float32) * inverse_scale
