@@ -48,6 +48,19 @@ def encode_e4m3(x, NATIVE: tl.constexpr = False):
     return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
 
 
+@triton.jit
+def scaled_cast(x, inverse_scale, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """x times inverse_scale, where there is one, in the cache's DTYPE; uint8 stands for e4m3.
+
+    The reciprocal is taken once a head, so that an element costs one product.
+    """
+    if inverse_scale is not None:
+        x = x.to(tl.float32) * inverse_scale
+    if DTYPE.is_uint8():
+        return encode_e4m3(x.to(tl.float32), NATIVE_FP8)
+    return x.to(DTYPE)
+
+
 def as_kernel_argument(cache: torch.Tensor) -> torch.Tensor:
     """`cache`, or where it holds e4m3 its bytes, in the same shape and strides: what kernels take."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

@@ -105,16 +105,51 @@ def merge_attn_states(
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the caches in which row t of key and value stands at slot_mapping[t]; negative slots are skipped."""
-    k_cache, v_cache = k_cache.clone(), v_cache.clone()
-    block_size = k_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            k_cache[slot // block_size, slot % block_size] = key[token].to(k_cache.dtype)
-            v_cache[slot // block_size, slot % block_size] = value[token].to(v_cache.dtype)
-    return k_cache, v_cache
+    """Copies of the caches in which row t of key and value, divided by its head's scale, stands at slot_mapping[t].
+
+    Negative slots are skipped. Scales have one element or one a head.
+    """
+    written = []
+    for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        copy, block_size = cache.clone(), cache.shape[1]
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
+            for head in range(cache.shape[2]):
+                row = rows[token, head]
+                if scale is not None:
+                    row = _f64(row) / _f64(scale).flatten()[head if scale.numel() > 1 else 0]
+                stored = to_e4m3(row) if cache.dtype == torch.float8_e4m3fn else row
+                copy[slot // block_size, slot % block_size, head] = stored.to(copy)
+        written.append(copy)
+    return written[0], written[1]
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The float8_e4m3fn values nearest to x, of two equally near ones that with an even code; NaN stays NaN.
+
+    A code holds a sign, 4 bits of exponent e and 3 of mantissa m: 2^-6 m / 8 where e = 0, else 2^(e - 7) (1 + m / 8).
+    The last one, which would be 480, is NaN, so 448 stands for all beyond it (Micikevicius et al., 2022).
+    """
+    codes = torch.arange(127)
+    values = torch.tensor(
+        [2.0**-6 * code / 8 if code < 8 else 2.0 ** (code // 8 - 7) * (1 + code % 8 / 8) for code in codes.tolist()],
+        dtype=torch.float64,
+    )
+    x = _f64(x)
+    distances = (x.abs().clamp(max=values[-1]).unsqueeze(-1) - values).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    size = torch.where(x.isnan(), 127, (is_nearest * (2 - codes % 2)).argmax(-1))
+    return (size + 128 * x.signbit()).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
