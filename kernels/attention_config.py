@@ -1,4 +1,7 @@
-"""Tile sizes of paged attention: shape and device in, configuration out."""
+"""Tile sizes of paged attention: shape and device in, configuration out.
+
+box: what `box_keys` says of the caches. more_scores: softcap, ALiBi or a mask is given, which take registers a score.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def box_keys(cache: torch.Tensor, arch: str) -> int:
     return block_size & -block_size if aligned and arch in LARGE_SHARED_MEMORY else 0
 
 
-def decode_tile(head_dim: int, element_size: int, arch: str, box: int = 0) -> AttentionTile:
+def decode_tile(
+    head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
+) -> AttentionTile:
     """Tile of sequences of at most DECODE_MAX_ROWS rows: the smallest that tensor cores take, as the time is K and V's.
 
     BLOCK_N rows of K are 16 KB, as many of V again. At 3 stages and head_dim 128 Triton 3.6.0 makes of it 128 registers
@@ -56,6 +61,8 @@ def decode_tile(head_dim: int, element_size: int, arch: str, box: int = 0) -> At
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         return AttentionTile(16, min(block_n, 64), 4, 1)
+    if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 of D=128's options
+        return AttentionTile(16, block_n, 4 if more_scores and width <= 256 else 8, 3)
     return AttentionTile(16, block_n, 4, 3, by_tma=box >= block_n)
 
 
@@ -63,8 +70,6 @@ def prefill_tile(
     head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
 ) -> AttentionTile:
     """Tile of longer queries: 128 rows, so that each of two warp groups issues 64-row wgmma, where registers allow.
-
-    more_scores: softcap, ALiBi or a mask, which take registers a score.
 
     Instructions a warp and 64 keys on sm_90 at head_dim 128 (the matrix unit needs 982 cycles, eight warps share four
     schedulers): 392 with 64 gathered keys, 361 with boxes of 64, 248 with boxes of 128.
@@ -77,8 +82,8 @@ def prefill_tile(
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
         return AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
     if arch in LARGE_SHARED_MEMORY:
-        if width > 256:  # 128 x 64 spills 24 registers
-            return AttentionTile(128, 32, 8, 2)
+        if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
+            return AttentionTile(64 if more_scores else 128, 32, 8, 2)
         if box >= 128 and not more_scores and not arch.startswith("sm_10"):
             # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70.
             return AttentionTile(128, 128, 8, 2, by_tma=True)
@@ -87,4 +92,6 @@ def prefill_tile(
     # at 256. These stay under the 99 KB of the consumer chips, too.
     if width <= 128:
         return AttentionTile(128, 64, 8, 3)
-    return AttentionTile(128, 32, 8, 3) if width <= 256 else AttentionTile(64, 32, 8, 2)
+    if width <= 256:
+        return AttentionTile(128, 32, 8, 3)
+    return AttentionTile(64, 16 if more_scores else 32, 8, 2)

@@ -201,8 +201,8 @@ def _attention_kernel(
     stride_out_head,
     stride_lse_head,
     stride_table_seq,
-    stride_k_scale,
-    stride_v_scale,
+    stride_k_scale_head,
+    stride_v_scale_head,
     stride_mask_token,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -269,7 +269,7 @@ def _attention_kernel(
     if mask_ptr is not None:
         mask_ptrs = mask_ptr + tl.where(row_mask, token, first_token) * stride_mask_token
     if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale)
+        scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale_head)
     if FP8 and q.dtype == tl.bfloat16:
         # float16 holds every e4m3 value; converting two to it takes one instruction, to bfloat16 four more. Queries
         # that fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
@@ -315,7 +315,7 @@ def _attention_kernel(
     )  # fmt: skip
 
     if v_scale_ptr is not None:
-        acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
+        acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
     if slot >= 0:
         out, lse = _normalise(acc, row_max, row_sum, None, head, row_mask)
         partial = (slot * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m

@@ -222,7 +222,7 @@ class AttentionPlan:
         key = shape, id(is_causal)
         if key not in self._schedules:
             sizes = shape.head_dim, shape.element_size, device_of(self.seq_lens.device).arch, shape.box
-            tiles = {"decode": decode_tile(*sizes)}
+            tiles = {"decode": decode_tile(*sizes, more_scores=shape.more_scores)}
             if self.max_seqlen_q * shape.group > DECODE_MAX_ROWS:
                 tiles["prefill"] = prefill_tile(*sizes, more_scores=shape.more_scores)
             schedules = [self._schedule(kind, tile, shape, is_causal) for kind, tile in tiles.items()]

@@ -15,7 +15,7 @@ _ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
 _TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
 _STRIDES = (
     *("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head"),
-    *("lse_head", "table_seq", "k_scale", "v_scale", "mask_token"),
+    *("lse_head", "table_seq", "k_scale_head", "v_scale_head", "mask_token"),
 )
 _OPTIONS = {  # argument -> type when given
     "is_causal_ptr": "*i1",
@@ -59,7 +59,7 @@ def _attention_case(
 ) -> CompileCase:
     sizes = head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
-    tile = decode_tile(*sizes) if kind == "decode" else prefill_tile(*sizes, more_scores=more_scores)
+    tile = (decode_tile if kind == "decode" else prefill_tile)(*sizes, more_scores=more_scores)
     by_tma = tile.by_tma
     width = padded_head_dim(head_dim)
     element = cache or dtype
@@ -100,7 +100,13 @@ def _attention_case(
         *([f"boxes of {tile.block_n}"] if by_tma else []),
     ]
     words += [*(["window"] if window else []), *(["softcap"] if softcap else []), *(["options"] if options else [])]
-    unaligned = ("stride_lse_head", "stride_table_seq", "stride_k_scale", "stride_v_scale", "stride_mask_token")
+    unaligned = (
+        "stride_lse_head",
+        "stride_table_seq",
+        "stride_k_scale_head",
+        "stride_v_scale_head",
+        "stride_mask_token",
+    )
     return CompileCase(
         name=f"paged_attention {kind} {' '.join(words)} for {target}",
         kernel=_attention_kernel,

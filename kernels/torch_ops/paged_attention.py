@@ -44,7 +44,7 @@ def paged_attention(call: AttentionCall) -> None:
         queries = q[rows].float().unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4)  # [n, Hkv, G, q_len, D]
 
         if call.k_scale is not None:
-            queries *= call.k_scale.view(-1, 1, 1, 1)
+            queries *= call.k_scale.reshape(-1, 1, 1, 1)
         scores = queries.flatten(2, 3) @ keys.transpose(-1, -2) * call.softmax_scale
         if call.softcap > 0:
             scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -59,7 +59,7 @@ def paged_attention(call: AttentionCall) -> None:
         weights = torch.exp(scores.sub_(row_lse.clamp(min=torch.finfo(torch.float32).min)))
         attended = (weights.flatten(2, 3) @ values).unflatten(2, (group, q_len))
         if call.v_scale is not None:
-            attended *= call.v_scale.view(-1, 1, 1, 1)
+            attended *= call.v_scale.reshape(-1, 1, 1, 1)
         out[rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
         if lse is not None:
             lse[:, rows.flatten()] = row_lse.squeeze(-1).permute(1, 2, 0, 3).reshape(q.shape[1], -1)
