@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
-import os
 import sys
 import time
 import traceback
@@ -32,7 +30,7 @@ from bench.attention_cases import CASES, AttentionCase
 from bench.attention_measurement import Measurement
 from bench.attention_peers import PEERS, Peer, peer_versions
 from bench.check import WrongResultError
-from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment
+from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, save
 from bench.limits import Ceilings
 from bench.report import verdict
 from bench.timing import ceilings
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
             write(_line(row))
         report["not_run"].remove(case.name)
         if args.json:
-            _replace(args.json, json.dumps(report, indent=1) + "\n")
+            save(args.json, report)
         measurement = row = None  # type: ignore[assignment]  # a case's tensors and graphs go before the next one's come
         if not _released(device):
             write("the device is lost: no further case can run")
@@ -129,13 +127,6 @@ def _released(device: torch.device) -> bool:
         except RuntimeError:
             return False
     return True
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is never seen half written: a run may be killed at any time."""
-    draft = path.with_suffix(".part")
-    draft.write_text(text)
-    os.replace(draft, path)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -48,7 +48,6 @@ class Outcome:
     """returncode: negative where a signal ended it, at its limit SIGKILL. summary: the last line that it printed."""
 
     name: str
-    command: list[str]
     limit_s: float
     seconds: float
     returncode: int
@@ -108,7 +107,7 @@ def run_step(step: Step, seconds: float, environment: Mapping[str, str], log: Te
     finally:
         returncode = process.wait()
         watch.cancel()
-    return Outcome(step.name, command, round(seconds, 1), round(time.monotonic() - start, 1), returncode, summary)
+    return Outcome(step.name, round(seconds, 1), round(time.monotonic() - start, 1), returncode, summary)
 
 
 def run(steps: Sequence[Step], out: Path, budget: float, peers: Path | None = None) -> int:

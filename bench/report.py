@@ -119,12 +119,12 @@ def section_of(results: Results) -> Callable[[Results], str]:
     """How a file is told, from what stands in it."""
     if "steps" in results:
         return run_section
-    return attention_section if any("peers" in row for row in results["rows"]) else kernel_section
+    return attention_section if "not_run" in results else kernel_section
 
 
 def roofline(runs: Sequence[Results], path: Path) -> str | None:
     """Draw rows of attention under the ceilings of their runs; returns why nothing was drawn, or None."""
-    runs = [run for run in runs if section_of(run) is attention_section]
+    runs = [run for run in runs if section_of(run) is attention_section and run["rows"]]
     if not runs:
         return "no rows of attention"
     if importlib.util.find_spec("matplotlib") is None:
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     picture = ["![roofline](roofline.png)"] if reason is None else []
     report = "\n\n".join(["# Benchmark", *(section_of(run)(run) for run in runs), *picture]) + "\n"
     (args.out / "report.md").write_text(report)
-    write(f"{args.out / 'report.md'} written" + ("" if reason is None else f"; no roofline: {reason}"))
+    write("report.md written" + ("" if reason is None else f"; no roofline: {reason}"))
     return 0
 
 

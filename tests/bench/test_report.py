@@ -100,4 +100,4 @@ def test_roofline_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert roofline([_attention()], tmp_path / "roofline.png") is None
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    assert roofline([{**ENVIRONMENT, "rows": [], "refused": {}}], tmp_path / "none.png") == "no rows of attention"
+    assert roofline([{**_attention(), "rows": []}], tmp_path / "none.png") == "no rows of attention"
