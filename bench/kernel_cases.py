@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 import paged
-from bench.limits import Cost, attention_cost, moe_cost
+from bench.attention_cases import AttentionCase, expected, ours
+from bench.limits import Cost, moe_cost
 from bench.timing import Call
 from paged.kernels import reference
 from paged.kernels.moe_align_block_size import max_num_blocks
@@ -66,43 +67,10 @@ def _bytes(*tensors: torch.Tensor) -> int:
 def _paged_attention(
     device: torch.device, dtype: torch.dtype, *, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], dim: int
 ) -> Work:
-    num_q_heads, num_kv_heads = heads
-    blocks_of = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-    ids = iter((torch.randperm(2 * sum(blocks_of)) + 1).tolist())
-    table = torch.zeros(len(lengths), max(blocks_of), dtype=torch.int32)
-    for seq, num_blocks in enumerate(blocks_of):
-        table[seq, :num_blocks] = torch.tensor([next(ids) for _ in range(num_blocks)])
-    q_lens = torch.tensor([q_len for q_len, _ in lengths], dtype=torch.int32)
-    shape = (2 * sum(blocks_of) + 1, BLOCK_SIZE, num_kv_heads, dim)
-    tensors: dict[str, Any] = {
-        "q": torch.randn(int(q_lens.sum()), num_q_heads, dim, device=device, dtype=dtype),
-        "k_cache": torch.randn(shape, device=device, dtype=dtype),
-        "v_cache": torch.randn(shape, device=device, dtype=dtype),
-        "block_table": table.to(device),
-        "cu_seqlens_q": functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
-        "seq_lens": torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
-    }
-    max_seqlen_q = max(q_len for q_len, _ in lengths)
-    # A step's layers share its plan, so that the row is what one more layer costs.
-    plan = paged.AttentionPlan(
-        tensors["cu_seqlens_q"],
-        tensors["seq_lens"],
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=table.shape[1] * BLOCK_SIZE,
-    )
-    cost = attention_cost(
-        lengths,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=dim,
-        block_size=BLOCK_SIZE,
-        element_size=dtype.itemsize,
-    )
-    return Work(
-        lambda: paged.paged_attention(**tensors, max_seqlen_q=max_seqlen_q, plan=plan),
-        lambda: reference.paged_attention(**tensors)[0],
-        cost,
-    )
+    groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
+    case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(device, dtype, 1)
+    return Work(ours(step, [layer])[0], lambda: expected(step, layer), case.cost(dtype))
 
 
 @dataclass(frozen=True)
