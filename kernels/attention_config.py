@@ -42,7 +42,9 @@ def box_keys(cache: torch.Tensor, arch: str) -> int:
     It wants addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
     """
     size = cache.element_size()
-    aligned = cache.data_ptr() % 16 == 0 and all(0 < stride * size % 16 == 0 for stride in cache.stride()[:3])
+    aligned = cache.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride * size % 16 == 0 for stride in cache.stride()[:3]
+    )
     block_size = cache.shape[1]
     return block_size & -block_size if aligned and arch in LARGE_SHARED_MEMORY else 0
 

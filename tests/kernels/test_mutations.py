@@ -56,7 +56,7 @@ MUTATIONS = {
     "the sink is scaled": ("sink = tl.load(sinks_ptr + head,", "sink = 0.5 * tl.load(sinks_ptr + head,"),
     "no slope": ("scores -= distance", "scores -= 0 * distance"),
     "K is not scaled": ("scale *= tl.load(k_scale_ptr", "scale *= 0 * kv_head + 1.0  # tl.load(k_scale_ptr"),
-    "the scale of another head": ("tl.load(v_scale_ptr + kv_head * stride_v_scale)", "tl.load(v_scale_ptr)"),
+    "the scale of another head": ("tl.load(v_scale_ptr + kv_head * stride_v_scale_head)", "tl.load(v_scale_ptr)"),
     "the mask is one column off": ("bits >> (offs_n % WORD_KEYS)", "bits >> ((offs_n + 1) % WORD_KEYS)"),
     "every sequence is causal": (
         "tl.where(tl.load(is_causal_ptr + seq) != 0, 0, window_right)",
