@@ -14,12 +14,16 @@ DECODE_MAX_ROWS = 64
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time."""
+    """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
+
+    programs_per_sm: how many an SM holds at once, at least; registers and shared memory decide (`bench.compile`).
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int = 1
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -35,11 +39,11 @@ def decode_tile(head_dim: int, element_size: int, arch: str) -> AttentionTile:
     """
     width = padded_head_dim(head_dim) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
-        return AttentionTile(16, 32 if width <= 512 else 16, 8, 1 if arch.startswith("gfx") else 2)
+        return AttentionTile(16, 32 if width <= 512 else 16, 8, *((1, 1) if arch.startswith("gfx") else (2, 3)))
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
-        return AttentionTile(16, min(block_n, 64), 4, 1)
-    return AttentionTile(16, block_n, 4, 3)
+        return AttentionTile(16, min(block_n, 64), 4, 1, 2)
+    return AttentionTile(16, block_n, 4, 3, 3 if width <= 256 else 2)
 
 
 def prefill_tile(head_dim: int, element_size: int, arch: str) -> AttentionTile:

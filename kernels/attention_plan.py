@@ -2,9 +2,9 @@
 
 A tile is BLOCK_M query rows of one sequence; its work is the keys it sees, counted in blocks of BLOCK_N. Short
 sequences (decode, verify) and long ones (prefill) are two kinds with tiles of their own size and a schedule each.
-Within a kind a tile with more than its share of the work, (all blocks) / (programs the device runs at once), is split
-along its keys, whatever else is in the batch; merging the partial results is the only extra work. Sizes depend on
-host-known upper bounds alone, so a captured step can be replayed with other lengths.
+Within a kind tiles are split along their keys so that all pieces fill whole waves of the programs the device runs at
+once, whatever else is in the batch; merging the partial results is the only extra work. Sizes depend on host-known
+upper bounds alone, so a captured step can be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from paged.kernels.attention_config import DECODE_MAX_ROWS, AttentionTile, decod
 from paged.kernels.compat import tl, triton
 from paged.kernels.device import device_of
 
-# Programs a schedule aims at for each SM. More would even out the last wave, but every split adds a partial result to
-# write, read and merge.
-_PROGRAMS_PER_SM = {"decode": 4, "prefill": 2}
+# Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads
+# on 8 KV heads (`bench.schedule`), the worst of five mixed batches ends 8 % after perfect balance, with 8 shares 13 %.
+_SHARES = tl.constexpr(16)
+# What a piece costs besides its blocks, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
+# block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
+_PIECE_BLOCKS = {"decode": 1, "prefill": 4}
+# Partial results there is room for, for every program that the device runs at once. 1 x 128k + 31 x 4k needs 5 (16 MB
+# on an H200 at head_dim 128); a partial result of a prefill tile is 8 times as large, and more than 2 gain nothing.
+_SLOTS_PER_PLACE = {"decode": 5, "prefill": 2}
 # A piece shorter than this costs more in its partial result (write, read, merge) than it saves: 256 keys of K and V in
 # bf16 at head_dim 128 are 128 KB against 8 KB of partial result for 16 rows, and 4 times as many keys for 128 rows.
 _MIN_SPLIT_KEYS = {"decode": 256, "prefill": 1024}
-# Lanes and warps of the planning program: one pass over 1,024 tiles. Of six shapes compiled by Triton 3.6.0 and 3.7.1
-# for sm_80, sm_90 and sm_100 the only one that never spills (105 to 123 registers).
-PLAN_LANES, PLAN_WARPS = 1024, 8
+# Lanes and warps of the planning program: one pass over 512 tiles. Of 256, 512 and 1,024 lanes compiled by Triton 3.6.0
+# and 3.7.1 for sm_80, sm_90 and sm_100, the most that do not spill (95 to 101 registers).
+PLAN_LANES, PLAN_WARPS = 512, 16
 ITEM_SIZE = tl.constexpr(5)  # sequence, tile within it, first and last key block, slot of the partial result or -1
 SPLIT_TILE_SIZE = tl.constexpr(4)  # sequence, tile within it, first slot, number of slots
 
@@ -69,8 +75,11 @@ def _plan_kernel(
     search_steps,  # halvings that narrow num_seqs + 1 offsets to one
     min_rows,
     max_rows,  # sequences with rows (query tokens * GROUP) in [min_rows, max_rows] belong to this kind
-    target_items,
+    num_kv_heads,
+    places,  # programs that the device runs at once
+    max_slots,
     min_split_blocks,
+    piece_blocks,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -79,7 +88,12 @@ def _plan_kernel(
     WINDOW_RIGHT: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program plans one kind: count the tiles, add up their work, then write tiles and pieces of tiles in order."""
+    """One program plans one kind: count the tiles, add up their work, try shares, then write the pieces.
+
+    The last tiles come first: of a prompt's they are the longest, and the short ones then even out the end. Where there
+    are tiles for whole waves, those of the first waves stay whole unless longer than an even share. All others are cut
+    into equal pieces of at most one share, the one by which the waves end soonest.
+    """
     lanes = tl.arange(0, LANES)
     num_tiles = 0
     for base in range(0, num_seqs, LANES):
@@ -95,15 +109,25 @@ def _plan_kernel(
     tl.store(tile_starts_ptr + num_seqs, num_tiles)
     tl.debug_barrier()  # the offsets just written are read by other threads
 
-    share = min_split_blocks
+    offs_share = tl.arange(0, _SHARES)
+    shares = tl.full([_SHARES], 1, tl.int32)
+    shared_items = tl.zeros([_SHARES], tl.int32)
+    shared_slots = tl.zeros([_SHARES], tl.int32)
+    longest = tl.zeros([_SHARES], tl.float32)
+    share = 1
+    even = 0.0
+    first_waves = num_tiles * num_kv_heads // places * places // num_kv_heads
+    num_whole = 0
+    longest_whole = 0
     num_items = 0
     num_slots = 0
     num_split_tiles = 0
-    for writing in tl.static_range(2):
-        total_blocks = 0  # int32 holds 131,072 tokens of 8-row groups against 16M keys each
+    total_blocks = 0  # int32 holds 131,072 tokens of 8-row groups against 16M keys each
+    for stage in tl.static_range(3):
         for base in range(0, num_tiles, LANES):
-            index = base + lanes
-            in_range = index < num_tiles
+            place = base + lanes
+            index = num_tiles - 1 - place
+            in_range = index >= 0
             seq = lanes * 0  # the last sequence whose first tile is not beyond this one
             above = seq + num_seqs
             for _ in range(search_steps):
@@ -120,10 +144,20 @@ def _plan_kernel(
                 seq_len, q_len, tile, GROUP, BLOCK_M, BLOCK_N, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT
             )
             blocks = tl.where(in_range, end - begin, 0)
-            if writing == 0:
+            is_whole = in_range & (place < first_waves) & (blocks <= even)
+            if stage == 0:
                 total_blocks += tl.sum(blocks, 0)
+            elif stage == 1:
+                num_whole += tl.sum(is_whole.to(tl.int32), 0)
+                longest_whole = tl.maximum(longest_whole, tl.max(tl.where(is_whole, blocks, 0), 0))
+                rest = tl.where(is_whole, 0, blocks)[:, None]
+                tried = tl.maximum((rest + shares[None, :] - 1) // shares[None, :], 1)
+                shared_items += tl.sum(tl.where((in_range & ~is_whole)[:, None], tried, 0), 0)
+                shared_slots += tl.sum(tl.where(tried > 1, tried, 0), 0)
+                longest = tl.maximum(longest, tl.max(rest.to(tl.float32) / tried.to(tl.float32), 0))
             else:
-                pieces = tl.where(in_range, tl.maximum((blocks + share - 1) // share, 1), 0)
+                pieces = tl.where(is_whole, 1, tl.maximum((blocks + share - 1) // share, 1))
+                pieces = tl.where(in_range, pieces, 0)
                 is_split = pieces > 1
                 slots = tl.where(is_split, pieces, 0)
                 first_item = num_items + tl.cumsum(pieces, 0) - pieces
@@ -146,8 +180,20 @@ def _plan_kernel(
                 num_items += tl.sum(pieces, 0)
                 num_slots += tl.sum(slots, 0)
                 num_split_tiles += tl.sum(is_split.to(tl.int32), 0)
-        if writing == 0:
-            share = tl.maximum(share, (total_blocks + target_items - 1) // target_items)
+        if stage == 0:
+            even = total_blocks * 1.0 * num_kv_heads / places
+            factor = 1.4 * tl.exp2((1 - offs_share) * (3.544 / (_SHARES - 2)))  # log2(1.4 / 0.12) = 3.544
+            shares = tl.ceil(tl.minimum(even * factor, 2.0**30)).to(tl.int32)
+            shares = tl.where(offs_share == 0, 2**30, tl.maximum(shares, min_split_blocks))
+        elif stage == 1:
+            whole_waves = (num_whole * num_kv_heads + places - 1) // places
+            waves = (shared_items * num_kv_heads + places - 1) // places
+            all_waves = ((num_whole + shared_items) * num_kv_heads + places - 1) // places
+            # Two upper bounds of when the last piece ends: the cut tiles after the whole ones, or all of them mixed.
+            cost = whole_waves * (longest_whole + piece_blocks) + waves * (longest + piece_blocks)
+            cost = tl.minimum(cost, all_waves * (tl.maximum(longest, longest_whole) + piece_blocks))
+            cost = tl.where(shared_slots <= max_slots, cost, float("inf"))
+            share = tl.sum(tl.where(offs_share == tl.argmin(cost, 0), shares, 0), 0)
     tl.store(counts_ptr, num_items)
     tl.store(counts_ptr + 1, num_split_tiles)
 
@@ -211,16 +257,15 @@ class AttentionPlan:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0]
         longest = self.max_seqlen_q * shape.group
         min_rows, max_rows = (1, min(longest, DECODE_MAX_ROWS)) if kind == "decode" else (DECODE_MAX_ROWS + 1, longest)
-        target_items = triton.cdiv(device_of(device).num_sms * _PROGRAMS_PER_SM[kind], shape.num_kv_heads)
+        places = device_of(device).num_sms * tile.programs_per_sm
         min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
         # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones.
         full_tiles = shape.num_tokens * shape.group // tile.block_m
         max_tiles = min(num_seqs * triton.cdiv(max_rows, tile.block_m), num_seqs + full_tiles)
-        # Pieces beyond a tile's first take a whole share of the work each, and shares are at most target_items; a split
-        # tile has at least one share, so its pieces are at most twice its shares.
         can_split = self.max_seqlen_k > min_split_blocks * tile.block_n
-        max_items = max_tiles + (target_items if can_split else 0)
-        max_slots = 2 * target_items if can_split else 0
+        max_pieces = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
+        max_slots = min(triton.cdiv(places * _SLOTS_PER_PLACE[kind], shape.num_kv_heads), max_tiles * max_pieces)
+        max_slots = max_slots if can_split else 0
 
         def int32(*size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
@@ -230,8 +275,8 @@ class AttentionPlan:
 
         schedule = AttentionSchedule(
             tile=tile,
-            items=int32(max_items if max_tiles else 0, ITEM_SIZE.value),
-            split_tiles=int32(target_items if can_split else 0, SPLIT_TILE_SIZE.value),
+            items=int32(max_tiles + max_slots if max_tiles else 0, ITEM_SIZE.value),
+            split_tiles=int32(max_slots // 2, SPLIT_TILE_SIZE.value),
             counts=int32(2),
             partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.head_dim),
             partial_lse=float32(max_slots, shape.num_kv_heads, tile.block_m),
@@ -247,8 +292,11 @@ class AttentionPlan:
             search_steps=num_seqs.bit_length(),
             min_rows=min_rows,
             max_rows=max_rows,
-            target_items=target_items,
+            num_kv_heads=shape.num_kv_heads,
+            places=places,
+            max_slots=max_slots,
             min_split_blocks=min_split_blocks,
+            piece_blocks=_PIECE_BLOCKS[kind],
             GROUP=shape.group,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,

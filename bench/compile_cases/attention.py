@@ -97,7 +97,8 @@ def _merge_case(head_dim: int) -> CompileCase:
 
 def _plan_case() -> CompileCase:
     pointers = ("cu_seqlens_q_ptr", "seq_lens_ptr", "tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr")
-    scalars = ("num_seqs", "search_steps", "min_rows", "max_rows", "target_items", "min_split_blocks")
+    scalars = ("num_seqs", "search_steps", "min_rows", "max_rows", "num_kv_heads", "places")
+    scalars += ("max_slots", "min_split_blocks", "piece_blocks")
     constexprs = {
         "GROUP": 4,
         "BLOCK_M": 128,
