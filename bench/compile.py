@@ -48,6 +48,7 @@ class CompileCase:
     divisible_by_16: the arguments that the launcher would find divisible by 16 (pointers of torch tensors always are).
     expect: target -> names of `machine_code.INSTRUCTIONS` that the code must contain.
     targets: those of TARGETS on which the wrapper would launch this configuration.
+    programs_per_sm: how many the wrapper counts on an SM to hold.
     """
 
     name: str
@@ -59,6 +60,7 @@ class CompileCase:
     divisible_by_16: tuple[str, ...] = ()
     expect: dict[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = tuple(TARGETS)
+    programs_per_sm: int = 1
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,14 @@ def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[Report]:
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
-    """What is wrong with a report: spills, too much shared memory, an expected instruction that is not there."""
+    """What is wrong with a report: spills, too much shared memory, too few programs an SM, a missing instruction."""
     found = []
     if report.spills:
         found.append(f"{report.spills} spills")
     if report.shared > SHARED_LIMIT[report.target]:
         found.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
+    if report.occupancy < case.programs_per_sm:
+        found.append(f"{report.occupancy} programs an SM, {case.programs_per_sm} counted on")
     found += [f"no {name}" for name in case.expect.get(report.target, ()) if name not in report.instructions]
     return found
 

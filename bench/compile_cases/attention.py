@@ -69,6 +69,7 @@ def _attention_case(
         divisible_by_16=tuple(name for name in strides if name not in ("stride_lse_head", "stride_table_seq")),
         expect=expect,
         targets=(target,),
+        programs_per_sm=tile.programs_per_sm,
     )
 
 

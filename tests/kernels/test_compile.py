@@ -37,14 +37,14 @@ def test_every_configuration_compiles(target: str, tmp_path: Path) -> None:
 
 
 def test_problems_are_seen() -> None:
-    case = CompileCase("", None, {}, {}, expect={"sm_90": ("HGMMA", "LDGSTS.128")})
+    case = CompileCase("", None, {}, {}, expect={"sm_90": ("HGMMA", "LDGSTS.128")}, programs_per_sm=1)
     limit = SHARED_LIMIT["sm_90"]
     found = {"HGMMA": 4, "LDGSTS": 6, "LDGSTS.128": 4}
     sound = Report("", "", "sm_90", registers=200, spills=0, shared=limit, num_warps=8, instructions=found)
     assert problems(case, sound) == []
     found = {"HMMA": 4, "LDGSTS": 6}
     faulty = Report("", "", "sm_90", registers=255, spills=8, shared=limit + 1, num_warps=8, instructions=found)
-    assert len(problems(case, faulty)) == 4
+    assert len(problems(case, faulty)) == 5
 
 
 def test_instructions_and_loop_of_sass() -> None:
