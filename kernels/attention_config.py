@@ -1,6 +1,7 @@
 """Tile sizes of paged attention: shape and device in, configuration out.
 
 box: what `box_keys` says of the caches. more_scores: softcap, ALiBi or a mask is given, which take registers a score.
+fp8: the caches hold 8-bit floats.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ DECODE_MAX_ROWS = 64
 class AttentionTile:
     """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
 
+    programs_per_sm: how many an SM holds at once, at least; registers and shared memory decide (`bench.compile`).
     by_tma: the chip's copy engine fetches the keys, which stand in one cache block, as one box.
     """
 
@@ -28,6 +30,7 @@ class AttentionTile:
     block_n: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int = 1
     by_tma: bool = False
 
 
@@ -50,22 +53,25 @@ def box_keys(cache: torch.Tensor, arch: str) -> int:
 
 
 def decode_tile(
-    head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
+    head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False, fp8: bool = False
 ) -> AttentionTile:
     """Tile of sequences of at most DECODE_MAX_ROWS rows: the smallest that tensor cores take, as the time is K and V's.
 
-    BLOCK_N rows of K are 16 KB, as many of V again. At 3 stages and head_dim 128 Triton 3.6.0 makes of it 128 registers
-    and 39 KB of shared memory on sm_90 (55 KB with boxes), so that four programs share an SM.
+    BLOCK_N rows of K are 16 KB, as many of V again. At 3 stages and head_dim 128 Triton 3.7.1 makes of it 168 registers
+    and 39 KB of shared memory on sm_90 (158 and 55 KB with boxes), so that three programs share an SM.
     """
     width = padded_head_dim(head_dim) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
-        return AttentionTile(16, 32 if width <= 512 else 16, 8, 1 if arch.startswith("gfx") else 2)
+        return AttentionTile(16, 32 if width <= 512 else 16, 8, *((1, 1) if arch.startswith("gfx") else (2, 3)))
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
-        return AttentionTile(16, min(block_n, 64), 4, 1)
-    if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 of D=128's options
-        return AttentionTile(16, block_n, 4 if more_scores and width <= 256 else 8, 3)
-    return AttentionTile(16, block_n, 4, 3, by_tma=box >= block_n)
+        return AttentionTile(16, min(block_n, 64), 4, 1, 2)
+    if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
+        num_warps = 4 if more_scores and width <= 256 else 8
+        return AttentionTile(16, block_n, num_warps, 3, 1 if more_scores and width > 256 else 2)
+    by_tma = box >= block_n
+    lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 216 registers
+    return AttentionTile(16, block_n, 4, 3, 3 if lean else 2, by_tma)
 
 
 def prefill_tile(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged.kernels.attention_mask import WORD_KEYS
-from paged.kernels.attention_plan import ITEM_SIZE, SPLIT_TILE_SIZE
+from paged.kernels.attention_plan_kernel import ITEM_SIZE, SPLIT_TILE_SIZE
 from paged.kernels.compat import tl, triton
 from paged.kernels.dot import dot
 from paged.kernels.fp8 import decode_e4m3

@@ -32,6 +32,7 @@ def run_attention(call: AttentionCall, plan: AttentionPlan) -> None:
         window=call.window,
         box=min(box_keys(call.k_cache, arch), box_keys(call.v_cache, arch)),
         more_scores=call.softcap > 0 or call.alibi_slopes is not None or call.mask is not None,
+        fp8=call.k_cache.dtype == torch.float8_e4m3fn,
         deterministic=call.deterministic,
     )
     schedules = plan.schedules(shape, call.is_causal)

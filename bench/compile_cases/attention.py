@@ -8,7 +8,7 @@ from bench.compile import TARGETS, CompileCase
 from paged.kernels.attention_config import decode_tile, padded_head_dim, prefill_tile
 from paged.kernels.attention_kernels import _attention_kernel, _merge_splits_kernel
 from paged.kernels.attention_mask import _pack_mask_kernel
-from paged.kernels.attention_plan import PLAN_LANES, PLAN_WARPS, _plan_kernel
+from paged.kernels.attention_plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
 from paged.kernels.device import LARGE_SHARED_MEMORY
 
 _ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
@@ -59,7 +59,10 @@ def _attention_case(
 ) -> CompileCase:
     sizes = head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
-    tile = (decode_tile if kind == "decode" else prefill_tile)(*sizes, more_scores=more_scores)
+    if kind == "decode":
+        tile = decode_tile(*sizes, more_scores=more_scores, fp8=cache is not None)
+    else:
+        tile = prefill_tile(*sizes, more_scores=more_scores)
     by_tma = tile.by_tma
     width = padded_head_dim(head_dim)
     element = cache or dtype
@@ -86,7 +89,7 @@ def _attention_case(
         "NATIVE_FP8": target in ("sm_90", "sm_100"),
         "CLEAR_PADDING": True,
     }
-    copies = ("UTMALDG" if by_tma else "LDGSTS",) if target.startswith("sm") else ()
+    copies = ("UTMALDG" if by_tma else "LDGSTS.128",) if target.startswith("sm") else ("load_dwordx4",)
     if dtype == "fp32":
         expect = {}
     elif kind == "decode" and target.startswith("sm"):
@@ -117,6 +120,7 @@ def _attention_case(
         divisible_by_16=tuple(f"stride_{name}" for name in _STRIDES if f"stride_{name}" not in unaligned),
         expect=expect,
         targets=(target,),
+        programs_per_sm=tile.programs_per_sm,
     )
 
 
@@ -157,14 +161,13 @@ def _merge_case(head_dim: int) -> CompileCase:
 def _plan_case() -> CompileCase:
     pointers = {"cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32", "is_causal_ptr": "*i1"}
     pointers |= dict.fromkeys(("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr"), "*i32")
-    scalars = ("num_seqs", "search_steps", "min_rows", "max_rows", "target_items", "min_split_blocks", "max_pieces")
+    scalars = ("num_seqs", "search_steps", "min_rows", "max_rows", "num_kv_heads", "places", "max_slots")
+    scalars += ("min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right")
     constexprs = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
     return CompileCase(
         name="paged_attention plan",
         kernel=_plan_kernel,
-        signature=pointers
-        | dict.fromkeys((*scalars, "window_left", "window_right"), "i32")
-        | dict.fromkeys(constexprs, "constexpr"),
+        signature=pointers | dict.fromkeys(scalars, "i32") | dict.fromkeys(constexprs, "constexpr"),
         constexprs=constexprs,
         num_warps=PLAN_WARPS,
     )
