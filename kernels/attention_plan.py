@@ -9,6 +9,7 @@ upper bounds alone, so a captured step can be replayed with other lengths.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from paged.kernels.attention_mask import pack_mask
 from paged.kernels.attention_plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
 from paged.kernels.compat import triton
 from paged.kernels.device import device_of
+from paged.kernels.launch import Launch
 
 # What a piece costs besides its blocks, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
 # block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
@@ -86,6 +88,8 @@ class AttentionPlan:
         self.max_seqlen_k = max_seqlen_k
         # Flags and masks are kept with what was made of them, so that no other tensor can take their identity.
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
+        self.launches: dict[Hashable, list[Launch]] = {}
         self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
     def schedules(self, shape: AttentionShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:

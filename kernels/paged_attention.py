@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from paged.kernels.attention_call import NO_LIMIT, AttentionCall
-from paged.kernels.attention_launch import run_attention
+from paged.kernels.attention_launch import launch, prepare
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_scale, check_tensor
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.launch import signature
 from paged.kernels.torch_ops import paged_attention as torch_op
 
 
@@ -76,40 +78,53 @@ def paged_attention(
     Raises:
         InvalidInputError: shapes, dtypes, devices or values do not fit.
     """
-    _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_size, softcap)
+    tensors: dict[str, Any] = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
+    causality = id(causal) if isinstance(causal, torch.Tensor) else causal
+    key = (*map(signature, (*tensors.values(), out)), max_seqlen_q, softmax_scale, causality, *window_size, softcap)
+    key += (id(mask), deterministic, return_lse)
+    by_triton = use_triton(q)
+    launches = plan.launches.get(key) if by_triton and plan is not None else None
+    if launches is None:
+        _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_size, softcap)
     num_tokens, num_q_heads, head_dim = q.shape
-    left, right = (NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in window_size)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    call = AttentionCall(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
-        softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale),
-        window=(left, 0 if causal is True else right),
-        is_causal=causal if isinstance(causal, torch.Tensor) else None,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        mask=mask,
-        deterministic=deterministic,
-        out=out,
-        lse=torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None,
-    )
-    _check_options(call, max_seqlen_q)
-    if not use_triton(q):
-        torch_op.paged_attention(call)
-    else:
+    lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
+    if launches is None:
+        left, right = (NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in window_size)
+        call = AttentionCall(
+            **tensors,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale),
+            window=(left, 0 if causal is True else right),
+            is_causal=causal if isinstance(causal, torch.Tensor) else None,
+            softcap=softcap,
+            mask=mask,
+            deterministic=deterministic,
+            out=out,
+            lse=lse,
+        )
+        _check_options(call, max_seqlen_q)
+        if not by_triton:
+            torch_op.paged_attention(call)
+            return (out, lse) if lse is not None else out
         if plan is None:
             max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
             plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        run_attention(call, plan)
-    return (out, call.lse) if call.lse is not None else out
+        launches = plan.launches[key] = prepare(call, plan)
+    launch(launches, **tensors, out=out, lse=lse)
+    return (out, lse) if lse is not None else out
 
 
 def _check(

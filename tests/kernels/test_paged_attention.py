@@ -138,6 +138,8 @@ def test_layers_share_a_plan(device: torch.device, monkeypatch: pytest.MonkeyPat
     assert plan._schedules == schedules
     paged_attention(**vars(tensors), max_seqlen_q=40, plan=plan, window_size=(8, -1))
     assert len(plan._schedules) == 2
+    layer = {**vars(tensors), "q": tensors.q.clone().neg(), "k_cache": tensors.k_cache.clone()}
+    assert torch.equal(paged_attention(**layer, max_seqlen_q=40, plan=plan), paged_attention(**layer, max_seqlen_q=40))
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
