@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
+from itertools import repeat
 
 from paged.block_ages import BlockAges
 from paged.errors import OutOfBlocksError, PagedError
@@ -26,6 +27,7 @@ class BlockPool:
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.num_refused = 0
         self.ages = BlockAges()
         self._published = published
         self._on_evict = on_evict
@@ -60,15 +62,22 @@ class BlockPool:
         Raises:
             OutOfBlocksError: fewer are free; none was taken.
         """
-        if count > self.num_free:
-            raise OutOfBlocksError(count, self.num_free)
         free = self._free
-        self.evict(count - len(free))
+        if count > len(free):
+            self.require(count)
+            self.evict(count - len(free))
         split = len(free) - count
-        blocks = free[split:][::-1]
+        blocks = free[split:]
+        blocks.reverse()
         del free[split:]
         self.ages.taken(blocks)
         return blocks
+
+    def require(self, count: int) -> None:
+        """Raise OutOfBlocksError unless `count` blocks can be handed out; `num_refused` counts the refusals."""
+        if count > self.num_free:
+            self.num_refused += 1
+            raise OutOfBlocksError(count, self.num_free)
 
     def count_cached(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are cached: free, and revived when shared."""
@@ -101,11 +110,13 @@ class BlockPool:
                     del extra[block]
                 elif count:
                     extra[block] = count - 1
-        if not published or published.isdisjoint(freed):
-            self._free += freed
-        else:
-            self._cached.update(dict.fromkeys([block for block in freed if block in published]))
+        useful = [block for block in freed if block in published] if published else ()
+        if useful:
+            for block in useful:  # half the time of OrderedDict.update
+                self._cached[block] = None
             self._free += [block for block in freed if block not in published]
+        else:
+            self._free += freed
         self.ages.freed(freed)
 
     def evict(self, count: int) -> int:
@@ -113,7 +124,7 @@ class BlockPool:
         count = min(count, len(self._cached))
         if count <= 0:
             return 0
-        blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        blocks = [block for block, _ in map(self._cached.popitem, repeat(False, count))]
         self._on_evict(blocks)
         self._free += blocks
         return count

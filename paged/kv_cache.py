@@ -14,7 +14,7 @@ from paged.batch import SeqId
 from paged.block_pool import BlockPool
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
-from paged.prefix_index import Link
+from paged.token_chain import TokenChain
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +71,12 @@ class PagedKvCacheConfig:
             raise InvalidInputError(f"prefix_hash: {self.prefix_hash!r}, expected 'fast' or 'sha256'")
 
 
+_INTEGERS = (int, np.integer)
+
+
 def check_count(name: str, value: int) -> None:
     """Raise InvalidInputError unless `value` is an integer of at least 0."""
-    if not isinstance(value, int | np.integer) or value < 0:
+    if not isinstance(value, _INTEGERS) or value < 0:
         raise InvalidInputError(f"{name}: {value!r}, expected an integer of at least 0")
 
 
@@ -131,7 +134,7 @@ class SequenceState:
 
     num_written: positions below it were written through write_kv, without a gap after num_tokens.
     blocks is replaced, never changed in place, so an old value can be kept to go back to.
-    token_ids: the ids at positions 0.. as far as they are known. links: the chain of the blocks published so far.
+    chain: what is known of the tokens, and published of them.
     host_blocks: while swapped out, the host block by index in `blocks`, where 0 stands meanwhile.
     row, row_blocks: the sequence's row in the manager's table, and the blocks that stand there.
     """
@@ -144,8 +147,7 @@ class SequenceState:
     num_written: int = 0
     is_valid: bool = True
     reservation: KvSlotReservation | None = None
-    token_ids: list[int] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    chain: TokenChain = field(default_factory=TokenChain)
     host_blocks: dict[int, int] | None = None
     row: int = 0
     row_blocks: tuple[int, ...] = ()
@@ -153,6 +155,8 @@ class SequenceState:
 
 class KvCacheHandle:
     """One sequence in the cache. Read-only: it changes through the manager that made it."""
+
+    __slots__ = ("_block_size", "_pool", "_state")
 
     def __init__(self, state: SequenceState, pool: BlockPool, block_size: int) -> None:
         self._state = state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTable
 from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, CacheEvent, MemoryPressure, Notifier
-from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError, StaleHandleError
+from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kv_cache import (
     CacheStats,
@@ -30,7 +29,8 @@ from paged.kv_cache import (
 )
 from paged.kv_cache_tensors import KvCacheTensors, to_device
 from paged.metadata import AttentionMetadata
-from paged.prefix_index import PrefixIndex, TokenArray
+from paged.prefix_index import PrefixIndex
+from paged.token_chain import TokenChain, as_list, pack
 
 _Span = tuple[SequenceState, int, int]
 """A sequence, the first position that will be written, and the end of those."""
@@ -66,7 +66,6 @@ class PagedKvCacheManager:
         self._handles: dict[SeqId, KvCacheHandle] = {}
         self._guard = Notifier(self._measure_pressure)
         self._cow_copies = 0
-        self._allocation_failures = 0
         self._prefix_hits = 0
         self._prefix_misses = 0
         self._prefix_hit_tokens = 0
@@ -99,17 +98,15 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool cannot supply the room.
         """
         check_count("num_tokens", num_tokens)
-        room = max(num_tokens, 0 if token_ids is None else len(token_ids))
+        room = num_tokens if token_ids is None else max(num_tokens, len(token_ids))
         with self._guard:
             self._check_new(request_id)
             self._check_length(room)
             state = SequenceState(request_id, namespace)
             if token_ids is None or not self.config.enable_prefix_cache:
-                needed = self._blocks_for(room)
-                self._check_free(needed)
-                state.blocks = tuple(self._pool.allocate(needed))
+                state.blocks = tuple(self._pool.allocate(self._blocks_for(room)))
             else:
-                self._begin_with_prefix(state, _token_list(token_ids), room)
+                self._begin_with_prefix(state, as_list(token_ids), room)
             return self._add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
@@ -156,18 +153,19 @@ class PagedKvCacheManager:
         """
         with self._guard:
             state = self._state(handle)
-            given = _token_list(token_ids)[: state.num_tokens]
-            both = min(len(given), len(state.token_ids))
-            if given[:both] != state.token_ids[:both]:
+            chain, block_size = state.chain, self.config.block_size
+            given = as_list(token_ids)[: state.num_tokens]
+            known = chain.num_known
+            both = min(len(given), known)
+            if given[:both] != chain.ids[:both]:
                 raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
             # Those of the last, partial block are checked here, the others when they are published.
-            _token_array(given[len(given) // self.config.block_size * self.config.block_size :])
-            known = len(state.token_ids)
-            state.token_ids += given[both:]
+            pack(given[len(given) // block_size * block_size :])
+            chain.learn(given[both:], block_size)
             try:
                 self._publish(state)
             except InvalidInputError:
-                del state.token_ids[known:]
+                chain.num_known = known
                 raise
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
@@ -199,7 +197,7 @@ class PagedKvCacheManager:
             self._release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
-            del state.token_ids[num_tokens:], state.links[num_tokens // self.config.block_size :]
+            state.chain.forget(num_tokens, self.config.block_size)
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
         """A second sequence with the same tokens, over the same blocks until either writes to one.
@@ -214,7 +212,7 @@ class PagedKvCacheManager:
             blocks = source.blocks[: self._blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
             twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            twin.token_ids, twin.links = source.token_ids.copy(), source.links.copy()
+            twin.chain = source.chain.copy(source.num_tokens, self.config.block_size)
             return self._add(twin)
 
     def free(self, handle: KvCacheHandle) -> None:
@@ -234,7 +232,7 @@ class PagedKvCacheManager:
                 self._num_swapped -= 1
             state.blocks, state.host_blocks, state.is_valid = (), None, False
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
-            state.token_ids, state.links = [], []
+            state.chain = TokenChain()
             self._table.remove(state)
             del self._handles[state.request_id]
 
@@ -253,9 +251,6 @@ class PagedKvCacheManager:
             # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
             kept = self._blocks_for(state.num_tokens)
             moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in self._pool.shared]
-            if len(moved) > self._host_pool.num_free:
-                self._allocation_failures += 1
-                raise OutOfBlocksError(len(moved), self._host_pool.num_free)
             host_blocks = self._host_pool.allocate(len(moved))
             try:
                 self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
@@ -284,7 +279,6 @@ class PagedKvCacheManager:
             if state.host_blocks is None:
                 return
             moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
-            self._check_free(len(moved))
             taken = self._pool.allocate(len(moved))
             try:
                 self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
@@ -299,7 +293,7 @@ class PagedKvCacheManager:
             self._num_swapped -= 1
             self._swapped_in_blocks += len(moved)
             # What it had published may have been evicted meanwhile.
-            del state.links[min(moved, default=len(state.links)) :]
+            del state.chain.serials[min(moved, default=len(state.blocks)) :]
             self._publish(state)
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
@@ -321,7 +315,7 @@ class PagedKvCacheManager:
                     (state, state.num_tokens, target if admission is None else admission)
                     for state, target, admission in zip(states, targets, admissions, strict=True)
                 ]
-                self._check_free(_blocks_needed(self._needs(highest)))
+                self._pool.require(_blocks_needed(self._needs(highest)))
             return self._reserve(states, targets)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
@@ -352,7 +346,7 @@ class PagedKvCacheManager:
             self._pool.release(dropped)
             taker.blocks = shared + taker.blocks[num_blocks:]
             taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
-            taker.token_ids, taker.links = giver.token_ids[:num_tokens], giver.links[:num_blocks]
+            taker.chain = giver.chain.copy(num_tokens, self.config.block_size)
 
     def evict(self, num_blocks: int) -> int:
         """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
@@ -372,7 +366,7 @@ class PagedKvCacheManager:
             for block in published:
                 self._pool.unpublished(block)
             for handle in self._handles.values():
-                handle._state.links = []
+                handle._state.chain.serials = []
             if self._guard.has_event_listeners:
                 self._guard.add(CacheCleared())
 
@@ -491,7 +485,7 @@ class PagedKvCacheManager:
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 self._settle(state)
             if len(key):  # what is written here need not be the K/V of the ids at these positions
-                del state.token_ids[position:], state.links[position // self.config.block_size :]
+                state.chain.forget(position, self.config.block_size)
             self._tensors.write(layer, self._slots(state, position, end), key, value)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
@@ -531,7 +525,7 @@ class PagedKvCacheManager:
                 capacity_tokens=total * self.config.block_size,
                 utilization=(total - free) / total,
                 cow_copies=self._cow_copies,
-                allocation_failures=self._allocation_failures,
+                allocation_failures=self._pool.num_refused + self._host_pool.num_refused,
                 bytes_per_block=self._tensors.bytes_per_block,
                 cached_blocks=self._pool.num_cached,
                 published_blocks=len(self._index.published),
@@ -687,9 +681,7 @@ class PagedKvCacheManager:
         needs = self._needs(spans)
         if not needs:
             return {}
-        needed = _blocks_needed(needs)
-        self._check_free(needed)
-        taken = self._pool.allocate(needed)
+        taken = self._pool.allocate(_blocks_needed(needs))
         used = 0
         pairs: list[tuple[int, int]] = []
         grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
@@ -711,7 +703,7 @@ class PagedKvCacheManager:
         for state, shared, stale, _ in needs:
             self._withdraw([state.blocks[index] for index in stale])
             # A copy is not published, and neither is what will change: the chain goes on from before them.
-            del state.links[min([*shared, *stale], default=len(state.links)) :]
+            del state.chain.serials[min([*shared, *stale], default=len(state.blocks)) :]
         for state, new_blocks, _ in grown:
             state.blocks = new_blocks
         self._cow_copies += len(pairs)
@@ -724,15 +716,17 @@ class PagedKvCacheManager:
 
     def _begin_with_prefix(self, state: SequenceState, token_ids: list[int], room: int) -> None:
         """Give a new sequence the published blocks that `token_ids` begin with, and room beyond them."""
-        matched, links = self._index.match(_token_array(token_ids), state.namespace)
+        matched, chain = self._index.match(token_ids, state.namespace)
         length = min(len(matched) * self.config.block_size, max(len(token_ids) - 1, 0))
         fresh = max(0, self._blocks_for(room) - len(matched))
-        # Free blocks that are revived can no longer be handed out.
-        self._check_free(fresh + self._pool.count_cached(matched))
+        if fresh + len(matched) > self._pool.num_free:
+            # Free blocks that are revived can no longer be handed out.
+            self._pool.require(fresh + self._pool.count_cached(matched))
         self._pool.share(matched)
         state.blocks = (*matched, *self._pool.allocate(fresh))
-        state.num_tokens = state.num_cached_tokens = state.num_written = length
-        state.token_ids, state.links = token_ids[:length], links[: length // self.config.block_size]
+        state.num_tokens = state.num_cached_tokens = state.num_written = chain.num_known = length
+        del chain.serials[length // self.config.block_size :]
+        state.chain = chain
         self._prefix_hits += length > 0
         self._prefix_misses += length == 0
         self._prefix_hit_tokens += length
@@ -740,30 +734,30 @@ class PagedKvCacheManager:
 
     def _publish(self, state: SequenceState) -> None:
         """Make the full blocks findable whose token ids are known and that are not published yet."""
-        block_size, first = self.config.block_size, len(state.links)
-        last = min(len(state.token_ids), state.num_tokens) // block_size
+        chain, block_size = state.chain, self.config.block_size
+        first, last = len(chain.serials), min(chain.num_known, state.num_tokens) // block_size
         if last <= first or not self.config.enable_prefix_cache:
             return
         blocks = state.blocks[first:last]
         if 0 in blocks:  # behind the sliding window: the chain is broken
             return
-        previous = state.links[-1] if state.links else self._index.root(state.namespace)
-        tokens = _token_array(state.token_ids[first * block_size : last * block_size])
-        links, displaced = self._index.publish(blocks, tokens.reshape(-1, block_size), previous)
-        state.links += links
+        displaced = self._index.publish(blocks, chain, state.namespace)
         for block, _ in displaced:
             self._pool.unpublished(block)
         if self._guard.has_event_listeners:
-            hashes = tuple(hash_ for hash_, _ in links)
+            hashes = tuple(chain.hashes[first:last])
             for _, hash_ in displaced:
                 if hash_ not in hashes:
                     self._guard.add(BlockRemoved(hash_))
-            self._guard.add(BlocksStored(hashes, previous[0], tuple(tokens.tolist()), state.namespace))
+            parent_hash = chain.hashes[first - 1] if first else self._index.root(state.namespace)[0]
+            token_ids = tuple(chain.ids[first * block_size : last * block_size])
+            self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def _append_tokens(self, state: SequenceState, token_ids: Sequence[int]) -> None:
-        if len(state.token_ids) + len(token_ids) == state.num_tokens:
-            state.token_ids += token_ids
-            if state.num_tokens // self.config.block_size > len(state.links):
+        chain, block_size = state.chain, self.config.block_size
+        if chain.num_known + len(token_ids) == state.num_tokens:
+            chain.learn(as_list(token_ids), block_size)
+            if state.num_tokens // block_size > len(chain.serials):
                 self._publish(state)
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[Sequence[int]] | None) -> None:
@@ -811,11 +805,6 @@ class PagedKvCacheManager:
             return MemoryPressure.CRITICAL
         return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
 
-    def _check_free(self, needed: int) -> None:
-        if needed > self._pool.num_free:
-            self._allocation_failures += 1
-            raise OutOfBlocksError(needed, self._pool.num_free)
-
     def _check_new(self, request_id: SeqId) -> None:
         if request_id in self._handles:
             raise InvalidInputError(f"request_id: {request_id!r} names a live sequence")
@@ -862,16 +851,3 @@ class PagedKvCacheManager:
 
 def _blocks_needed(needs: Iterable[_Need]) -> int:
     return sum(len(shared) + fresh for _, shared, _, fresh in needs)
-
-
-def _token_list(token_ids: Sequence[int]) -> list[int]:
-    if isinstance(token_ids, list):
-        return token_ids
-    return list(token_ids) if isinstance(token_ids, tuple) else np.asarray(token_ids).tolist()
-
-
-def _token_array(token_ids: list[int]) -> TokenArray:
-    try:  # twice as fast as numpy's own conversions, and refuses floats
-        return np.frombuffer(struct.pack(f"={len(token_ids)}i", *token_ids), np.int32)
-    except struct.error as error:
-        raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error
