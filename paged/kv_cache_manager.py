@@ -153,19 +153,18 @@ class PagedKvCacheManager:
         """
         with self._guard:
             state = self._state(handle)
-            chain, block_size = state.chain, self.config.block_size
+            known = state.chain.ids
             given = as_list(token_ids)[: state.num_tokens]
-            known = chain.num_known
-            both = min(len(given), known)
-            if given[:both] != chain.ids[:both]:
+            both = min(len(given), len(known))
+            if given[:both] != known[:both]:
                 raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
             # Those of the last, partial block are checked here, the others when they are published.
-            pack(given[len(given) // block_size * block_size :])
-            chain.learn(given[both:], block_size)
+            pack(given[len(given) // self.config.block_size * self.config.block_size :])
+            known += given[both:]
             try:
                 self._publish(state)
             except InvalidInputError:
-                chain.num_known = known
+                del known[len(known) - len(given) + both :]
                 raise
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
@@ -197,7 +196,7 @@ class PagedKvCacheManager:
             self._release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
-            state.chain.forget(num_tokens, self.config.block_size)
+            state.chain.cut(num_tokens, num_tokens // self.config.block_size)
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
         """A second sequence with the same tokens, over the same blocks until either writes to one.
@@ -212,7 +211,7 @@ class PagedKvCacheManager:
             blocks = source.blocks[: self._blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
             twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            twin.chain = source.chain.copy(source.num_tokens, self.config.block_size)
+            twin.chain = source.chain.copy(source.num_tokens, len(blocks))
             return self._add(twin)
 
     def free(self, handle: KvCacheHandle) -> None:
@@ -293,7 +292,7 @@ class PagedKvCacheManager:
             self._num_swapped -= 1
             self._swapped_in_blocks += len(moved)
             # What it had published may have been evicted meanwhile.
-            del state.chain.serials[min(moved, default=len(state.blocks)) :]
+            state.chain.withdraw(min(moved, default=len(blocks)))
             self._publish(state)
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
@@ -346,7 +345,7 @@ class PagedKvCacheManager:
             self._pool.release(dropped)
             taker.blocks = shared + taker.blocks[num_blocks:]
             taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
-            taker.chain = giver.chain.copy(num_tokens, self.config.block_size)
+            taker.chain = giver.chain.copy(num_tokens, num_blocks)
 
     def evict(self, num_blocks: int) -> int:
         """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
@@ -366,7 +365,7 @@ class PagedKvCacheManager:
             for block in published:
                 self._pool.unpublished(block)
             for handle in self._handles.values():
-                handle._state.chain.serials = []
+                handle._state.chain.withdraw(0)
             if self._guard.has_event_listeners:
                 self._guard.add(CacheCleared())
 
@@ -485,7 +484,7 @@ class PagedKvCacheManager:
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 self._settle(state)
             if len(key):  # what is written here need not be the K/V of the ids at these positions
-                state.chain.forget(position, self.config.block_size)
+                state.chain.cut(position, position // self.config.block_size)
             self._tensors.write(layer, self._slots(state, position, end), key, value)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
@@ -703,7 +702,7 @@ class PagedKvCacheManager:
         for state, shared, stale, _ in needs:
             self._withdraw([state.blocks[index] for index in stale])
             # A copy is not published, and neither is what will change: the chain goes on from before them.
-            del state.chain.serials[min([*shared, *stale], default=len(state.blocks)) :]
+            state.chain.withdraw(min([*shared, *stale], default=len(state.blocks)))
         for state, new_blocks, _ in grown:
             state.blocks = new_blocks
         self._cow_copies += len(pairs)
@@ -724,8 +723,8 @@ class PagedKvCacheManager:
             self._pool.require(fresh + self._pool.count_cached(matched))
         self._pool.share(matched)
         state.blocks = (*matched, *self._pool.allocate(fresh))
-        state.num_tokens = state.num_cached_tokens = state.num_written = chain.num_known = length
-        del chain.serials[length // self.config.block_size :]
+        state.num_tokens = state.num_cached_tokens = state.num_written = length
+        chain.cut(length, length // self.config.block_size)
         state.chain = chain
         self._prefix_hits += length > 0
         self._prefix_misses += length == 0
@@ -735,7 +734,7 @@ class PagedKvCacheManager:
     def _publish(self, state: SequenceState) -> None:
         """Make the full blocks findable whose token ids are known and that are not published yet."""
         chain, block_size = state.chain, self.config.block_size
-        first, last = len(chain.serials), min(chain.num_known, state.num_tokens) // block_size
+        first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
         if last <= first or not self.config.enable_prefix_cache:
             return
         blocks = state.blocks[first:last]
@@ -754,10 +753,10 @@ class PagedKvCacheManager:
             self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def _append_tokens(self, state: SequenceState, token_ids: Sequence[int]) -> None:
-        chain, block_size = state.chain, self.config.block_size
-        if chain.num_known + len(token_ids) == state.num_tokens:
-            chain.learn(as_list(token_ids), block_size)
-            if state.num_tokens // block_size > len(chain.serials):
+        chain = state.chain
+        if len(chain.ids) + len(token_ids) == state.num_tokens:
+            chain.ids += token_ids
+            if state.num_tokens // self.config.block_size > len(chain.serials):
                 self._publish(state)
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[Sequence[int]] | None) -> None:

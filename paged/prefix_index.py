@@ -10,7 +10,7 @@ from operator import mul
 import numpy as np
 
 from paged.errors import PagedError
-from paged.token_chain import Hash, TokenArray, TokenChain
+from paged.token_chain import Hash, TokenArray, TokenChain, pack
 
 _MASK = (1 << 64) - 1
 # Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
@@ -19,6 +19,9 @@ _CHAIN_FACTOR = 6364136223846793005
 _CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
 # Up to this many blocks plain integers are faster than setting up arrays.
 _FEW_BLOCKS = 4
+# A lookup hashes one block, then this many times more in every round, and ends with the first that misses a block: most
+# prompts miss the first or find nearly all.
+_LOOKUP_GROWTH = 16
 
 
 class ChainHash:
@@ -117,36 +120,40 @@ class PrefixIndex:
             root = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
         return root
 
-    def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
-        """The longest published chain of full blocks that `token_ids` begin with: block ids, and the new sequence's
-        chain, which expects `token_ids`.
+    def match(self, token_ids: Sequence[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
+        """The longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
 
         Raises:
-            InvalidInputError: an id is not an integer of 32 bits.
+            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
         """
-        chain = TokenChain()
-        wanted = chain.expect(token_ids, self._block_size)
-        if len(wanted) == 0:
-            return [], chain
-        root_hash, root_serial = self.root(namespace)
-        chain.hashes = self._chain.extend(root_hash, wanted)
+        root = self._roots.get(namespace)
+        if root is None:
+            return [], TokenChain()
+        previous, parent = root
         found: list[int] = []
-        with suppress(KeyError):  # what is found up to the first miss stays in the list
-            found.extend(map(self._block_of.__getitem__, chain.hashes))
+        hashes: list[Hash] = []
+        wanted: list[TokenArray] = []
+        num_blocks, size = len(token_ids) // self._block_size, 1
+        while len(found) == len(hashes) < num_blocks:
+            wanted.append(self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks)))
+            hashes += self._chain.extend(previous, wanted[-1])
+            with suppress(KeyError):  # what comes before the first miss stays in the list
+                found.extend(map(self._block_of.__getitem__, hashes[len(found) :]))
+            previous = hashes[-1]
+            size *= _LOOKUP_GROWTH
         if not found:
-            return [], chain
+            return [], TokenChain()
         ids = np.array(found, np.int64)
         serials, parents = self._serials[ids], self._parents[ids]
+        is_same = self._tokens[ids] == np.concatenate(wanted)[: len(found)]
         is_next = parents[1:] == serials[:-1]
-        is_same = self._tokens[ids] == wanted[: len(found)]
-        if parents[0] != root_serial:
-            del found[:]
-        elif not (is_next.all() and is_same.all()):
+        length = len(found) if parents[0] == parent else 0
+        if not (is_same.all() and is_next.all()):
             same = is_same.all(axis=1)
             same[1:] &= is_next
-            del found[int(same.argmin()) :]
-        chain.serials = serials[: len(found)].tolist()
-        return found, chain
+            length = min(length, int(same.argmin()))
+        chain = TokenChain(token_ids[: length * self._block_size], hashes[:length], serials[:length].tolist())
+        return found[:length], chain
 
     def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
         """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
@@ -160,14 +167,11 @@ class PrefixIndex:
         Raises:
             InvalidInputError: an id is not an integer of 32 bits.
         """
-        first, last = len(chain.serials), len(chain.serials) + len(blocks)
-        tokens = chain.blocks(first, last, self._block_size)
-        previous_hash, previous = self.root(namespace)
-        if first > 0:
-            previous_hash, previous = chain.hashes[first - 1], chain.serials[-1]
-        if last > len(chain.hashes):
-            chain.hashes[first:] = self._chain.extend(previous_hash, tokens)
-        hashes = chain.hashes[first:last]
+        first = len(chain.serials)
+        tokens = self._pack(chain.ids, first, first + len(blocks))
+        previous_hash, previous = (chain.hashes[-1], chain.serials[-1]) if first else self.root(namespace)
+        hashes = self._chain.extend(previous_hash, tokens)
+        chain.hashes += hashes
         if len(blocks) > _FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
             # Blocks that this enters and that are not new after all have no hash yet, by which `_publish_each` sees it.
             if list(map(self._block_of.setdefault, hashes, blocks)) == list(blocks):
@@ -234,6 +238,11 @@ class PrefixIndex:
         for hash_ in hashes:
             del self._block_of[hash_]
         return hashes
+
+    def _pack(self, token_ids: Sequence[int], first: int, last: int) -> TokenArray:
+        """Blocks `first` up to `last`, [n, block_size]."""
+        size = self._block_size
+        return pack(token_ids[first * size : last * size]).reshape(-1, size)
 
     def _next_serial(self) -> int:
         self._last_serial += 1
