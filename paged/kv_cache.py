@@ -259,9 +259,12 @@ class KvSlotReservation:
         self._undo = undo
         self._on_commit = on_commit
         self._is_open = True
+        self._is_whole = True
         for state, target in zip(states, targets, strict=True):
-            if target > state.num_tokens:  # one that grows by nothing has nothing to keep or to take back
+            if target > state.num_tokens:
                 state.reservation = self
+            else:  # one that grows by nothing has nothing to keep or to take back
+                self._is_whole = False
 
     @property
     def is_open(self) -> bool:
@@ -272,6 +275,10 @@ class KvSlotReservation:
     def kept_blocks(self) -> list[int]:
         """Shared blocks that copies replaced, kept to go back to."""
         return [block for undo in self._undo.values() for block in undo.replaced.values()]
+
+    def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
+        """Whether exactly these sequences have room for exactly these lengths, and none has changed since."""
+        return self._is_whole and states == self._states and targets == self._targets
 
     def commit(self, token_ids: Sequence[Sequence[int]] | None = None) -> None:
         """Every sequence now holds valid K/V up to its target length.
@@ -312,6 +319,7 @@ class KvSlotReservation:
     def settle(self, state: SequenceState) -> None:
         """Leave one sequence as it stands: its room stays, and so does its length."""
         state.reservation = None
+        self._is_whole = False
         undo = self._undo.pop(state.request_id, None)
         if undo is not None:
             self._pool.release(list(undo.replaced.values()))
@@ -324,7 +332,7 @@ class KvSlotReservation:
             for undo in self._undo.values():
                 self._pool.release(list(undo.replaced.values()))
             self._undo = {}
-            self._is_open = False
+            self._is_open = self._is_whole = False
 
     def __enter__(self) -> KvSlotReservation:
         return self

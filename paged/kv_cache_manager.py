@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -428,24 +427,21 @@ class PagedKvCacheManager:
         """
         with self._guard:
             states, counts = self._new_tokens(items)
-            lengths_list = [state.num_tokens for state in states]
-            targets = list(map(add, lengths_list, counts))
-            unready = self._unready(states, targets)
-            for state, _, target in unready:
-                if target > len(state.blocks) * self.config.block_size:
-                    raise InvalidInputError(
-                        f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
-                    )
-            self._make_exclusive(unready)
+            lengths, query_lens = np.array([state.num_tokens for state in states], np.int64), np.array(counts, np.int64)
+            seq_lens = lengths + query_lens
+            self._make_ready(states, seq_lens.tolist())
             table = self._table.gather(states)
-        lengths, query_lens = np.array(lengths_list, np.int64), np.array(counts, np.int64)
         offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(query_lens, out=offsets[1:])
-        positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
-        blocks, within = np.divmod(positions, self.config.block_size)
-        slots = table[np.repeat(np.arange(len(counts)), query_lens), blocks] * np.int64(self.config.block_size) + within
-        seq_lens = lengths + query_lens
-        max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
+        query_lens.cumsum(out=offsets[1:])
+        max_seqlen_q, rows = max(counts, default=0), np.arange(len(counts))
+        if max_seqlen_q == 1 and offsets[-1] == len(counts):  # a decode step needs no repeating, which takes 10 us of 60
+            positions = lengths
+        else:
+            positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
+            rows = np.repeat(rows, query_lens)
+        blocks = positions // self.config.block_size
+        slots = (table[rows, blocks] - blocks) * self.config.block_size + positions
+        max_seqlen_k = int(seq_lens.max(initial=0))
         slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = to_device(
             (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table), self.device
         )
@@ -707,6 +703,21 @@ class PagedKvCacheManager:
             state.blocks = new_blocks
         self._cow_copies += len(pairs)
         return {state.request_id: undo for state, _, undo in grown}
+
+    def _make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
+        """See that every sequence can be written from its length to its target without new room, and make it so where
+        a block is shared or published.
+        """
+        reservation = states[0].reservation if states else None
+        if reservation is not None and reservation.covers(states, targets):
+            return
+        unready = self._unready(states, targets)
+        for state, _, target in unready:
+            if target > len(state.blocks) * self.config.block_size:
+                raise InvalidInputError(
+                    f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
+                )
+        self._make_exclusive(unready)
 
     def _make_exclusive(self, spans: Sequence[_Span]) -> None:
         """Make room, and keep nothing of the shared blocks that copies replaced."""

@@ -144,15 +144,15 @@ class PrefixIndex:
         if not found:
             return [], TokenChain()
         ids = np.array(found, np.int64)
-        serials, parents = self._serials[ids], self._parents[ids]
-        is_same = self._tokens[ids] == np.concatenate(wanted)[: len(found)]
-        is_next = parents[1:] == serials[:-1]
-        length = len(found) if parents[0] == parent else 0
-        if not (is_same.all() and is_next.all()):
-            same = is_same.all(axis=1)
-            same[1:] &= is_next
-            length = min(length, int(same.argmin()))
-        chain = TokenChain(token_ids[: length * self._block_size], hashes[:length], serials[:length].tolist())
+        tokens = self._tokens.take(ids, axis=0)
+        serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
+        length = len(found)
+        # As bytes and lists: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
+        if parents != [parent, *serials[:-1]] or tokens.tobytes() != b"".join(wanted)[: tokens.nbytes]:
+            is_same = (tokens == np.concatenate(wanted)[:length]).all(axis=1)
+            is_next = np.array(parents) == [parent, *serials[:-1]]
+            length = int((is_same & is_next).argmin())
+        chain = TokenChain(token_ids[: length * self._block_size], hashes[:length], serials[:length])
         return found[:length], chain
 
     def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
