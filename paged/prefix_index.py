@@ -120,7 +120,7 @@ class PrefixIndex:
             root = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
         return root
 
-    def match(self, token_ids: Sequence[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
+    def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
         """The longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
 
         Raises:
@@ -146,10 +146,10 @@ class PrefixIndex:
         ids = np.array(found, np.int64)
         tokens = self._tokens.take(ids, axis=0)
         serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
-        length = len(found)
-        # As bytes and lists: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
-        if parents != [parent, *serials[:-1]] or tokens.tobytes() != b"".join(wanted)[: tokens.nbytes]:
-            is_same = (tokens == np.concatenate(wanted)[:length]).all(axis=1)
+        length, expected = len(found), np.concatenate(wanted)[: len(found)]
+        # As lists and bytes: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
+        if parents != [parent, *serials[:-1]] or tokens.tobytes() != expected.tobytes():
+            is_same = (tokens == expected).all(axis=1)
             is_next = np.array(parents) == [parent, *serials[:-1]]
             length = int((is_same & is_next).argmin())
         chain = TokenChain(token_ids[: length * self._block_size], hashes[:length], serials[:length])
@@ -239,7 +239,7 @@ class PrefixIndex:
             del self._block_of[hash_]
         return hashes
 
-    def _pack(self, token_ids: Sequence[int], first: int, last: int) -> TokenArray:
+    def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
         """Blocks `first` up to `last`, [n, block_size]."""
         size = self._block_size
         return pack(token_ids[first * size : last * size]).reshape(-1, size)
