@@ -26,7 +26,7 @@ from paged.kv_cache import (
     Undo,
     check_count,
 )
-from paged.kv_cache_tensors import KvCacheTensors, to_device
+from paged.kv_cache_tensors import KvCacheTensors
 from paged.metadata import AttentionMetadata
 from paged.prefix_index import PrefixIndex
 from paged.token_chain import TokenChain, as_list, pack
@@ -444,8 +444,8 @@ class PagedKvCacheManager:
             positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
         blocks = positions // self.config.block_size
         slots = (table[rows, blocks] - blocks) * self.config.block_size + positions
-        slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = to_device(
-            (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table), self.device
+        slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = self.to_device(
+            (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table)
         )
         return AttentionMetadata(
             cu_seqlens_q=cu_seqlens_q,
@@ -456,6 +456,10 @@ class PagedKvCacheManager:
             max_seqlen_q=max_seqlen_q,
             plan=AttentionPlan(cu_seqlens_q, seq_lens_there, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
         )
+
+    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as tensors on the cache's device, in one asynchronous copy; on the CPU they share their memory."""
+        return self._tensors.to_device(arrays)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
