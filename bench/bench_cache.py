@@ -108,8 +108,13 @@ def _publish_free(cache: PagedKvCacheManager, tokens: list[int]) -> None:
 def allocate_free(num_tokens: int, *, prefix_cache: bool, num_blocks: int = NUM_BLOCKS) -> Samples:
     """Room for a sequence, looked up in the prefix cache where that is on, and free."""
     # One element a token keeps the cache of a million blocks at 64 MB.
-    cache = _manager(num_blocks, prefix_cache=prefix_cache, head_dim=8 if num_blocks == NUM_BLOCKS else 1)
-    for tokens in prompts(num_tokens) if prefix_cache else itertools.repeat(None):
+    cache, fresh = (
+        _manager(num_blocks, prefix_cache=prefix_cache, head_dim=8 if num_blocks == NUM_BLOCKS else 1),
+        prompts(num_tokens),
+    )
+    if prefix_cache:
+        _publish_free(cache, next(fresh))  # an empty index would need no look-up
+    for tokens in fresh if prefix_cache else itertools.repeat(None):
         start = perf_counter()
         cache.free(cache.allocate("prompt", num_tokens, token_ids=tokens))
         yield perf_counter() - start
@@ -257,9 +262,12 @@ class Sampling:
 
     def take(self) -> None:
         """One more sample of each side."""
-        self._our_seconds.append(next(self._ours))
+        sides = [(self._ours, self._our_seconds)]
         if self._theirs is not None:
-            self._their_seconds.append(next(self._theirs))
+            sides.append((self._theirs, self._their_seconds))
+        # Who begins alternates: what ran before the first has emptied the processor's caches of its code and data.
+        for side, seconds in sides if len(self._our_seconds) % 2 else reversed(sides):
+            seconds.append(next(side))
 
     def row(self) -> Row:
         """The row of all samples but the first, which warm up."""

@@ -31,8 +31,8 @@ class CopyEvent(Protocol):
 
 
 class Staging:
-    """A ring of host buffers. One is written again when the copy out of it is done, so that a step never overwrites what
-    an earlier one is still sending. Thread-safe.
+    """A ring of host buffers. One is written again when the copy out of it is done, so that a step never overwrites
+    what an earlier one is still sending. Thread-safe.
     """
 
     def __init__(self, device: torch.device, new_event: Callable[[], CopyEvent] | None = None) -> None:
