@@ -19,8 +19,8 @@ _CHAIN_FACTOR = 6364136223846793005
 _CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
 # Up to this many blocks plain integers are faster than setting up arrays.
 _FEW_BLOCKS = 4
-# A look-up hashes one block, then this many times more in every round, and ends with the first that misses a block. Most
-# prompts miss the first or find nearly all; what 256 blocks too many cost, 50 us, three rounds more cost as well.
+# A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
+# Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
 _LOOKUP_GROWTH = 256
 
 
@@ -173,7 +173,7 @@ class PrefixIndex:
         hashes = self._chain.extend(previous_hash, tokens)
         chain.hashes += hashes
         if len(blocks) > _FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
-            # One pass looks up and enters. What `_publish_each` then finds entered of `blocks` themselves has no hash yet.
+            # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
             present = list(map(self._block_of.setdefault, hashes, blocks))
             if present == list(blocks):
                 chain.serials += self._publish_new(blocks, tokens, hashes, previous)
