@@ -132,11 +132,12 @@ class PrefixIndex:
         previous, parent = root
         found: list[int] = []
         hashes: list[Hash] = []
-        wanted: list[TokenArray] = []
+        wanted = b""
         num_blocks, size = len(token_ids) // self._block_size, 1
         while len(found) == len(hashes) < num_blocks:
-            wanted.append(self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks)))
-            hashes += self._chain.extend(previous, wanted[-1])
+            tokens = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
+            wanted += tokens.tobytes()
+            hashes += self._chain.extend(previous, tokens)
             with suppress(KeyError):  # what comes before the first miss stays in the list
                 found.extend(map(self._block_of.__getitem__, hashes[len(found) :]))
             previous = hashes[-1]
@@ -146,10 +147,10 @@ class PrefixIndex:
         ids = np.array(found, np.int64)
         tokens = self._tokens.take(ids, axis=0)
         serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
-        length, expected = len(found), np.concatenate(wanted)[: len(found)]
+        length, wanted = len(found), wanted[: tokens.nbytes]
         # As lists and bytes: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
-        if parents != [parent, *serials[:-1]] or tokens.tobytes() != expected.tobytes():
-            is_same = (tokens == expected).all(axis=1)
+        if parents != [parent, *serials[:-1]] or tokens.tobytes() != wanted:
+            is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
             is_next = np.array(parents) == [parent, *serials[:-1]]
             length = int((is_same & is_next).argmin())
         chain = TokenChain(token_ids[: length * self._block_size], hashes[:length], serials[:length])
