@@ -6,12 +6,12 @@
 The peer takes part where its Python files are on PYTHONPATH, at PEER_VERSION. Tensors are tiny, so that bookkeeping is
 what is timed. Rows, and what the peer does for them:
 
-allocate_free: room for a 2,048-token sequence, and free. With the prefix cache ours looks the new prompt up; the peer has
-    its hashes already, and publishes the blocks.
+allocate_free: room for a 2,048-token sequence, and free. With the prefix cache ours looks the new prompt up; the peer
+    has its hashes already, and publishes the blocks.
 publish_free: from the token ids of a 2,048-token prompt to published and freed blocks, hashing included on both sides.
 decode_step: room for one more token of 256 sequences.
-prefix_match: ours allocates a prompt, sharing what is cached; the peer hashes it and looks it up. Ours hashes no further
-    than the index knows the prompt: of a new one the first block, and the others when they are published.
+prefix_match: ours allocates a prompt, sharing what is cached; the peer hashes it and looks it up. Ours hashes no
+    further than the index knows the prompt: of a new one its first block, and the rest when that is published.
 evict: room for 2,048 tokens in a pool full of cached blocks. Ours looks the new prompt up, the peer publishes.
 metadata: what a forward of 256 sequences needs, 8 of them chunks of 64 tokens in "mixed". Ours alone.
 pool: allocate_free with the prefix cache in pools of that many blocks. Ours alone.
