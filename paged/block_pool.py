@@ -110,13 +110,11 @@ class BlockPool:
                     del extra[block]
                 elif count:
                     extra[block] = count - 1
-        useful = [block for block in freed if block in published] if published else ()
-        if useful:
-            for block in useful:  # half the time of OrderedDict.update
-                self._cached[block] = None
-            self._free += [block for block in freed if block not in published]
-        else:
-            self._free += freed
+        cached = [block for block in freed if block in published] if published else ()
+        for block in cached:  # half the time of OrderedDict.update
+            self._cached[block] = None
+        if len(cached) < len(freed):
+            self._free += [block for block in freed if block not in published] if cached else freed
         self.ages.freed(freed)
 
     def evict(self, count: int) -> int:

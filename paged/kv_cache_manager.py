@@ -29,7 +29,7 @@ from paged.kv_cache import (
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.metadata import AttentionMetadata
 from paged.prefix_index import PrefixIndex
-from paged.token_chain import TokenChain, as_list, pack
+from paged.token_chain import as_list, pack
 
 _Span = tuple[SequenceState, int, int]
 """A sequence, the first position that will be written, and the end of those."""
@@ -230,7 +230,7 @@ class PagedKvCacheManager:
                 self._num_swapped -= 1
             state.blocks, state.host_blocks, state.is_valid = (), None, False
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
-            state.chain = TokenChain()
+            state.chain.cut(0, 0)
             self._table.remove(state)
             del self._handles[state.request_id]
 
