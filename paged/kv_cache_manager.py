@@ -152,18 +152,18 @@ class PagedKvCacheManager:
         """
         with self._guard:
             state = self._state(handle)
-            known = state.chain.ids
-            given = as_list(token_ids)[: state.num_tokens]
-            both = min(len(given), len(known))
-            if given[:both] != known[:both]:
+            known, given = state.chain.ids, as_list(token_ids)[: state.num_tokens]
+            num_known = len(known)
+            if given[:num_known] != known[: len(given)]:
                 raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
-            # Those of the last, partial block are checked here, the others when they are published.
-            pack(given[len(given) // self.config.block_size * self.config.block_size :])
-            known += given[both:]
+            if len(given) % self.config.block_size:  # a last, partial block; the others are checked when published
+                pack(given[-(len(given) % self.config.block_size) :])
+            del given[:num_known]
+            known += given
             try:
                 self._publish(state)
             except InvalidInputError:
-                del known[len(known) - len(given) + both :]
+                del known[num_known:]
                 raise
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
