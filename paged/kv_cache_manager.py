@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTable
-from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, CacheEvent, MemoryPressure, Notifier
+from paged.cache_events import CacheEvent, MemoryPressure, Notifier
 from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
-from paged.kernels.attention_plan import AttentionPlan
 from paged.kv_cache import (
     CacheStats,
     KvCacheHandle,
@@ -27,9 +26,9 @@ from paged.kv_cache import (
     check_count,
 )
 from paged.kv_cache_tensors import KvCacheTensors
-from paged.metadata import AttentionMetadata
-from paged.prefix_index import PrefixIndex
-from paged.token_chain import as_list, pack
+from paged.metadata import AttentionMetadata, make_metadata
+from paged.prefix_cache import PrefixCache
+from paged.token_chain import as_list
 
 _Span = tuple[SequenceState, int, int]
 """A sequence, the first position that will be written, and the end of those."""
@@ -57,18 +56,14 @@ class PagedKvCacheManager:
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
-        self._index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash)
-        self._pool = BlockPool(config.num_blocks, self._index.published, self._forget_evicted)
+        self._guard = Notifier(self._measure_pressure)
+        self._prefixes = PrefixCache(config, self._guard)
+        self._index, self._pool = self._prefixes.index, self._prefixes.pool
         self._host_pool = BlockPool(config.num_swap_blocks)
         self._tensors = KvCacheTensors(config)
         self._table = BlockTable()
         self._handles: dict[SeqId, KvCacheHandle] = {}
-        self._guard = Notifier(self._measure_pressure)
         self._cow_copies = 0
-        self._prefix_hits = 0
-        self._prefix_misses = 0
-        self._prefix_hit_tokens = 0
-        self._evictions = 0
         self._num_swapped = 0
         self._swapped_out_blocks = 0
         self._swapped_in_blocks = 0
@@ -105,7 +100,8 @@ class PagedKvCacheManager:
             if token_ids is None or not self.config.enable_prefix_cache:
                 state.blocks = tuple(self._pool.allocate(self._blocks_for(room)))
             else:
-                self._begin_with_prefix(state, as_list(token_ids), room)
+                self._prefixes.begin(state, as_list(token_ids), self._blocks_for(room))
+                self._drop_unseen([state])
             return self._add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
@@ -152,19 +148,7 @@ class PagedKvCacheManager:
         """
         with self._guard:
             state = self._state(handle)
-            known, given = state.chain.ids, as_list(token_ids)[: state.num_tokens]
-            num_known = len(known)
-            if given[:num_known] != known[: len(given)]:
-                raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
-            if len(given) % self.config.block_size:  # a last, partial block; the others are checked when published
-                pack(given[-(len(given) % self.config.block_size) :])
-            del given[:num_known]
-            known += given
-            try:
-                self._publish(state)
-            except InvalidInputError:
-                del known[num_known:]
-                raise
+            self._prefixes.commit(state, token_ids)
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
         """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
@@ -173,7 +157,7 @@ class PagedKvCacheManager:
         """
         with self._guard:
             for handle, token_ids in items:
-                self._append_tokens(self._state(handle), token_ids)
+                self._prefixes.append(self._state(handle), token_ids)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Roll back to the first `num_tokens` positions; blocks beyond them are given back.
@@ -292,7 +276,7 @@ class PagedKvCacheManager:
             self._swapped_in_blocks += len(moved)
             # What it had published may have been evicted meanwhile.
             state.chain.withdraw(min(moved, default=len(blocks)))
-            self._publish(state)
+            self._prefixes.publish(state)
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Room for every sequence up to its `target_len`, for all of them or for none.
@@ -359,14 +343,7 @@ class PagedKvCacheManager:
     def clear_prefix_cache(self) -> None:
         """Withdraw every published block; those in use stay with their sequences."""
         with self._guard:
-            published = list(self._index.published)
-            self._index.forget(published)
-            for block in published:
-                self._pool.unpublished(block)
-            for handle in self._handles.values():
-                handle._state.chain.withdraw(0)
-            if self._guard.has_event_listeners:
-                self._guard.add(CacheCleared())
+            self._prefixes.clear([handle._state for handle in self._handles.values()])
 
     @property
     def pressure(self) -> MemoryPressure:
@@ -430,32 +407,9 @@ class PagedKvCacheManager:
         with self._guard:
             states, query_lens = self._new_tokens(items)
             lengths = np.array([state.num_tokens for state in states], np.int64)
-            seq_lens = lengths + query_lens
-            self._make_ready(states, seq_lens.tolist())
+            self._make_ready(states, (lengths + query_lens).tolist())
             table = self._table.gather(states)
-        max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
-        if max_seqlen_q == 1 and query_lens.all():  # a decode step needs no sums and repeats: 15 us of 90
-            offsets = np.arange(len(states) + 1)
-            rows, positions = offsets[:-1], lengths
-        else:
-            offsets = np.zeros(len(states) + 1, np.int64)
-            query_lens.cumsum(out=offsets[1:])
-            rows = np.repeat(np.arange(len(states)), query_lens)
-            positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
-        blocks = positions // self.config.block_size
-        slots = (table[rows, blocks] - blocks) * self.config.block_size + positions
-        slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = self.to_device(
-            (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table)
-        )
-        return AttentionMetadata(
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens_there,
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-            positions=positions_there,
-            max_seqlen_q=max_seqlen_q,
-            plan=AttentionPlan(cu_seqlens_q, seq_lens_there, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
-        )
+        return make_metadata(lengths, query_lens, table, self.config.block_size, self.to_device)
 
     def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """The arrays as tensors on the cache's device, in one asynchronous copy; on the CPU they share their memory."""
@@ -530,10 +484,10 @@ class PagedKvCacheManager:
                 bytes_per_block=self._tensors.bytes_per_block,
                 cached_blocks=self._pool.num_cached,
                 published_blocks=len(self._index.published),
-                prefix_hits=self._prefix_hits,
-                prefix_misses=self._prefix_misses,
-                prefix_hit_tokens=self._prefix_hit_tokens,
-                evictions=self._evictions,
+                prefix_hits=self._prefixes.num_hits,
+                prefix_misses=self._prefixes.num_misses,
+                prefix_hit_tokens=self._prefixes.num_hit_tokens,
+                evictions=self._prefixes.num_evictions,
                 swapped_out_blocks=self._swapped_out_blocks,
                 swapped_in_blocks=self._swapped_in_blocks,
                 swap_blocks_free=self._host_pool.num_free,
@@ -702,7 +656,7 @@ class PagedKvCacheManager:
             self._pool.release(taken)
             raise
         for state, shared, stale, _ in needs:
-            self._withdraw([state.blocks[index] for index in stale])
+            self._prefixes.withdraw([state.blocks[index] for index in stale])
             # A copy is not published, and neither is what will change: the chain goes on from before them.
             state.chain.withdraw(min([*shared, *stale], default=len(state.blocks)))
         for state, new_blocks, _ in grown:
@@ -730,68 +684,12 @@ class PagedKvCacheManager:
         for undo in self._make_room(spans).values():
             self._pool.release(list(undo.replaced.values()))
 
-    def _begin_with_prefix(self, state: SequenceState, token_ids: list[int], room: int) -> None:
-        """Give a new sequence the published blocks that `token_ids` begin with, and room beyond them."""
-        matched, chain = self._index.match(token_ids, state.namespace)
-        length = min(len(matched) * self.config.block_size, max(len(token_ids) - 1, 0))
-        fresh = max(0, self._blocks_for(room) - len(matched))
-        if fresh + len(matched) > self._pool.num_free:
-            # Free blocks that are revived can no longer be handed out.
-            self._pool.require(fresh + self._pool.count_cached(matched))
-        self._pool.share(matched)
-        state.blocks = (*matched, *self._pool.allocate(fresh))
-        state.num_tokens = state.num_cached_tokens = state.num_written = length
-        chain.cut(length, length // self.config.block_size)
-        state.chain = chain
-        self._prefix_hits += length > 0
-        self._prefix_misses += length == 0
-        self._prefix_hit_tokens += length
-        self._drop_unseen([state])
-
-    def _publish(self, state: SequenceState) -> None:
-        """Make the full blocks findable whose token ids are known and that are not published yet."""
-        chain, block_size = state.chain, self.config.block_size
-        first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
-        if last <= first or not self.config.enable_prefix_cache:
-            return
-        blocks = state.blocks[first:last]
-        if 0 in blocks:  # behind the sliding window: the chain is broken
-            return
-        displaced = self._index.publish(blocks, chain, state.namespace)
-        for block, _ in displaced:
-            self._pool.unpublished(block)
-        if self._guard.has_event_listeners:
-            hashes = tuple(chain.hashes[first:last])
-            for _, hash_ in displaced:
-                if hash_ not in hashes:
-                    self._guard.add(BlockRemoved(hash_))
-            parent_hash = chain.hashes[first - 1] if first else self._index.root(state.namespace)[0]
-            token_ids = tuple(chain.ids[first * block_size : last * block_size])
-            self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
-
-    def _append_tokens(self, state: SequenceState, token_ids: Sequence[int]) -> None:
-        chain = state.chain
-        if len(chain.ids) + len(token_ids) == state.num_tokens:
-            chain.ids += token_ids
-            if state.num_tokens // self.config.block_size > len(chain.serials):
-                self._publish(state)
-
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[Sequence[int]] | None) -> None:
         """After a reservation was committed: publish first, as blocks behind the window are given back then."""
         if token_ids is not None and self.config.enable_prefix_cache:
             for state, ids in zip(states, token_ids, strict=True):
-                self._append_tokens(state, ids)
+                self._prefixes.append(state, ids)
         self._drop_unseen(states)
-
-    def _withdraw(self, blocks: Sequence[int]) -> None:
-        hashes = self._index.forget(blocks)
-        if self._guard.has_event_listeners:
-            for hash_ in hashes:
-                self._guard.add(BlockRemoved(hash_))
-
-    def _forget_evicted(self, blocks: list[int]) -> None:
-        self._evictions += len(blocks)
-        self._withdraw(blocks)
 
     def _drop_unseen(self, states: Iterable[SequenceState]) -> None:
         """Give back blocks that lie behind the sliding window of every later token."""
