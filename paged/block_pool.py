@@ -86,13 +86,13 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of `blocks`, which are in use or cached."""
         cached, extra = self._cached, self._extra_references
-        revived = [block for block in blocks if block in cached]
-        if len(revived) < len(blocks):
-            for block in blocks:
-                if block not in cached:
-                    extra[block] = extra.get(block, 0) + 1
-        for block in revived:
-            del cached[block]
+        revived = []
+        for block in blocks:
+            if block in cached:
+                del cached[block]
+                revived.append(block)
+            else:
+                extra[block] = extra.get(block, 0) + 1
         if revived:
             self.ages.revived(revived)
 

@@ -35,7 +35,7 @@ class ChainHash:
         digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
         self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
         self._factor_array = np.array(self._factors, np.uint64)
-        self._factor_sum = sum(self._factors) & _MASK
+        self._factor_sum = sum(self._factors) & _MASK  # of the ones in token + 1
         self._powers = np.empty(0, np.uint64)
         self._inverse_powers = np.empty(0, np.uint64)
 
@@ -153,8 +153,8 @@ class PrefixIndex:
             is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
             is_next = np.array(parents) == [parent, *serials[:-1]]
             length = int((is_same & is_next).argmin())
-        chain = TokenChain(token_ids[: length * self._block_size], hashes[:length], serials[:length])
-        return found[:length], chain
+        del found[length:], hashes[length:], serials[length:]
+        return found, TokenChain(token_ids[: length * self._block_size], hashes, serials)
 
     def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
         """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
