@@ -156,7 +156,7 @@ class SequenceState:
 class KvCacheHandle:
     """One sequence in the cache. Read-only: it changes through the manager that made it."""
 
-    __slots__ = ("_block_size", "_pool", "_state")
+    __slots__ = ("__weakref__", "_block_size", "_pool", "_state")
 
     def __init__(self, state: SequenceState, pool: BlockPool, block_size: int) -> None:
         self._state = state
