@@ -13,7 +13,6 @@ from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.kv_cache_tensors import to_device
 from paged.metadata import AttentionMetadata
 
 
@@ -65,7 +64,7 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
             tokens = np.fromiter((token for item in items for token in item.q_tokens), np.int64, sum(counts))
             last_rows = np.cumsum(counts, dtype=np.int64) - 1
             final = np.array([item.is_final_chunk for item in items], bool)
-            input_ids, sample_rows = to_device((tokens, last_rows[final]), manager.device)
+            input_ids, sample_rows = manager.to_device((tokens, last_rows[final]))
             yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
             reservation.commit([item.q_tokens for item in items])
     except BaseException:
