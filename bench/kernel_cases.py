@@ -16,6 +16,7 @@ from bench.attention_cases import AttentionCase, expected, ours
 from bench.limits import Cost, moe_cost
 from bench.timing import Call
 from paged.kernels import reference
+from paged.kernels.cascade_attention import cascade_plans
 from paged.kernels.moe_align_block_size import max_num_blocks
 
 BLOCK_SIZE = 16
@@ -71,6 +72,26 @@ def _paged_attention(
     case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
     step, (layer,) = case.tensors(device, dtype, 1)
     return Work(ours(step, [layer])[0], lambda: expected(step, layer), case.cost(dtype))
+
+
+def _cascade_attention(
+    device: torch.device, dtype: torch.dtype, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int
+) -> Work:
+    """A decode step of sequences with their own tokens after a shared prefix, whose K and V count once."""
+    case = AttentionCase("kernels", "cascade", ((sequences, 1, prefix + own),), heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(device, dtype, 1)
+    num_blocks = prefix // BLOCK_SIZE
+    step.block_table[:, :num_blocks] = step.block_table[0, :num_blocks]
+    lengths = {"shared_prefix_len": prefix, "max_seqlen_q": 1, "max_seqlen_k": step.max_seqlen_k}
+    plan, prefix_plan = cascade_plans(step.cu_seqlens_q, step.seq_lens, num_tokens=sequences, **lengths)
+    tensors = {**vars(layer), **step.arguments, "plan": plan, "prefix_plan": prefix_plan}
+    cost = case.cost(dtype)
+    repeated = 2 * (sequences - 1) * prefix * heads[1] * dim * dtype.itemsize
+    return Work(
+        lambda: paged.cascade_attention(**tensors, shared_prefix_len=prefix),
+        lambda: expected(step, layer),
+        Cost(cost.flops, cost.num_bytes - repeated),
+    )
 
 
 @dataclass(frozen=True)
@@ -315,6 +336,17 @@ CASES = (
     _attention_case("decode", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)]),
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
+    ),
+    Case(
+        "cascade_attention",
+        _cascade_attention,
+        {
+            "prefix": (32768, 1024, 64),
+            "own": (512, 64, 20),
+            "sequences": (64, 8, 3),
+            "heads": _HEADS,
+            "dim": _DIM,
+        },
     ),
     Case("reshape_and_cache", _reshape_and_cache, {"tokens": _TOKENS, **_KV}),
     Case("reshape_and_cache", partial(_reshape_and_cache, is_fp8=True), {"tokens": _TOKENS, **_KV}, "fp8"),

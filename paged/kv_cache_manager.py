@@ -87,7 +87,8 @@ class PagedKvCacheManager:
         the last of `token_ids` is always left to compute, as its logits are wanted.
 
         Raises:
-            InvalidInputError: `request_id` names a live sequence, `num_tokens` is negative, or an id exceeds int32.
+            InvalidInputError: `request_id` names a live sequence, `num_tokens` is negative, or an id that was looked up
+                exceeds int32; the others are refused by `commit`.
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
