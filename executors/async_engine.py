@@ -17,6 +17,8 @@ from paged.executors.sampling_params import SamplingParams
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_Queue = asyncio.Queue[RequestOutput | Exception]
+
 
 class EngineStoppedError(PagedError):
     """The engine was shut down, or a step of it failed, before the request was done."""
@@ -32,7 +34,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
-        self._queues: dict[SeqId, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._streams: dict[SeqId, tuple[RequestOutput, _Queue]] = {}
         self._steps: asyncio.Task[None] | None = None
         self._is_shut_down = False
 
@@ -46,8 +48,14 @@ class AsyncEngine:
             EngineStoppedError: there is no engine any more.
         """
         self._check_running()
-        output = await self._call(self.engine.add_request, prompt_token_ids, params, **options)
-        queue = self._queues[output.request_id] = asyncio.Queue()
+        queue: _Queue = asyncio.Queue()
+
+        def add() -> RequestOutput:  # before the next step, whose output may be the last
+            output = self.engine.add_request(prompt_token_ids, params, **options)
+            self._streams[output.request_id] = output, queue
+            return output
+
+        output = await self._call(add)
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._run_steps())
         try:
@@ -59,7 +67,7 @@ class AsyncEngine:
                 if changed.finished:
                     return
         finally:
-            del self._queues[output.request_id]
+            del self._streams[output.request_id]
             if not self._is_shut_down:
                 self._worker.submit(self.engine.abort, output.request_id)
 
@@ -67,9 +75,9 @@ class AsyncEngine:
         """End a request: its stream yields once more, finished. False if there is none of that name."""
         self._check_running()
         is_found = await self._call(self.engine.abort, request_id)
-        queue = self._queues.get(request_id)
-        if is_found and queue is not None:
-            queue.put_nowait(await self._call(self._aborted, request_id))
+        if is_found and request_id in self._streams:
+            output, queue = self._streams[request_id]
+            queue.put_nowait(output.copy())
         return is_found
 
     async def status(self) -> EngineStatus:
@@ -85,7 +93,7 @@ class AsyncEngine:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        for request_id, queue in list(self._queues.items()):
+        for request_id, (_, queue) in list(self._streams.items()):
             await self._call(self.engine.abort, request_id)
             queue.put_nowait(EngineStoppedError("the engine was shut down"))
         if self._steps is not None:
@@ -106,9 +114,8 @@ class AsyncEngine:
         try:
             while self.engine.num_unfinished:
                 for output in await self._call(self._step):
-                    queue = self._queues.get(output.request_id)
-                    if queue is not None:
-                        queue.put_nowait(output)
+                    if output.request_id in self._streams:
+                        self._streams[output.request_id][1].put_nowait(output)
         except Exception as error:
-            for queue in self._queues.values():
+            for _, queue in self._streams.values():
                 queue.put_nowait(error)

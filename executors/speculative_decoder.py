@@ -41,9 +41,7 @@ class SpeculativeDecoder(Engine):
             proposer: DraftModel | PromptLookup = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
         else:
             proposer = DraftModel(draft, num_draft_tokens)
-        super().__init__(
-            target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed
-        )
+        super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)
 
     @property
     def acceptance_rate(self) -> float:
