@@ -39,7 +39,7 @@ class UnifiedRunner:
     def run(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
         items = [completion.item for completion in group]
         rows = self._executor.unified_decode(UnifiedBatch(items))
-        missing = [item.seq_id for item, row in zip(items, rows, strict=False) if item.is_final_chunk and row is None]
+        missing = [item.seq_id for item, row in zip(items, rows, strict=False) if row is None and item.is_final_chunk]
         if len(rows) != len(items) or missing:
             raise WrongResultsError(f"{len(rows)} results for {len(items)} items, no logits for {missing}")
         return rows

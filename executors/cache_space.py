@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged.batch import KvSlotRequest
 from paged.errors import OutOfBlocksError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.request import Completion
@@ -21,27 +20,28 @@ class BlockSpace:
         self._executor = executor
         self._manager = manager
         self._admission_tokens = admission_tokens
+        self._growth = 0
 
-    def admit(self, completion: Completion, running: Sequence[Completion]) -> bool:
+    def begin(self, running: Sequence[Completion]) -> None:
+        """Add up the blocks that those which run may still take, once for all that is admitted beside them."""
+        self._growth = sum(map(self._growth_of, running))
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
         """Blocks for all tokens it has, those of a published prefix shared. Alone it needs no room to grow."""
-        manager = self._manager
+        was_swapped = completion.is_swapped
+        if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
+            return False
         try:
-            if completion.is_swapped:
-                assert completion.handle is not None
-                if running and not manager.can_allocate(self._target(completion)):
-                    return False
-                manager.swap_in(completion.handle)
-                completion.is_swapped = False
-                return True
-            namespace = completion.request.namespace
-            handle = manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=namespace)
+            self._take_blocks(completion)
         except OutOfBlocksError:
             return False
-        completion.hold(handle)
-        if running and not self._can_grow([*running, completion]):
+        growth = self._growth + self._growth_of(completion)
+        # What came back from the host stays: to move it out again would cost more than to preempt another.
+        if growth > self._manager.stats().free_blocks and not is_alone and not was_swapped:
             self.release(completion)
             completion.hold(None)
             return False
+        self._growth = growth
         return True
 
     def release(self, completion: Completion) -> None:
@@ -63,22 +63,23 @@ class BlockSpace:
         assert source.handle is not None
         target.hold(self._manager.fork(source.handle, target.seq_id))
 
-    def _can_grow(self, completions: Sequence[Completion]) -> bool:
-        requests = [
-            KvSlotRequest(one.seq_id, one.handle.num_tokens, self._target(one))
-            for one in completions
-            if one.handle is not None
-        ]
-        try:
-            with self._manager.reserve(requests):
-                return True
-        except OutOfBlocksError:
-            return False
+    def _take_blocks(self, completion: Completion) -> None:
+        if completion.is_swapped:
+            assert completion.handle is not None
+            self._manager.swap_in(completion.handle)
+            completion.is_swapped = False
+        else:
+            namespace = completion.request.namespace
+            completion.hold(self._manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=namespace))
 
-    def _target(self, completion: Completion) -> int:
+    def _growth_of(self, completion: Completion) -> int:
+        """Blocks between its room and its admission_target_len."""
+        assert completion.handle is not None
         if self._admission_tokens is None:
-            return completion.longest
-        return min(max(completion.num_tokens, len(completion.tokens)) + self._admission_tokens, completion.longest)
+            target = completion.longest
+        else:
+            target = min(completion.num_tokens + self._admission_tokens, completion.longest)
+        return max(0, -(-target // self._manager.config.block_size) - len(completion.handle.blocks))
 
 
 class TokenSpace:
@@ -88,14 +89,22 @@ class TokenSpace:
         self._executor = executor
         self._capacity = executor.kv_capacity()
         self._max_sequences = executor.capabilities().max_batch_size
+        self._tokens = self._sequences = 0
 
-    def admit(self, completion: Completion, running: Sequence[Completion]) -> bool:
-        """Whether all of them fit at their longest."""
-        if self._max_sequences is not None and len(running) >= self._max_sequences:
+    def begin(self, running: Sequence[Completion]) -> None:
+        """Add up the lengths of those that run."""
+        self._tokens, self._sequences = sum(one.longest for one in running), len(running)
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        """Whether it fits at its longest."""
+        tokens, sequences = self._tokens + completion.longest, self._sequences + 1
+        if self._capacity is not None and tokens > self._capacity:
             return False
-        needed = sum(one.longest for one in running) + completion.longest
+        if self._max_sequences is not None and sequences > self._max_sequences:
+            return False
+        self._tokens, self._sequences = tokens, sequences
         completion.hold(None)
-        return self._capacity is None or needed <= self._capacity
+        return True
 
     def release(self, completion: Completion) -> None:
         """Tell the executor to forget it."""

@@ -122,6 +122,7 @@ class DraftModel:
             tokens = completion.tokens_from(start)
             chunk = tokens[:budget]
             budget -= len(chunk)
+            sequence.length, sequence.drafts = start + len(chunk), []
             is_final = len(chunk) == len(tokens)
             items.append(self._item(completion, chunk, is_final=is_final))
             if is_final:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from time import perf_counter
 
-import torch
-
 from paged.batch import SeqId
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.batch_runner import HandleRunner, UnifiedRunner
@@ -21,7 +19,7 @@ from paged.executors.row_matrix import row_matrix
 from paged.executors.sampler import Drafts, Sampled, Sampler
 from paged.executors.scheduler import Plan, Scheduler
 from paged.executors.step_pacer import StepPacer
-from paged.executors.step_runner import StepRunner
+from paged.executors.step_runner import Ran, StepRunner
 
 
 class EngineCore:
@@ -83,35 +81,41 @@ class EngineCore:
             self._scheduler.add(completion)
         self.metrics.requests += 1
 
-    def _take(self, plan: Plan, ran: Sequence[tuple[Completion, torch.Tensor | None]], drafts: Drafts | None) -> None:
+    def _take(self, plan: Plan, ran: Ran, drafts: Drafts | None) -> None:
         """Count what ran, sample what ended with logits, and move those completions on."""
-        completions: list[Completion] = []
-        rows: list[torch.Tensor] = []
-        prefill_tokens = total = 0
-        for completion, row in ran:
-            item = completion.item
-            count = len(item.q_tokens)
-            total += count
-            completion.cached = item.pos_offset + count
-            is_prefill = completion.state is State.PREFILL
-            if is_prefill:
-                prefill_tokens += count
-            if row is not None:
-                started = self._end_prefill(completion) if is_prefill else (completion,)
-                completions += started
-                rows += [row] * len(started)
-        self.metrics.steps += bool(ran)
+        num_rows = sum(len(completion.item.q_tokens) for completion in ran.completions)
+        prefill_tokens = 0
+        if plan.chunks:
+            chunks = [completion for completion in ran.completions if completion.state is State.PREFILL]
+            prefill_tokens = sum(len(completion.item.q_tokens) for completion in chunks)
+            ran = self._end_chunks(ran)
+        self.metrics.steps += num_rows > 0
+        self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
         self.metrics.prefill_tokens += prefill_tokens
-        self.metrics.decode_tokens += total - prefill_tokens
-        self.metrics.mixed_steps += 0 < prefill_tokens < total
+        self.metrics.decode_tokens += num_rows - prefill_tokens
+        completions = ran.completions
         if not completions:
             return
-        logits = row_matrix(rows)
+        logits = row_matrix([row for row in ran.rows if row is not None])
         if drafts is None:
             sampled = self._sampler.sample(logits, completions)
         else:
             sampled = self._sampler.verify(logits, completions, aligned_drafts(drafts, plan.decodes, completions))
-        self._append(completions, sampled)
+        if plan.chunks:
+            self._note_first_tokens(completions)
+        self._append(completions, sampled, is_plain=drafts is None and sampled.logprobs is None)
+
+    def _end_chunks(self, ran: Ran) -> Ran:
+        """What has logits, completions that start at the end of another's prompt included."""
+        sampled = Ran([], [])
+        for completion, row in zip(ran.completions, ran.rows, strict=True):
+            if completion.state is State.PREFILL:
+                completion.cached += len(completion.item.q_tokens)
+            if row is not None:
+                started = self._end_prefill(completion) if completion.state is State.PREFILL else [completion]
+                sampled.completions.extend(started)
+                sampled.rows.extend([row] * len(started))
+        return sampled
 
     def _end_prefill(self, completion: Completion) -> list[Completion]:
         """It decodes from here on, and so do the other completions of its prompt."""
@@ -128,40 +132,49 @@ class EngineCore:
             self._scheduler.add_decoding(fork)
         return [completion, *forks]
 
-    def _append(self, completions: Sequence[Completion], sampled: Sampled) -> None:
+    def _note_first_tokens(self, completions: Sequence[Completion]) -> None:
         now = perf_counter()
-        generated = 0
-        for index, (completion, token_ids) in enumerate(zip(completions, sampled.token_ids, strict=True)):
-            request = completion.request
-            self._changed[request.request_id] = request.output
+        for request in {completion.request for completion in completions}:
             if request.first_token is None:
                 request.first_token = now
                 self.metrics.time_to_first_token.observe(now - request.arrived)
-            reason, place = None, 0
-            for place, token in enumerate(token_ids):
-                if token < 0:
-                    self._fail(completion, "the logits left no token to choose")
-                    break
-                reason = completion.append(token)
-                generated += 1
-                if completion.output.logprobs is not None and sampled.logprobs is not None:
-                    completion.output.logprobs.append(sampled.logprobs[index][place])
-                if reason is not None:
-                    break
-            self.metrics.accepted_tokens += place
-            if reason is not None:
-                self._finish(completion, reason)
-            elif completion.state is State.DECODE:
-                self._move_on(completion)
-        self.metrics.generated_tokens += generated
 
-    def _move_on(self, completion: Completion) -> None:
-        """Its next step begins with its newest token; rejected drafts leave the cache."""
-        length = completion.num_tokens - 1
-        if length < completion.cached:
-            self.executor.truncate_kv(completion.handle, length)
-            completion.cached = length
-        completion.follow()
+    def _append(self, completions: Sequence[Completion], sampled: Sampled, *, is_plain: bool) -> None:
+        """Give completions their tokens; `is_plain`: one each, without log probabilities."""
+        self._changed |= {completion.request.request_id: completion.request.output for completion in completions}
+        if is_plain:
+            pairs = zip(completions, sampled.token_ids, strict=True)
+            for completion in [completion for completion, (token,) in pairs if completion.advance(token)]:
+                self._end_if_done(completion)
+            self.metrics.generated_tokens += len(completions)
+        else:
+            logprobs = sampled.logprobs or [[]] * len(completions)
+            for completion, token_ids, tables in zip(completions, sampled.token_ids, logprobs, strict=True):
+                self._append_several(completion, token_ids, tables)
+
+    def _append_several(
+        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
+    ) -> None:
+        """The drafts that stayed and the token after them, until one of them ends it; the others leave the cache."""
+        ran_to = completion.item.pos_offset + len(completion.item.q_tokens)
+        count, is_done = 0, False
+        while not is_done and count < len(token_ids):
+            is_done = completion.advance(token_ids[count]) and self._end_if_done(completion)
+            count += 1
+        if completion.output.logprobs is not None:
+            completion.output.logprobs += logprobs[:count]
+        if not is_done and completion.cached < ran_to:
+            self.executor.truncate_kv(completion.handle, completion.cached)
+        self.metrics.generated_tokens += count
+        self.metrics.accepted_tokens += count - 1
+
+    def _end_if_done(self, completion: Completion) -> bool:
+        reason = completion.finish_reason()
+        if reason == "error":
+            self._fail(completion, "the logits left no token to choose")
+        elif reason is not None:
+            self._finish(completion, reason)
+        return reason is not None
 
     def _make_room(self, spared: Collection[Completion]) -> bool:
         """Free blocks: those of drafts first, then those of the completion that ranks last."""

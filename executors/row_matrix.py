@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -14,13 +15,11 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     base, width = rows[0]._base, rows[0].shape[-1]
     if base is not None and base.dim() == 2 and base.is_contiguous() and base.shape[1] == width:
-        size = base.element_size()
-        start = place = rows[0].data_ptr()
-        for row in rows:
-            if row.data_ptr() != place:
-                break
-            place += row.numel() * size
-        else:
-            first = (start - base.data_ptr()) // (width * size)
-            return base[first : first + (place - start) // (width * size)]
+        size = width * base.element_size()
+        places = [place - base.data_ptr() for place in map(torch.Tensor.data_ptr, rows)]
+        if rows[-1].dim() == 1 and places == list(range(places[0], places[0] + len(rows) * size, size)):
+            return base[places[0] // size :][: len(rows)]
+        ends = list(accumulate((row.numel() * base.element_size() for row in rows), initial=places[0]))
+        if places == ends[:-1]:
+            return base[places[0] // size : ends[-1] // size]
     return torch.cat([row.reshape(-1, width) for row in rows])

@@ -16,8 +16,11 @@ _RANK = attrgetter("rank")
 class CacheSpace(Protocol):
     """The scheduler's view of the KV cache."""
 
-    def admit(self, completion: Completion, running: Sequence[Completion]) -> bool:
-        """Give a waiting completion its room beside those that run; False where that is not there."""
+    def begin(self, running: Sequence[Completion]) -> None:
+        """Count what those that run hold, before others are admitted beside them."""
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        """Give a waiting completion its room; False where that is not there."""
 
     def release(self, completion: Completion) -> None:
         """Take back what a completion holds, if anything."""
@@ -50,7 +53,7 @@ class Scheduler:
         self._config = config
         self._space = space
         self._decode_cost = decode_cost
-        self._is_full = False
+        self._is_full = self._has_begun = False
 
     @property
     def num_running(self) -> int:
@@ -79,6 +82,7 @@ class Scheduler:
         left = max(config.token_budget - len(decodes) * cost, 0 if decodes else 1)
         if decodes and max_prefill_tokens is not None:
             left = min(left, max_prefill_tokens)
+        self._has_begun = False
         chunks: list[Completion] = []
         index = 0
         while left > 0 and (index < len(self.prefilling) or self._admit_next(left)):
@@ -135,7 +139,10 @@ class Scheduler:
         first = self.waiting[0]
         if first.is_decoding and left < self._decode_cost:
             return False
-        if not self._space.admit(first, self.prefilling + self.decoding):
+        if not self._has_begun:
+            self._space.begin(self.prefilling + self.decoding)
+            self._has_begun = True
+        if not self._space.admit(first, is_alone=self.num_running == 0):
             self._is_full = True
             return False
         del self.waiting[0]

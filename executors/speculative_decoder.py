@@ -40,7 +40,7 @@ class SpeculativeDecoder(Engine):
         if draft is None:
             proposer: DraftModel | PromptLookup = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
         else:
-            proposer = DraftModel(draft, num_draft_tokens)
+            proposer = DraftModel(draft, num_draft_tokens, token_budget=(config or EngineConfig()).token_budget)
         super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,13 @@ from paged.executors.model_executor import ExecutorShutDownError
 from paged.executors.request import Completion, State
 
 _RUNNING = (State.PREFILL, State.DECODE)
+
+
+class Ran(NamedTuple):
+    """What ran: completions, and for each its logits, None where its chunk is not final."""
+
+    completions: list[Completion]
+    rows: list[torch.Tensor | None]
 
 
 class StepRunner:
@@ -38,23 +46,23 @@ class StepRunner:
         self._fail = fail
         self._metrics = metrics
 
-    def run(self, completions: Sequence[Completion]) -> list[tuple[Completion, torch.Tensor | None]]:
-        """Those that ran, each with its logits, None where its chunk is not final.
+    def run(self, completions: Sequence[Completion]) -> Ran:
+        """Run all that can.
 
         Raises:
             ExecutorShutDownError: nothing can run any more.
         """
-        ran: list[tuple[Completion, torch.Tensor | None]] = []
+        ran = Ran([], [])
         for group in self._runner.groups(completions):
             self._run(group, ran)
         return ran
 
-    def _run(self, group: list[Completion], ran: list[tuple[Completion, torch.Tensor | None]]) -> None:
+    def _run(self, group: list[Completion], ran: Ran) -> None:
         while group:
             try:
                 rows = self._runner.run(group)
             except OutOfBlocksError as error:
-                if not self._make_room([completion for completion, _ in ran]):
+                if not self._make_room(ran.completions):
                     self._fail_all(group, error)
             except ExecutorShutDownError:
                 raise
@@ -69,7 +77,8 @@ class StepRunner:
                 self._run(group[:middle], ran)
                 group = group[middle:]
             else:
-                ran += zip(group, rows, strict=True)
+                ran.completions.extend(group)
+                ran.rows.extend(rows)
                 return
             group = [completion for completion in group if completion.state in _RUNNING]
 
