@@ -69,8 +69,11 @@ class BlockSpace:
             self._manager.swap_in(completion.handle)
             completion.is_swapped = False
         else:
-            namespace = completion.request.namespace
-            completion.hold(self._manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=namespace))
+            request = completion.request
+            handle = self._manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=request.namespace)
+            completion.hold(handle)
+            if request.first_token is None:
+                request.output.num_cached_tokens = handle.num_tokens
 
     def _growth_of(self, completion: Completion) -> int:
         """Blocks between its room and its admission_target_len."""

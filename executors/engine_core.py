@@ -121,9 +121,8 @@ class EngineCore:
         """It decodes from here on, and so do the other completions of its prompt."""
         request = completion.request
         self._scheduler.to_decoding(completion)
-        if request.first_token is None and completion.handle is not None:
-            request.output.num_cached_tokens = completion.handle.num_cached_tokens
-            self.metrics.cached_tokens += completion.handle.num_cached_tokens
+        if request.first_token is None:
+            self.metrics.cached_tokens += request.output.num_cached_tokens
         forks = request.completions[request.num_begun :]
         request.num_begun += len(forks)
         for fork in forks:
