@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from time import perf_counter
 
 from paged.batch import SeqId
@@ -83,11 +83,10 @@ class EngineCore:
 
     def _take(self, plan: Plan, ran: Ran, drafts: Drafts | None) -> None:
         """Count what ran, sample what ended with logits, and move those completions on."""
-        num_rows = sum(len(completion.item.q_tokens) for completion in ran.completions)
-        prefill_tokens = 0
-        if plan.chunks:
-            chunks = [completion for completion in ran.completions if completion.state is State.PREFILL]
-            prefill_tokens = sum(len(completion.item.q_tokens) for completion in chunks)
+        num_rows, prefill_tokens = len(ran.completions), 0
+        if plan.chunks or drafts is not None:
+            num_rows = _num_rows(ran.completions)
+            prefill_tokens = _num_rows(one for one in ran.completions if one.state is State.PREFILL)
             ran = self._end_chunks(ran)
         self.metrics.steps += num_rows > 0
         self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
@@ -140,7 +139,7 @@ class EngineCore:
 
     def _append(self, completions: Sequence[Completion], sampled: Sampled, *, is_plain: bool) -> None:
         """Give completions their tokens; `is_plain`: one each, without log probabilities."""
-        self._changed |= {completion.request.request_id: completion.request.output for completion in completions}
+        self._changed.update([completion.reported for completion in completions])
         if is_plain:
             pairs = zip(completions, sampled.token_ids, strict=True)
             for completion in [completion for completion, (token,) in pairs if completion.advance(token)]:
@@ -218,3 +217,7 @@ class EngineCore:
             first, count = request.first_token, len(request.completions[0].output.token_ids)
             if first is not None and count > 1:
                 self.metrics.time_per_output_token.observe((perf_counter() - first) / (count - 1))
+
+
+def _num_rows(completions: Iterable[Completion]) -> int:
+    return sum(len(completion.item.q_tokens) for completion in completions)

@@ -16,10 +16,11 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     base, width = rows[0]._base, rows[0].shape[-1]
     if base is not None and base.dim() == 2 and base.is_contiguous() and base.shape[1] == width:
         size = width * base.element_size()
-        places = [place - base.data_ptr() for place in map(torch.Tensor.data_ptr, rows)]
+        places = list(map(torch.Tensor.data_ptr, rows))
+        first = (places[0] - base.data_ptr()) // size
         if rows[-1].dim() == 1 and places == list(range(places[0], places[0] + len(rows) * size, size)):
-            return base[places[0] // size :][: len(rows)]
+            return base[first : first + len(rows)]
         ends = list(accumulate((row.numel() * base.element_size() for row in rows), initial=places[0]))
         if places == ends[:-1]:
-            return base[places[0] // size : ends[-1] // size]
+            return base[first : first + (ends[-1] - places[0]) // size]
     return torch.cat([row.reshape(-1, width) for row in rows])

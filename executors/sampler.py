@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paged.executors.request import Completion
 from paged.executors.sampling import apply_penalties, apply_rules_, draw, filter_, rejection_sample
@@ -62,7 +61,7 @@ class Sampler:
         """A draft model's next token after `drafts`, int64 [n], and its probabilities [n, V] unless all are certain."""
         rows = self._rows(completions)
         tokens, adjusted = self._choose(logits, rows, drafts, Stream.DRAFT)
-        return tokens, self._sharpen(adjusted, rows).softmax(-1) if rows.drawn else None
+        return tokens, self._sharpen(adjusted, rows).softmax(-1) if rows.num_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
         """The drafts that each completion keeps and one token more. `logits` holds a row for each draft and one more of
@@ -103,15 +102,14 @@ class Sampler:
         """Tokens int64 [n], and the logits they were chosen by."""
         if not rows.is_plain:
             logits = self._adjust(logits, rows, extras)
-        if not rows.drawn:
+        if not rows.num_drawn:
             return greedy_argmax(logits), logits
-        positions = _positions(rows.completions, extras)[rows.is_drawn]
-        seeds = np.array([one.seed for one in rows.drawn], np.uint64)
-        (keys,) = to_device((split_keys(noise_keys(seeds, positions, stream)),), self._device)
+        keys = noise_keys(rows.seeds[rows.is_drawn], rows.positions(extras)[rows.is_drawn], stream)
+        (halves,) = to_device((split_keys(keys),), self._device)
         if rows.random is None:
-            return draw(logits, keys), logits
+            return draw(logits, halves), logits
         tokens = greedy_argmax(logits)
-        tokens[rows.random] = draw(logits[rows.random], keys)
+        tokens[rows.random] = draw(logits[rows.random], halves)
         return tokens, logits
 
     def _adjust(self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None) -> torch.Tensor:
@@ -136,13 +134,13 @@ class Sampler:
             logits[index] = apply_penalties(logits[index], outputs, prompts, *rows.penalties)
         if rows.random is not None:
             logits[rows.random] = filter_(logits[rows.random], rows.filters)
-        elif rows.drawn:
+        elif rows.num_drawn:
             filter_(logits, rows.filters)
         return logits
 
     def _sharpen(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Leave greedy rows nothing but their best token."""
-        if len(rows.drawn) == len(rows.completions):
+        if rows.num_drawn == len(rows.completions):
             return logits
         best = greedy_argmax(logits)[:, None]
         sharp = torch.full_like(logits, -torch.inf).scatter_(1, best.clamp(min=0), 0.0)
@@ -190,8 +188,3 @@ class Sampler:
                 table.append({token: float(own[line])} | dict(best_of))
             tables.append(table)
         return Sampled(kept_ids, tables)
-
-
-def _positions(completions: Sequence[Completion], extras: Sequence[Sequence[int]] | None) -> NDArray[np.int64]:
-    lengths = np.array([one.num_tokens for one in completions], np.int64)
-    return lengths if extras is None else lengths + np.array([len(extra) for extra in extras], np.int64)

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.executors.request import Completion
 from paged.executors.sampling import Filters, TokenRules
@@ -19,15 +20,17 @@ from paged.kv_cache_tensors import to_device
 class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
-    random: rows that are drawn by chance, None for all or none of them. drawn: their completions, with is_drawn for
-    all rows. filters: one row for each that is drawn. penalised, penalties: rows that have any, and of each repetition,
-    presence and frequency, float32 [n, 1]. with_minimum: rows whose end tokens may have to wait. num_logprobs: the most
-    that a row wants, None where none wants any.
+    seeds, prompt_lengths: of each row's completion. is_drawn: rows that are drawn by chance, `num_drawn` of them;
+    random: their indices, None for all or none. filters: one row for each that is drawn. penalised, penalties: rows
+    that have any, and of each repetition, presence and frequency, float32 [n, 1]. with_minimum: rows whose end tokens
+    may have to wait. num_logprobs: the most that a row wants, None where none wants any.
     """
 
     completions: list[Completion]
-    drawn: list[Completion]
-    is_drawn: list[bool]
+    prompt_lengths: NDArray[np.int64]
+    seeds: NDArray[np.uint64]
+    is_drawn: NDArray[np.bool_]
+    num_drawn: int
     random: torch.Tensor | None
     rules: TokenRules
     filters: Filters
@@ -40,22 +43,29 @@ class SamplingRows:
     def is_plain(self) -> bool:
         """Whether the best token of every row is all that is wanted."""
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
-        return not (self.drawn or has_rules or self.penalised or self.with_minimum)
+        return not (self.num_drawn or has_rules or self.penalised or self.with_minimum)
+
+    def positions(self, extras: Sequence[Sequence[int]] | None) -> NDArray[np.int64]:
+        """Where each row's next token stands; `extras` are the drafts before it."""
+        lengths = self.prompt_lengths + np.array([len(one.token_ids) for one in self.completions], np.int64)
+        return lengths if extras is None else lengths + np.array([len(extra) for extra in extras], np.int64)
 
 
 def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.device) -> SamplingRows:
     """Gather the parameters of all rows."""
     params = [one.params for one in completions]
-    is_drawn = [not one.is_greedy for one in params]
-    random = [row for row, drawn in enumerate(is_drawn) if drawn]
+    is_drawn = np.array([not one.is_greedy for one in params], bool)
+    random = np.flatnonzero(is_drawn).tolist()
     penalised = [row for row, one in enumerate(params) if one.has_penalties]
     with_penalties = [params[row] for row in penalised]
     allowed = [(row, token) for row, one in enumerate(params) for token in set(one.allowed_token_ids or ())]
     biases = [(row, *pair) for row, one in enumerate(params) for pair in (one.logit_bias or {}).items()]
     return SamplingRows(
         completions=completions,
-        drawn=[completions[row] for row in random],
+        prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
+        seeds=np.array([one.seed for one in completions], np.uint64),
         is_drawn=is_drawn,
+        num_drawn=len(random),
         random=None if len(random) in (0, len(params)) else index_tensor(random, device),
         rules=TokenRules(
             allowed=pair_tensors(allowed, device) if allowed else None,
