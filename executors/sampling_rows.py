@@ -106,7 +106,7 @@ def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.de
         if any(one.top_p < 1 for one in params)
         else None,
         min_p=_column(params, attrgetter("min_p"), device) if any(one.min_p > 0 for one in params) else None,
-        is_whole=torch.from_numpy(~np.array(is_cut, bool)[:, None]).to(device) if not all(is_cut) else None,
+        is_whole=to_device([~np.array(is_cut, bool)[:, None]], device)[0] if not all(is_cut) else None,
         limit=max((limit for limit, cut in zip(limits, is_cut, strict=True) if cut), default=0),
     )
 

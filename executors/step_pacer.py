@@ -6,20 +6,21 @@ from __future__ import annotations
 _NEWEST = 0.3
 # Of the time that a step may take, how much is planned with: a measured cost is that of the chunk before.
 _MARGIN = 0.85
-_FIRST_CHUNK = 16
+# So that a prompt gets through, whatever a token of it costs.
+_SMALLEST_CHUNK = 16
 
 
 class StepPacer:
     """Learns from step times what a step without prompts takes, and what a prompt token adds.
 
-    stretch: a step takes at most this many times as long as one without prompt tokens.
+    stretch: a step takes at most this many times as long as one without prompt tokens, unless 16 of them take longer.
     """
 
     def __init__(self, stretch: float) -> None:
         self._stretch = stretch
         self._steady: float | None = None
         self._per_token: float | None = None
-        self._largest = _FIRST_CHUNK
+        self._largest = _SMALLEST_CHUNK
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -27,9 +28,9 @@ class StepPacer:
         if self._steady is None:
             return 0  # one step of decodes tells
         if self._per_token is None:
-            return _FIRST_CHUNK
+            return _SMALLEST_CHUNK
         spare = (self._stretch * _MARGIN - 1) * self._steady
-        return max(1, min(int(spare / self._per_token), 2 * self._largest))
+        return max(_SMALLEST_CHUNK, min(int(spare / self._per_token), 2 * self._largest))
 
     def observe(self, seconds: float, num_prefill_tokens: int) -> None:
         """A step with decodes took `seconds`."""
