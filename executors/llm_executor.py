@@ -54,9 +54,10 @@ class LlmExecutor(UnifiedExecutor):
         self.kv_manager = getattr(model, "kv_manager", None)
         self._model_caches: dict[SeqId, ModelCacheHandle] = {}
         self._is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
+        kv_dtype = info.dtype if self.kv_manager is None else self.kv_manager.k_cache(0).dtype
         self._memory = MemoryRequirements(
             weight_bytes=info.num_parameters * info.dtype.itemsize,
-            kv_bytes_per_token_per_layer=2 * info.num_kv_heads * info.head_dim * info.dtype.itemsize,
+            kv_bytes_per_token_per_layer=2 * info.num_kv_heads * info.head_dim * kv_dtype.itemsize,
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
         super().__init__(info)
@@ -73,6 +74,7 @@ class LlmExecutor(UnifiedExecutor):
         max_seq_len: int | None = None,
         num_swap_blocks: int = 0,
         enable_prefix_cache: bool = True,
+        kv_cache_dtype: torch.dtype | None = None,
     ) -> LlmExecutor:
         """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
 
@@ -89,6 +91,7 @@ class LlmExecutor(UnifiedExecutor):
             max_seq_len=max_seq_len,
             num_swap_blocks=num_swap_blocks,
             enable_prefix_cache=enable_prefix_cache,
+            kv_cache_dtype=kv_cache_dtype,
         )
         config = model.config
         info = ModelInfo(

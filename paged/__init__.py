@@ -55,6 +55,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "ModelInfo",
     ),
     "paged.kernels.attention_plan": ("AttentionPlan",),
+    "paged.kernels.cascade_attention": ("cascade_attention", "cascade_plans"),
     "paged.kernels.copy_blocks": ("copy_blocks",),
     "paged.kernels.fused_moe": ("fused_moe",),
     "paged.kernels.greedy_argmax": ("greedy_argmax",),

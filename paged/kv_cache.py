@@ -26,7 +26,8 @@ class PagedKvCacheConfig:
 
     num_blocks: blocks that can be handed out; storage holds one more, block 0.
     num_swap_blocks: blocks of host memory that sequences can be swapped to.
-    dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made.
+    dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made. The kernels take float32,
+        float16, bfloat16 and float8_e4m3fn.
     low_watermark, high_watermark: fractions of the pool that can be handed out; below the first, pressure is HIGH,
         below the second, CRITICAL.
     max_seq_len: longest sequence, None for no limit but the pool's.

@@ -471,6 +471,7 @@ class PagedKvCacheManager:
     ) -> None:
         """Write K and V of the token at `position`, [num_kv_heads, head_dim], or of consecutive ones from there, with a
         first axis. Slow: for tests and inspection. The length stays; positions may lie anywhere within the capacity.
+        They are converted to the cache's dtype, e4m3 saturated at 448, and not scaled: scales belong to the kernels.
 
         Raises:
             InvalidInputError: layer, position or a shape does not fit.
@@ -501,6 +502,7 @@ class PagedKvCacheManager:
         self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at positions start..start + num_tokens, each [num_tokens, num_kv_heads, head_dim]. Slow.
+        They are the stored values, in the cache's dtype: what a scaled cache stands for is these times its scales.
 
         Raises:
             InvalidInputError: there is no such layer, or a position holds nothing: it is not below `num_tokens`, and

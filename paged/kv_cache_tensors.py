@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paged.errors import InvalidInputError
 from paged.kernels.checks import check_shape
 from paged.kernels.copy_blocks import copy_blocks
+from paged.kernels.torch_ops.reshape_and_cache import scaled_cast
 from paged.kv_cache import PagedKvCacheConfig
 
 
@@ -98,11 +99,12 @@ class KvCacheTensors:
         check_shape("value", value, key.shape)
 
     def write(self, layer: int, slots: NDArray[np.int64], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim], converted to the cache's dtype, into slots."""
+        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, into slots."""
         index = torch.from_numpy(slots).to(self.storage.device)
         for cache, rows in zip(self._bytes[layer], (key, value), strict=True):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
-            dense = rows.to(self.storage).clone(memory_format=torch.contiguous_format)
+            stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
+            dense = stored.clone(memory_format=torch.contiguous_format)
             cache.flatten(0, 1)[index] = dense.view(torch.uint8)
 
     def read(self, layer: int, slots: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:

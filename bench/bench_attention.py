@@ -1,0 +1,144 @@
+"""Paged attention against the hardware's limits and against others' attention, in one process on the same tensors.
+
+    python -m bench.bench_attention [--json FILE] [--only NAME] [--budget SECONDS] [--small]
+    pytest bench/bench_attention.py --benchmark-json=FILE      the rows stand in extra_info
+
+A GPU runs bfloat16 at full size, in turns with the peers out of CUDA graphs; a CPU the PyTorch twin in float32 at small
+sizes. Block tables are shuffled; each call reads another layer's tensors than the last, more than the cache can hold.
+
+A row is of a call whose plan was made before, as for all layers of a step but the first; `planning_us` is what making
+it adds. `host_us` is the host's time in a call outside a graph. A row that differs from `kernels/reference.py` is
+refused; a peer that does, or that differs from ours, gets no ratio. Peers that are missing say so: vLLM's files come on
+PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.attention_cases import CASES, AttentionCase
+from bench.attention_measurement import Measurement
+from bench.attention_peers import PEERS, Peer, peer_versions
+from bench.check import WrongResultError
+from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, save
+from bench.limits import Ceilings
+from bench.report import verdict
+from bench.timing import ceilings
+from paged.kernels.compat import interpreting
+
+REPEATS = {"cuda": 50, "cpu": 10}
+MIN_REPEATS = 10
+# A case takes no more samples than fit in this time, beyond MIN_REPEATS: 16k prompts take 60 ms and more a sample.
+MAX_SECONDS = 2.0
+
+
+@functools.cache
+def present_peers(device: torch.device) -> dict[str, Peer | str]:
+    """Every peer, or why it is missing."""
+    return {peer.name: peer.missing(device) or peer for peer in PEERS}
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Parametrise without importing pytest, which the command line does not need."""
+    metafunc.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def test_attention(case: AttentionCase, benchmark: Any) -> None:
+    """One row of the pytest-benchmark suite, whose own statistics are of a sample of everyone."""
+    device, repeats = torch.device(DEVICE), REPEATS[DEVICE]
+    limits = ceilings(device, benchmark_dtype(device), repeats)
+    measurement = Measurement(case if DEVICE == "cuda" else case.small(), device, present_peers(device))
+    benchmark.pedantic(measurement.take, rounds=repeats)
+    benchmark.extra_info.update(environment(device, limits), **measurement.row(limits))
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Print a line a case; the exit code is 1 where one was refused. A missed goal is no error."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the environment and the rows here too, after every case")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no case after so many seconds")
+    parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
+    parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
+    parser.add_argument("--repeats", type=int, help=f"samples a case, at least 2; {REPEATS} when not given")
+    args = parser.parse_args(argv)
+    if interpreting():
+        parser.error(INTERPRETING)
+    end = time.monotonic() + args.budget
+    device = torch.device(args.device)
+    repeats = args.repeats or REPEATS[args.device]
+    is_small = args.small or SCALE[args.device] == "small"
+    limits, peers = ceilings(device, benchmark_dtype(device), repeats), present_peers(device)
+    report: dict[str, Any] = {**environment(device, limits), "peers": peer_versions()}
+    write("\n".join(f"{name}: {value}" for name, value in report.items()))
+    write("\n".join(f"{name}: {peer}" for name, peer in peers.items() if isinstance(peer, str)))
+    report |= {"rows": [], "refused": {}, "not_run": [case.name for case in CASES if args.only in case.name]}
+    for case in CASES:
+        if args.only not in case.name or time.monotonic() > end:
+            continue
+        try:
+            measurement = Measurement(case.small() if is_small else case, device, peers)
+            row = _sampled(measurement, repeats, limits)
+        except Exception as error:  # whatever is wrong with one case, the others get their rows
+            report["refused"][case.name] = f"{type(error).__name__}: {str(error)[:500]}"
+            write(f"{case.name}: refused: {report['refused'][case.name]}")
+            if not isinstance(error, WrongResultError):
+                write(traceback.format_exc(limit=-4))
+        else:
+            report["rows"].append(row)
+            write(_line(row))
+        report["not_run"].remove(case.name)
+        if args.json:
+            save(args.json, report)
+        measurement = row = None  # type: ignore[assignment]  # a case's tensors and graphs go before the next one's come
+        if not _released(device):
+            write("the device is lost: no further case can run")
+            break
+    write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
+    return int(bool(report["refused"]))
+
+
+def _sampled(measurement: Measurement, repeats: int, limits: Ceilings) -> dict[str, Any]:
+    start = time.monotonic()
+    for index in range(repeats):
+        measurement.take()
+        if index + 1 >= MIN_REPEATS and time.monotonic() - start > MAX_SECONDS:
+            break
+    return measurement.row(limits)
+
+
+def _released(device: torch.device) -> bool:
+    """Give freed memory back; False where an error has left the device unusable for this process."""
+    gc.collect()
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = f"{row['median_us']:9.1f} us ({row['p20_us']:.1f} to {row['p80_us']:.1f})"
+    host = "" if row["host_us"] is None else f", host {row['host_us']:.0f} us"
+    limit = f"{row['percent']:5.1f} % of {row['bound_by']}, planning {row['planning_us']:.1f} us{host}"
+    ratios = "".join(f", {name} {peer['ratio']:.2f}x" for name, peer in row["peers"].items())
+    faults = "".join(f", {name} {why}" for name, why in row["absent"].items() if why.startswith(("wrong", "failed")))
+    missed = "".join(f", {verdict(goal)}" for goal in row["goals"] if goal["met"] is False)
+    note = "" if row["cold"] else ", warm"
+    return f"{row['name']:44} {times:40} {limit}{note}{ratios}{faults}{missed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
