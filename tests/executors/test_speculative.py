@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,18 +15,20 @@ from paged import (
     Engine,
     EngineConfig,
     InvalidInputError,
+    PagedKvCacheManager,
     PromptLookup,
     SamplingParams,
     SpeculativeDecoder,
     UnsupportedError,
 )
+from paged.executors.request import Completion
 from paged.executors.sampler import Drafts, Sampler
 from paged.executors.sampling import draw, rejection_sample
 from paged.executors.token_noise import Stream, noise_keys, split_keys, uniform
 from tests.executors.engine_cases import check_pool_empty, tokens_of
 from tests.executors.oracle import make_executor
 from tests.executors.statistics import chi_square_p
-from tests.executors.test_llm_executor import Parrot, other_executor
+from tests.executors.test_llm_executor import Parrot, other_executor, parrot_logits
 from tests.executors.test_sampling import completion
 
 NUM, VOCAB, WIDTH = 8_000, 6, 3
@@ -204,6 +207,45 @@ def test_rejected_drafts_leave_the_cache(device: torch.device) -> None:
                 assert handle.num_tokens == len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
     check_pool_empty(executor)
+
+
+def test_anothers_model_verifies_through_its_own_calls() -> None:
+    """It has neither a cache manager nor a unified forward: `forward_verify` runs drafts, what fails is truncated."""
+    prompts, params = [[1, 2, 3, 6, 12], [4, 8]], SamplingParams(temperature=0, max_tokens=8)
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(8):
+            tokens.append(int(parrot_logits(tokens).argmax()))
+        expected.append(tokens[len(prompt) :])
+    executor = other_executor(Parrot())
+    engine = Engine(executor, proposer=_Guesses(expected))
+    assert tokens_of(engine.generate(prompts, params, progress=False)) == expected
+    assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
+    assert executor.model.caches == {}  # type: ignore[attr-defined]
+
+
+class _Guesses:
+    """Drafts two tokens, the second of which is wrong every other time."""
+
+    num_tokens = 2
+    vocab_size = None
+
+    def __init__(self, expected: list[list[int]]) -> None:
+        self._expected = expected
+
+    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
+        drafts = []
+        for one, limit in zip(completions, limits, strict=True):
+            done = len(one.token_ids)
+            answer = next(tokens for tokens in self._expected if tokens[:done] == one.token_ids)
+            drafts.append([answer[done], (answer[done + 1] + done % 2) % 61][:limit] if limit > 1 else [])
+        return Drafts(drafts)
+
+    def forget(self, completion: Completion) -> None: ...
+
+    def make_room(self, manager: PagedKvCacheManager) -> bool:
+        return False
 
 
 def test_what_cannot_speculate_is_refused(device: torch.device) -> None:
