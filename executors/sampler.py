@@ -16,7 +16,7 @@ from paged.executors.sampling_rows import SamplingRows, index_tensor, pair_tenso
 from paged.executors.token_counts import TokenCounts
 from paged.executors.token_noise import Stream, noise_keys, split_keys, uniform
 from paged.kernels.greedy_argmax import greedy_argmax
-from paged.kv_cache_tensors import to_device
+from paged.staging import to_device
 
 
 class Sampled(NamedTuple):

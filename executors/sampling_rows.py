@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paged.executors.request import Completion
 from paged.executors.sampling import Filters, TokenRules
 from paged.executors.sampling_params import SamplingParams
-from paged.kv_cache_tensors import to_device
+from paged.staging import to_device
 
 
 @dataclass(frozen=True)

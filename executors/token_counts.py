@@ -9,7 +9,7 @@ import torch
 
 from paged.batch import SeqId
 from paged.executors.request import Completion
-from paged.kv_cache_tensors import to_device
+from paged.staging import to_device
 
 
 class TokenCounts:

@@ -15,6 +15,7 @@ from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
+from paged.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
         with manager.reserve(requests) as reservation:
             metadata = manager.build_metadata(zip(handles, counts, strict=True))
             tokens = np.fromiter((token for item in items for token in item.q_tokens), np.int64, sum(counts))
-            input_ids, sample_rows = manager.to_device((tokens, _sample_rows(items, counts)))
+            input_ids, sample_rows = to_device((tokens, _sample_rows(items, counts)), manager.device)
             yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
             reservation.commit([item.q_tokens for item in items])
     except BaseException:

@@ -300,7 +300,9 @@ class KvSlotReservation:
             self._on_commit(grown, None if token_ids is None else list(compress(token_ids, is_ours)))
 
     def rollback(self) -> None:
-        """Blocks, reference counts and lengths are again as before the reservation. Does nothing once it is closed."""
+        """Blocks, reference counts and lengths of sequences that were to grow are again as before the reservation. Does
+        nothing once it is closed.
+        """
         with self._guard:
             for state in self._states:
                 undo = self._undo.get(state.request_id) if state.reservation is self else None

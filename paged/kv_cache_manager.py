@@ -410,11 +410,7 @@ class PagedKvCacheManager:
             lengths = np.array([state.num_tokens for state in states], np.int64)
             self._make_ready(states, (lengths + query_lens).tolist())
             table = self._table.gather(states)
-        return make_metadata(lengths, query_lens, table, self.config.block_size, self.to_device)
-
-    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays as tensors on the cache's device, in one asynchronous copy; on the CPU they share their memory."""
-        return self._tensors.to_device(arrays)
+        return make_metadata(lengths, query_lens, table, self.config.block_size, self.device)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor

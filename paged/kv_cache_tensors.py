@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from paged.kernels.checks import check_shape
 from paged.kernels.copy_blocks import copy_blocks
 from paged.kernels.torch_ops.reshape_and_cache import scaled_cast
 from paged.kv_cache import PagedKvCacheConfig
-from paged.staging import Staging
 
 
 class KvCacheTensors:
@@ -42,7 +40,6 @@ class KvCacheTensors:
             device="cpu",
             pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
         )
-        self._staging = Staging(self.storage.device)
         self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
         # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
         self._bytes = self.storage.view(torch.uint8)
@@ -60,12 +57,6 @@ class KvCacheTensors:
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers."""
         return self._bytes.numel() // self.storage.shape[2]
-
-    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays as tensors on the cache's device: one copy through pinned memory, or on the CPU themselves."""
-        if self.storage.device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
-        return self._staging.to_device(arrays)
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to `destination` for every pair, K and V of all layers."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from paged.kernels.attention_plan import AttentionPlan
+from paged.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ def make_metadata(
     query_lens: NDArray[np.int64],
     table: NDArray[np.int32],
     block_size: int,
-    to_device: Callable[[Sequence[NDArray[Any]]], list[torch.Tensor]],
+    device: torch.device,
 ) -> AttentionMetadata:
     """A forward of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
 
-    table: block ids [num_seqs, max_blocks_per_seq], which have room for the new tokens. to_device: sends arrays there.
+    table: block ids [num_seqs, max_blocks_per_seq], which have room for the new tokens.
     """
     seq_lens = lengths + query_lens
     max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
@@ -59,7 +58,7 @@ def make_metadata(
     blocks = positions // block_size
     slots = (table[rows, blocks] - blocks) * block_size + positions
     slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = to_device(
-        (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table)
+        (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table), device
     )
     return AttentionMetadata(
         cu_seqlens_q=cu_seqlens_q,

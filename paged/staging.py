@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, cycle
 from threading import Lock
 from typing import Any, Protocol
@@ -13,11 +13,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Copies that may be under way at once: two a step (metadata, token ids), of the step that runs and the one prepared.
-_NUM_BUFFERS = 4
+# Copies that may be under way at once: of a step's metadata, token ids and sampling, while the next one's are prepared.
+_NUM_BUFFERS = 8
 _FIRST_SIZE = 1 << 16
 # Triton compiles a kernel anew for pointers that are not aligned to 16.
 _ALIGNMENT = 64
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory; on the CPU themselves."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return _staging(device).to_device(arrays)
+
+
+@cache
+def _staging(device: torch.device) -> Staging:
+    return Staging(device)
 
 
 class CopyEvent(Protocol):
