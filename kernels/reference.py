@@ -159,26 +159,49 @@ def greedy_argmax(
 
 
 def route_tokens(
-    router_logits: torch.Tensor, top_k: int, *, renormalize: bool = True, scoring: str = "softmax"
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+    correction_bias: torch.Tensor | None = None,
+    num_expert_groups: int = 1,
+    topk_groups: int = 1,
+    routed_scaling_factor: float = 1.0,
+    num_shared_experts: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The top_k experts a token by score (softmax over the experts, or sigmoid), ties to the smaller index.
 
-    Returns weights [num_tokens, top_k] (summing to 1 a row where renormalize) and ids, int32, by falling score.
-    A row that holds NaN routes to no expert: ids -1, weights NaN.
+    correction_bias [num_experts] is added where experts are compared, never to a weight. With groups the experts come
+    from the topk_groups groups with the best score each, or with a bias the best sum of two scores.
+
+    Returns weights (times routed_scaling_factor, summing to it a row where renormalize) and ids, int32, by falling
+    score, both [num_tokens, top_k + num_shared_experts]: shared experts follow the others in number, with weight 1. A
+    row that holds NaN routes to no expert: ids -1, weights NaN.
     """
     if scoring not in ("softmax", "sigmoid"):
         raise InvalidInputError(f"scoring={scoring!r}: expected 'softmax' or 'sigmoid'")
     logits = _f64(router_logits)
+    num_tokens, num_experts = logits.shape
     scores = torch.softmax(logits, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-logits))
-    weights = torch.full((logits.shape[0], top_k), math.nan, dtype=torch.float64)
-    ids = torch.full((logits.shape[0], top_k), -1, dtype=torch.int32)
+    bias = [0.0] * num_experts if correction_bias is None else _f64(correction_bias).tolist()
+    weights = torch.full((num_tokens, top_k + num_shared_experts), math.nan, dtype=torch.float64)
+    ids = torch.full(weights.shape, -1, dtype=torch.int32)
+    size = num_experts // num_expert_groups
     for token, row in enumerate(scores.tolist()):
         if any(math.isnan(score) for score in row):
             continue
-        order = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
+        choice = [score + shift for score, shift in zip(row, bias, strict=True)]
+        groups = [range(start, start + size) for start in range(0, num_experts, size)]
+        counted = 1 if correction_bias is None else 2
+        groups.sort(key=lambda group: (-sum(sorted((choice[e] for e in group), reverse=True)[:counted]), group[0]))
+        allowed = [expert for group in groups[:topk_groups] for expert in group]
+        order = sorted(allowed, key=lambda expert: (-choice[expert], expert))[:top_k]
         total = sum(row[expert] for expert in order) if renormalize else 1.0
-        weights[token] = torch.tensor([row[expert] / total for expert in order], dtype=torch.float64)
-        ids[token] = torch.tensor(order, dtype=torch.int32)
+        routed = [row[expert] / total * routed_scaling_factor for expert in order]
+        weights[token] = torch.tensor(routed + [1.0] * num_shared_experts, dtype=torch.float64)
+        shared = range(num_experts, num_experts + num_shared_experts)
+        ids[token] = torch.tensor([*order, *shared], dtype=torch.int32)
     return weights, ids
 
 

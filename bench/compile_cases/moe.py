@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import triton
+
 from bench.compile import TARGETS, CompileCase
 from paged.kernels.fused_moe import _expert_gemm_kernel, _sum_experts_kernel
 from paged.kernels.moe_align_block_size import _count_kernel, _place_kernel
 from paged.kernels.moe_config import down_tile, gate_up_tile
-from paged.kernels.route_tokens import _route_tokens_kernel
+from paged.kernels.route_and_align import _route_and_align_kernel
+from paged.kernels.route_tokens import Routing, _route_tokens_kernel
 
 # Experts, experts a token, hidden size, intermediate size.
 QWEN3_30B_A3B = (128, 8, 2048, 768)
@@ -74,28 +80,17 @@ def _gemm(target: str, model: tuple[int, int, int, int], num_tokens: int, gated:
 
 def _around() -> list[CompileCase]:
     num_experts, top_k, hidden_size, _ = QWEN3_30B_A3B
+    # DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups, and one for all tokens.
+    deepseek = Routing(8, True, "sigmoid", torch.zeros(256), 8, 4, 2.5, 1)
+    routings = ((num_experts, Routing(top_k)), (256, deepseek), (512, Routing(16)))
     return [
-        _case(
-            f"route_tokens experts={num_experts}",
-            _route_tokens_kernel,
-            {"logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32"},
-            ("num_tokens", "stride_logits_token", "stride_logits_expert"),
-            {
-                "NUM_EXPERTS": num_experts,
-                "TOP_K": top_k,
-                "RENORMALIZE": True,
-                "SIGMOID": False,
-                "BLOCK_T": 8,
-                "BLOCK_E": 128,
-                "BLOCK_K": 8,
-            },
-        ),
+        *(case(count, routing) for case in (_route, _route_and_align) for count, routing in routings),
         _case(
             f"moe_align_block_size count experts={num_experts}",
             _count_kernel,
             dict.fromkeys(("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr"), "*i32"),
-            ("num_entries", "num_places", "max_num_blocks", "chunk_size"),
-            {"NUM_EXPERTS": num_experts, "BLOCK_E": 128, "TILE": 1024},
+            ("num_entries", "num_mapped", "num_places", "max_num_blocks", "chunk_size"),
+            {"expert_map_ptr": None, "NUM_EXPERTS": num_experts, "BLOCK_E": 128, "TILE": 2048},
         ),
         _case(
             f"moe_align_block_size place experts={num_experts}",
@@ -104,8 +99,15 @@ def _around() -> list[CompileCase]:
                 ("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"),
                 "*i32",
             ),
-            ("num_entries", "num_chunks", "chunk_size"),
-            {"NUM_EXPERTS": num_experts, "BLOCK_SIZE": 128, "BLOCK_C": 16, "BLOCK_E": 128, "TILE": 1024},
+            ("num_entries", "num_mapped", "num_chunks", "chunk_size"),
+            {
+                "expert_map_ptr": None,
+                "NUM_EXPERTS": num_experts,
+                "BLOCK_SIZE": 128,
+                "BLOCK_C": 16,
+                "BLOCK_E": 128,
+                "TILE": 2048,
+            },
         ),
         _case(
             f"fused_moe sum hidden={hidden_size}",
@@ -117,8 +119,66 @@ def _around() -> list[CompileCase]:
     ]
 
 
+_ROUTES = {"logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32"}
+
+
+def _bias(routing: Routing) -> tuple[dict[str, str], dict[str, object]]:
+    """Signature and constexprs of the bias, which None makes a constexpr."""
+    return ({}, {"bias_ptr": None}) if routing.correction_bias is None else ({"bias_ptr": "*fp32"}, {})
+
+
+def _route(num_experts: int, routing: Routing) -> CompileCase:
+    bias, no_bias = _bias(routing)
+    return _case(
+        f"route_tokens experts={num_experts}",
+        _route_tokens_kernel,
+        _ROUTES | bias,
+        ("num_tokens", "scaling_factor", "stride_logits_token", "stride_logits_expert"),
+        {**no_bias, **routing.constexprs(num_experts), "BLOCK_T": 1024 // num_experts},
+    )
+
+
+def _route_and_align(num_experts: int, routing: Routing) -> CompileCase:
+    bias, no_bias = _bias(routing)
+    columns = triton.next_power_of_2(num_experts + routing.num_shared_experts)
+    pointers = ("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr", "ticket_ptr")
+    constexprs = {
+        **no_bias,
+        **routing.constexprs(num_experts),
+        "expert_map_ptr": None,
+        "NUM_EXPERTS": num_experts + routing.num_shared_experts,
+        "BLOCK_SIZE": 16,
+        "BLOCK_T": 16,
+        "BLOCK_C": columns,
+        "MAX_TILES": 16,
+        "TILE": 1024,
+    }
+    return _case(
+        f"route_and_align experts={num_experts}",
+        _route_and_align_kernel,
+        _ROUTES | bias | {"ranks_ptr": "*i8", "counts_ptr": "*i32"} | dict.fromkeys(pointers, "*i32"),
+        (
+            "num_tokens",
+            "num_mapped",
+            "num_places",
+            "max_num_blocks",
+            "scaling_factor",
+            "stride_logits_token",
+            "stride_logits_expert",
+        ),
+        constexprs,
+        num_warps=8,
+    )
+
+
 def _case(
-    name: str, kernel: object, pointers: dict[str, str], integers: tuple[str, ...], constexprs: dict[str, int]
+    name: str,
+    kernel: Any,
+    pointers: dict[str, str],
+    scalars: tuple[str, ...],
+    constexprs: dict[str, Any],
+    num_warps: int = 4,
 ) -> CompileCase:
-    signature = pointers | dict.fromkeys(integers, "i32") | dict.fromkeys(constexprs, "constexpr")
-    return CompileCase(name=name, kernel=kernel, signature=signature, constexprs=dict(constexprs))
+    kinds = pointers | {scalar: "fp32" if scalar == "scaling_factor" else "i32" for scalar in scalars}
+    signature = {argument: kinds.get(argument, "constexpr") for argument in kernel.arg_names}
+    return CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constexprs, num_warps=num_warps)
