@@ -128,8 +128,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where the first half of the last axis is the gate and the second half is up."""
-    gate, up = _f64(x).chunk(2, dim=-1)
-    return gate / (1 + torch.exp(-gate)) * up
+    gate, up = x.chunk(2, dim=-1)
+    return gated_activation(gate, up, "silu")
 
 
 def greedy_argmax(
@@ -226,6 +226,22 @@ def moe_align_block_size(
     return blocks, expert_ids, block_size * len(blocks)
 
 
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up for "silu", "gelu" and "gelu_tanh"; for "swiglu_oai" min(gate, 7) sigmoid(1.702 min(gate,
+    7)) (1 + up), with up clamped to [-7, 7]."""
+    gate, up = _f64(gate), _f64(up)
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if activation == "gelu":
+        return gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up
+    if activation == "gelu_tanh":
+        return gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (1 + up)
+    raise InvalidInputError(f"activation={activation!r}: expected 'silu', 'gelu', 'gelu_tanh' or 'swiglu_oai'")
+
+
 def fused_moe(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -233,14 +249,24 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
+    activation: str = "silu",
     expert_map: torch.Tensor | None = None,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
-    """sum over a token's experts of weight * w2[e] @ silu_and_mul(w1[e] @ x); shapes as in the operation.
+    """sum over a token's experts of weight * (w2[e] @ activation(w1[e] @ x + w1_bias[e]) + w2_bias[e]).
 
-    expert_map [num_global_experts] gives each expert's row in w1 and w2, or -1 for experts that live elsewhere and
-    contribute nothing. A token whose weights are NaN yields NaN.
+    Shapes as in the operation; w1's gate and up rows lie in halves or, where interleaved, alternate. expert_map
+    [num_global_experts] gives each expert's row in w1 and w2, or -1 for experts that live elsewhere and contribute
+    nothing. A token whose weights are NaN yields NaN.
     """
-    x, w1, w2, weights = _f64(hidden_states), _f64(w1), _f64(w2), _f64(topk_weights)
+    x, weights = _f64(hidden_states), _f64(topk_weights)
+    num_experts, hidden_size, intermediate_size = w2.shape
+    rows = torch.arange(2 * intermediate_size)
+    gate_rows, up_rows = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
+    w1_bias = torch.zeros(num_experts, 2 * intermediate_size) if w1_bias is None else w1_bias
+    w2_bias = torch.zeros(num_experts, hidden_size) if w2_bias is None else w2_bias
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token], topk_ids[token].tolist(), strict=True):
@@ -249,5 +275,7 @@ def fused_moe(
                 continue
             local = expert if expert_map is None or expert < 0 else int(expert_map[expert])
             if local >= 0:
-                out[token] += weight * (w2[local] @ silu_and_mul(w1[local] @ x[token]))
+                product = _f64(w1[local]) @ x[token] + _f64(w1_bias[local])
+                activated = gated_activation(product[gate_rows], product[up_rows], activation)
+                out[token] += weight * (_f64(w2[local]) @ activated + _f64(w2_bias[local]))
     return out

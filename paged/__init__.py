@@ -49,7 +49,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.fused_moe": ("fused_moe",),
     "paged.kernels.greedy_argmax": ("greedy_argmax",),
     "paged.kernels.merge_attn_states": ("merge_attn_states",),
-    "paged.kernels.moe_align_block_size": ("moe_align_block_size",),
+    "paged.kernels.moe_align_block_size": ("MoeAlignment", "moe_align_block_size"),
     "paged.kernels.paged_attention": ("paged_attention",),
     "paged.kernels.qk_norm_rope_and_cache": ("qk_norm_rope_and_cache",),
     "paged.kernels.reshape_and_cache": ("reshape_and_cache",),

@@ -2,77 +2,134 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
 from bench.compile import TARGETS, CompileCase
-from paged.kernels.fused_moe import _expert_gemm_kernel, _sum_experts_kernel
+from paged.kernels.device import Device
 from paged.kernels.moe_align_block_size import _count_kernel, _place_kernel
-from paged.kernels.moe_config import down_tile, gate_up_tile
+from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles
+from paged.kernels.moe_gemm import _expert_gemm_kernel
+from paged.kernels.moe_gemv import _down_gemv_kernel, _gate_up_gemv_kernel, down_gemv_tile
+from paged.kernels.moe_sum import _moe_sum_kernel
+from paged.kernels.moe_table import FOLDER, load_table
 from paged.kernels.route_and_align import _route_and_align_kernel
 from paged.kernels.route_tokens import Routing, _route_tokens_kernel
 
 # Experts, experts a token, hidden size, intermediate size.
 QWEN3_30B_A3B = (128, 8, 2048, 768)
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
+# Streaming multiprocessors or compute units.
+NUM_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 
 
 def cases() -> list[CompileCase]:
-    """Every tile that the choosers return, and the kernels around the GEMMs."""
+    """Every tile that the fallback returns, those of the tuned tables, and the kernels around the GEMMs."""
     found = _around()
     for target in TARGETS:
-        for gated in (True, False):
-            found += [_gemm(target, QWEN3_30B_A3B, tokens, gated, "bf16") for tokens in (8, 1024, 32768)]
-            found.append(_gemm(target, MIXTRAL_8X7B, 32768, gated, "bf16"))
-            found.append(_gemm(target, QWEN3_30B_A3B, 8, gated, "fp32"))
+        for (gated, shape, dtype), tile in _fallbacks(target) | _tuned(target):
+            found.append(_gemm(target, tile, shape, gated, dtype))
+        # The other activations with biases and alternating rows, the sizes of gpt-oss-120b, which steps of 128 do not
+        # divide, and sizes off the 16-byte grid.
+        for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2880), ("swiglu_oai", 16384, 2880)):
+            shape = MoeShape(4 * tokens, 128, size, size, 2)
+            tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+            found.append(_gemm(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
+        odd = MoeShape(8192, 128, 511, 33, 2)
+        tile = fallback_tiles(odd, Device(target, NUM_SMS[target])).gate_up
+        found.append(_gemm(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
     return found
 
 
-def _gemm(target: str, model: tuple[int, int, int, int], num_tokens: int, gated: bool, dtype: str) -> CompileCase:
-    num_experts, top_k, hidden_size, intermediate_size = model
-    tile = (gate_up_tile if gated else down_tile)(num_tokens * top_k, num_experts, 4 if dtype == "fp32" else 2, target)
-    columns, depth = (intermediate_size, hidden_size) if gated else (hidden_size, intermediate_size)
-    signature = {
+_Gemm = tuple[bool, MoeShape, str]
+
+
+def _fallbacks(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
+    """A set in the order of insertion: which of the two GEMMs on which sizes, and its tile."""
+    found: dict[tuple[_Gemm, MoeTile], None] = {}
+    seen = set()
+    for model in (QWEN3_30B_A3B, MIXTRAL_8X7B):
+        num_experts, top_k, hidden_size, intermediate_size = model
+        for dtype, element_size in (("bf16", 2), ("fp32", 4)):
+            for tokens in (2**exponent for exponent in range(16)):
+                shape = MoeShape(tokens * top_k, num_experts, hidden_size, intermediate_size, element_size)
+                tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+                for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
+                    if (gated, dtype, tile) not in seen:
+                        seen.add((gated, dtype, tile))
+                        found[(gated, shape, dtype), tile] = None
+    return found
+
+
+def _tuned(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
+    """The tables' entries, for the chips that were tuned."""
+    found: dict[tuple[_Gemm, MoeTile], None] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        header = json.loads(path.read_text())
+        if header["arch"] != target:
+            continue
+        for num_entries, tiles in load_table(path).items():
+            sizes = (header[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
+            shape = MoeShape(num_entries, *sizes, 2)
+            found |= {((True, shape, "bf16"), tiles.gate_up): None, ((False, shape, "bf16"), tiles.down): None}
+    return found
+
+
+def _gemm(
+    target: str,
+    tile: MoeTile,
+    shape: MoeShape,
+    gated: bool,
+    dtype: str,
+    activation: str = "silu",
+    *,
+    biased: bool = False,
+) -> CompileCase:
+    columns, depth = shape.intermediate_size, shape.hidden_size
+    if not gated:
+        columns, depth = depth, columns
+    pointers = {
         "x_ptr": f"*{dtype}",
         "w_ptr": f"*{dtype}",
-        "entry_weights_ptr": "constexpr" if gated else "*fp32",
         "out_ptr": f"*{dtype}",
-        "sorted_token_ids_ptr": "*i32",
-        "expert_ids_ptr": "*i32",
-        "num_tokens_post_padded_ptr": "*i32",
-        "num_entries": "i32",
-        "stride_x_row": "i32",
-        "stride_w_expert": "i32",
-        "stride_w_row": "i32",
-        "K": "i32",
+        **dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), "*i32"),
     }
     constexprs = {
         "N": columns,
         "EVEN_K": depth % tile.block_k == 0,
-        "ENTRIES_PER_ROW": top_k if gated else 1,
-        "GATED": gated,
+        "ENTRIES_PER_ROW": 8 if gated else 1,
+        "ACTIVATION": activation if gated else "",
+        "INTERLEAVED": biased,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": tile.group_m,
+        "SWAP_AB": tile.swap_ab,
     }
+    optional = {"bias_ptr": f"*{dtype}" if biased else None, "entry_weights_ptr": None if gated else "*fp32"}
+    pointers |= {name: kind for name, kind in optional.items() if kind}
+    constexprs |= {name: None for name, kind in optional.items() if not kind}
+    sizes = ("stride_x_row", "stride_w_expert", "stride_w_row", "K")
+    case = _case("", _expert_gemm_kernel, pointers, ("num_entries", *sizes), constexprs)
+    has_wgmma = tile.block_m >= 64 or tile.swap_ab
+    copies = ("LDGSTS",) if depth % 16 == 0 else ()
     tensor_cores = {
-        "sm_80": ("HMMA", "LDGSTS"),
-        "sm_90": ("HGMMA" if tile.block_m >= 64 else "HMMA", "LDGSTS"),
+        "sm_80": ("HMMA", *copies),
+        "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies),
         "gfx942": ("v_mfma",),
     }
-    operation = "gate_up" if gated else "down"
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-    return CompileCase(
-        name=f"fused_moe {operation} {dtype} {columns}x{depth} {size} for {target}",
-        kernel=_expert_gemm_kernel,
-        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs | ({"entry_weights_ptr": None} if gated else {}),
+    operation = f"gate_up {activation}" if gated else "down"
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' if tile.swap_ab else ''}"
+    return replace(
+        case,
+        name=f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        divisible_by_16=("stride_x_row", "stride_w_expert", "stride_w_row", "K"),
+        divisible_by_16=sizes if depth % 16 == 0 else (),
         expect={} if dtype == "fp32" else tensor_cores,
         targets=(target,),
     )
@@ -111,12 +168,66 @@ def _around() -> list[CompileCase]:
         ),
         _case(
             f"fused_moe sum hidden={hidden_size}",
-            _sum_experts_kernel,
-            {"parts_ptr": "*bf16", "topk_weights_ptr": "*fp32", "local_ids_ptr": "*i32", "out_ptr": "*bf16"},
-            ("num_experts", "stride_out_token"),
-            {"HIDDEN_SIZE": hidden_size, "TOP_K": top_k, "BLOCK_SIZE": 2048},
+            _moe_sum_kernel,
+            {"parts_ptr": "*bf16", "out_ptr": "*bf16"} | _ROUTED,
+            ("num_mapped", "stride_out_token"),
+            {
+                "expert_map_ptr": None,
+                "HIDDEN_SIZE": hidden_size,
+                "NUM_EXPERTS": num_experts,
+                "TOP_K": top_k,
+                "BLOCK_SIZE": 1024,
+            },
         ),
+        *(_gate_up_gemv(dtype) for dtype in ("bf16", "fp32")),
+        *(_down_gemv(top_k, dtype) for top_k, dtype in ((1, "bf16"), (8, "bf16"), (8, "fp32"), (16, "bf16"))),
     ]
+
+
+_ROUTED = {"weights_ptr": "*fp32", "ids_ptr": "*i32"}
+
+
+def _gate_up_gemv(dtype: str) -> CompileCase:
+    num_experts, top_k, _, intermediate_size = QWEN3_30B_A3B
+    return _case(
+        f"fused_moe gemv gate_up {dtype}",
+        _gate_up_gemv_kernel,
+        {"x_ptr": f"*{dtype}", "w_ptr": f"*{dtype}", "ids_ptr": "*i32", "out_ptr": f"*{dtype}"},
+        ("num_mapped", "stride_x_token", "stride_w_expert", "stride_w_row", "K"),
+        {
+            "bias_ptr": None,
+            "expert_map_ptr": None,
+            "N": intermediate_size,
+            "NUM_EXPERTS": num_experts,
+            "TOP_K": top_k,
+            "ACTIVATION": "silu",
+            "INTERLEAVED": False,
+            "BLOCK_N": 8,
+            "BLOCK_K": 512,
+        },
+    )
+
+
+def _down_gemv(top_k: int, dtype: str) -> CompileCase:
+    num_experts, _, hidden_size, _ = QWEN3_30B_A3B
+    block_n, block_k, num_warps = down_gemv_tile(top_k)
+    return _case(
+        f"fused_moe gemv down {dtype} top_k={top_k}",
+        _down_gemv_kernel,
+        {"x_ptr": f"*{dtype}", "w_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | _ROUTED,
+        ("num_mapped", "stride_w_expert", "stride_w_row", "stride_out_token", "K"),
+        {
+            "bias_ptr": None,
+            "expert_map_ptr": None,
+            "N": hidden_size,
+            "NUM_EXPERTS": num_experts,
+            "TOP_K": top_k,
+            "BLOCK_E": top_k,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
+        num_warps,
+    )
 
 
 _ROUTES = {"logits_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32"}
@@ -181,4 +292,5 @@ def _case(
 ) -> CompileCase:
     kinds = pointers | {scalar: "fp32" if scalar == "scaling_factor" else "i32" for scalar in scalars}
     signature = {argument: kinds.get(argument, "constexpr") for argument in kernel.arg_names}
-    return CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constexprs, num_warps=num_warps)
+    sizes = tuple(name for name in scalars if name == "K" or (name.startswith("stride_") and "logits" not in name))
+    return CompileCase(name, kernel, signature, constexprs, num_warps, divisible_by_16=sizes)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paged import InvalidInputError, UnsupportedError, fused_moe, route_tokens
+from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size, route_tokens
 from paged.kernels import reference
-from paged.kernels.moe_config import down_tile, gate_up_tile
+from paged.kernels.device import Device
+from paged.kernels.fused_moe import moe_block_size
+from paged.kernels.moe_config import MoeShape, fallback_tiles, takes_gemv
 from tests.tolerance import assert_close, dtypes
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -44,35 +47,46 @@ def make_inputs(
     return hidden_states.to(dtype), w1.to(dtype), w2.to(dtype), topk_weights, topk_ids
 
 
-def rounded_moe(inputs: Inputs, backend: str) -> torch.Tensor:
+def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any]) -> torch.Tensor:
     """The definition, with the roundings to the inputs' dtype that lie between its steps: the activation and each
-    expert's part; in PyTorch both products before them too."""
+    expert's part, but for matrix-vector products; in PyTorch both products and sums with a bias."""
     hidden_states, w1, w2, topk_weights, topk_ids = (tensor.cpu() for tensor in inputs)
+    activation, interleaved = options.get("activation", "silu"), options.get("interleaved", False)
 
     def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(hidden_states.dtype).double()
 
-    def product(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return to_dtype(w.double() @ x) if backend == "torch" else w.double() @ x
+    def linear(w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        product = w[expert].double() @ x
+        product = to_dtype(product) if backend == "torch" else product
+        if bias is None:
+            return product
+        total = product + bias[expert].cpu().double()
+        return to_dtype(total) if backend == "torch" else total
 
+    num_experts, hidden_size, intermediate_size = w2.shape
+    shape = MoeShape(topk_ids.numel(), num_experts, hidden_size, intermediate_size, 2)
     total = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for token, ids in enumerate(topk_ids.tolist()):
         for k, expert in enumerate(ids):
-            activated = to_dtype(reference.silu_and_mul(product(w1[expert], hidden_states[token].double())))
-            part = product(w2[expert], activated) * topk_weights[token, k]
-            total[token] += part if backend == "torch" else to_dtype(part)
+            product = linear(w1, hidden_states[token].double(), options.get("w1_bias"), expert)
+            gate, up = (product[0::2], product[1::2]) if interleaved else product.chunk(2)
+            activated = to_dtype(reference.gated_activation(gate, up, activation))
+            part = linear(w2, activated, options.get("w2_bias"), expert) * topk_weights[token, k]
+            total[token] += part if backend == "torch" or takes_gemv(shape) else to_dtype(part)
     return total
 
 
-def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str) -> None:
-    rounded = None if out.dtype == torch.float32 else rounded_moe(inputs, backend)
-    assert_close(out, reference.fused_moe(*inputs), rounded=rounded)
+def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str, **options: Any) -> None:
+    rounded = None if out.dtype == torch.float32 else rounded_moe(inputs, backend, options)
+    assert_close(out, reference.fused_moe(*inputs, **options), rounded=rounded)
 
 
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "top_k"),
-    [(9, 64, 32, 4, 2), (3, 511, 33, 3, 1), (1, 40, 65, 8, 5)],
+    # Whole tiles; a tail in every dimension; matrix-vector products, with and without tails.
+    [(9, 64, 32, 4, 2), (3, 511, 33, 3, 1), (1, 40, 65, 8, 5), (2, 512, 256, 16, 2), (1, 511, 33, 24, 6)],
 )
 def test_matches_reference(
     num_tokens: int,
@@ -84,7 +98,6 @@ def test_matches_reference(
     backend: str,
     device: torch.device,
 ) -> None:
-    """Sizes that fill their tiles, and sizes that leave a tail in every dimension."""
     inputs = make_inputs(
         device,
         num_tokens=num_tokens,
@@ -97,21 +110,73 @@ def test_matches_reference(
     assert_matches(fused_moe(*inputs), inputs, backend)
 
 
-@pytest.mark.parametrize(("num_tokens", "block_m"), [(250, 64), (300, 128)])
-def test_prefill_tiles(num_tokens: int, block_m: int, backend: str, device: torch.device) -> None:
-    """Several blocks an expert, more than a group of them for 64 rows, and two tiles of columns in both GEMMs."""
+@pytest.mark.parametrize("num_tokens", [1, 12])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_activations_biases_and_layouts(
+    num_tokens: int, activation: str, interleaved: bool, backend: str, device: torch.device
+) -> None:
+    """Gates and ups far enough out to be clamped; one token takes matrix-vector products."""
+    inputs = make_inputs(device, num_tokens=num_tokens, num_experts=8, dtype=torch.float16)
+    inputs[1].mul_(4)
+    options = {
+        "activation": activation,
+        "w1_bias": torch.randn(8, 80, device=device, dtype=torch.float16),
+        "w2_bias": torch.randn(8, 48, device=device),
+        "interleaved": interleaved,
+    }
+    assert_matches(fused_moe(*inputs, **options), inputs, backend, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden_size", "intermediate_size", "block_m", "widths"),
+    [
+        (22, 128, 32, 16, (32, 64)),
+        (22, 2048, 32, 16, (32, 128)),
+        (22, 64, 1040, 16, (64, 64)),
+        (40, 144, 80, 32, (64, 128)),
+        (80, 144, 80, 64, (64, 128)),
+        (120, 144, 80, 128, (64, 128)),
+        (110, 2048, 48, 128, (128, 128)),
+        (110, 48, 2048, 128, (64, 256)),
+    ],
+)
+def test_every_tile(
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    block_m: int,
+    widths: tuple[int, int],
+    backend: str,
+    device: torch.device,
+) -> None:
+    """Several blocks for one of two experts, and more columns than a tile where the depth leaves room for them."""
+    shape = MoeShape(num_tokens, 2, hidden_size, intermediate_size, 2)
+    tiles = fallback_tiles(shape, Device("cpu", 8))
+    assert (tiles.gate_up.block_m, tiles.gate_up.block_n, tiles.down.block_n) == (block_m, *widths)
     inputs = make_inputs(
         device,
         num_tokens=num_tokens,
-        hidden_size=136,
-        intermediate_size=72,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_experts=2,
         top_k=1,
         dtype=torch.float16,
     )
     inputs[4][: num_tokens // 4] = 1
-    assert gate_up_tile(num_tokens, 2, element_size=2, arch="cpu").block_m == block_m
     assert_matches(fused_moe(*inputs), inputs, backend)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="minutes in the interpreter")
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 128, 128), (1, 2048, 128), (33, 2048, 128), (222, 1024, 511), (64, 128, 1024)]
+)
+@pytest.mark.parametrize("num_experts", [8, 64, 192])
+@pytest.mark.parametrize("top_k", [2, 6])
+def test_the_peers_matrix(m: int, n: int, k: int, num_experts: int, top_k: int, device: torch.device) -> None:
+    sizes = {"num_tokens": m, "hidden_size": k, "intermediate_size": n, "num_experts": num_experts, "top_k": top_k}
+    inputs = make_inputs(device, **sizes, dtype=torch.bfloat16)
+    assert_matches(fused_moe(*inputs), inputs, "triton")
 
 
 @pytest.mark.parametrize("expert", [0, 2])
@@ -192,18 +257,42 @@ def test_weights_beyond_two_billion_elements(device: torch.device, tmp_path: Pat
     assert torch.equal(fused_moe(hidden_states, far_w1, w2, topk_weights, topk_ids), near)
 
 
-def test_both_gemms_share_one_order() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_alignment_made_beforehand(num_tokens: int, backend: str, device: torch.device) -> None:
+    """The result with an alignment is the same, and one of another block size is refused where one is read."""
+    inputs = make_inputs(device, num_tokens=num_tokens, num_experts=8)
+    block_size = moe_block_size(num_tokens, 2, inputs[2])
+    assert (block_size is None) == (backend == "torch" or num_tokens == 1)
+    if block_size is not None:
+        aligned = moe_align_block_size(inputs[4], block_size, 8)
+        assert torch.equal(fused_moe(*inputs, aligned=aligned), fused_moe(*inputs))
+        with pytest.raises(InvalidInputError, match="aligned: sizes"):
+            fused_moe(*inputs, aligned=moe_align_block_size(inputs[4], 2 * block_size, 8))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
+def test_both_gemms_share_one_order(arch: str) -> None:
     for element_size in (2, 4):
-        for num_entries in (1, 16, 17, 1000, 1 << 20):
-            tiles = [tile(num_entries, 8, element_size, "sm_90") for tile in (gate_up_tile, down_tile)]
-            assert tiles[0].block_m == tiles[1].block_m
+        for num_entries in (1, 16, 100, 200, 500, 1 << 20):
+            for size in (33, 512, 4096):
+                tiles = fallback_tiles(MoeShape(num_entries, 8, size, size, element_size), Device(arch, 100))
+                assert tiles.gate_up.block_m == tiles.down.block_m
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
     hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
     fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, activation="silu")
-    with pytest.raises(UnsupportedError, match="activation: 'gelu', known are 'silu'"):
-        fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, activation="gelu")
+    with pytest.raises(UnsupportedError, match="activation: 'relu', known are 'silu', 'gelu'"):
+        fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, activation="relu")
+    biases = {"w1_bias": torch.zeros(4, 80, device=device), "w2_bias": torch.zeros(4, 48, device=device)}
+    fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, **biases)
+    for name, bias in biases.items():
+        with pytest.raises(InvalidInputError, match=f"{name}: shape"):
+            fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, **{name: bias[:, 1:]})
+        with pytest.raises(InvalidInputError, match=f"{name}: dtype"):
+            fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, **{name: bias.double()})
+        with pytest.raises(InvalidInputError, match=f"{name}: strides"):
+            fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, **{name: bias.T.contiguous().T})
     with pytest.raises(InvalidInputError, match=r"w1: shape \[4, 79, 48\], expected \[4, 80, 48\]"):
         fused_moe(hidden_states, w1[:, 1:], w2, topk_weights, topk_ids)
     with pytest.raises(InvalidInputError, match="w2: dtype"):
