@@ -12,76 +12,45 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.check import compare
+from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment
 from bench.kernel_cases import CASES, Case, Work
-from bench.limits import Ceilings
-from bench.timing import cache_bytes, ceilings, device_name, sampler
-from paged.kernels.compat import HAS_TRITON, interpreting
+from bench.limits import Ceilings, Speed, speed
+from bench.timing import cache_bytes, ceilings, sampler
+from paged.kernels.compat import interpreting
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SCALE = {"cuda": "full", "cpu": "small"}
 REPEATS = {"cuda": 100, "cpu": 20}
-# Largest error against float64, relative to the value plus the root mean square of all: 84 and 2.6 times the type's
-# eps. It is wide enough for every rounding inside; the tests of the operations hold the tight budgets.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-INTERPRETING = "TRITON_INTERPRET=1: the interpreter's times mean nothing, unset it to benchmark"
 # Sets of tensors a case rotates through at the most, where even so many do not fill the cache.
 MAX_SETS = 512
 
 
-class WrongResultError(Exception):
-    """An operation's result is not the reference's, so its speed means nothing."""
-
-
 @dataclass(frozen=True)
-class Row:
-    """A result. method: see `sampler`; cold: the rotated inputs exceed the cache; percent: bound over median."""
+class Row(Speed):
+    """A result. method: see `sampler`; cold: the rotated inputs exceed the cache."""
 
     name: str
     size: dict[str, Any]
     method: str
     cold: bool
-    median_us: float
-    p20_us: float
-    p80_us: float
-    gb_per_s: float
-    tflop_per_s: float
-    bound_us: float
-    bound_by: str
-    percent: float
 
 
 def check(work: Work) -> None:
     """Raise WrongResultError unless the operation gives what the float64 reference gives."""
     expected, actual = _tensors(work.expected()), _tensors(work.call())
     for want, got in zip(expected, actual, strict=True):
-        want, got = want.detach().cpu().double(), got.detach()
-        budget = torch.zeros_like(want)
-        if got.is_floating_point():
-            budget = TOLERANCE[got.dtype] * (want.abs() + want.square().mean().sqrt())
-        error = (got.cpu().double() - want).abs()
-        if not (error <= budget).all():
-            wrong = int((~(error <= budget)).sum())
-            raise WrongResultError(f"{wrong} of {want.numel()} elements off, the largest error is {error.max():.3g}")
+        compare(got, want)
 
 
 def _tensors(result: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else result
-
-
-def benchmark_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU, float32 on a CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def prepare(
@@ -106,39 +75,10 @@ def prepare(
     cost, is_cold = works[0].cost, len(works) * set_bytes > cache
 
     def row(samples: list[float], limits: Ceilings) -> Row:
-        deciles = statistics.quantiles(samples, n=10, method="inclusive")
-        median = statistics.median(samples)
-        bound, bound_by = limits.bound(cost)
-        return Row(
-            name=case.name,
-            size=case.size(scale),
-            method=method,
-            cold=is_cold,
-            median_us=median * 1e6,
-            p20_us=deciles[1] * 1e6,
-            p80_us=deciles[7] * 1e6,
-            gb_per_s=cost.num_bytes / median / 1e9,
-            tflop_per_s=cost.flops / median / 1e12,
-            bound_us=bound * 1e6,
-            bound_by=bound_by,
-            percent=100 * bound / median,
-        )
+        measured = asdict(speed(samples, cost, limits))
+        return Row(name=case.name, size=case.size(scale), method=method, cold=is_cold, **measured)
 
     return sample, row
-
-
-def environment(device: torch.device, limits: Ceilings) -> dict[str, Any]:
-    """What a reader needs to judge rows: the device, its measured ceilings a second, versions, date."""
-    return {
-        "device": device_name(device),
-        "dtype": str(benchmark_dtype(device)).removeprefix("torch."),
-        "torch": torch.__version__,
-        "triton": version("triton") if HAS_TRITON else None,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "copy_gb_per_s": limits.copy / 1e9,
-        "read_gb_per_s": limits.read / 1e9,
-        "matmul_tflop_per_s": limits.matmul / 1e12,
-    }
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

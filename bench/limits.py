@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,37 @@ class Ceilings:
         """The least seconds for `cost` where memory and matrix units overlap, and which of the two sets them."""
         memory, matmul = cost.num_bytes / self.bandwidth, cost.flops / self.matmul
         return max(memory, matmul), "memory" if memory >= matmul else "matmul"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What samples of a call say beside its limit. percent: bound_us over median_us."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    gb_per_s: float
+    tflop_per_s: float
+    bound_us: float
+    bound_by: str
+    percent: float
+
+
+def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> Speed:
+    """The speed of a call that took `samples` seconds, at least two of them."""
+    deciles = statistics.quantiles(samples, n=10, method="inclusive")
+    median = statistics.median(samples)
+    bound, bound_by = limits.bound(cost)
+    return Speed(
+        median_us=median * 1e6,
+        p20_us=deciles[1] * 1e6,
+        p80_us=deciles[7] * 1e6,
+        gb_per_s=cost.num_bytes / median / 1e9,
+        tflop_per_s=cost.flops / median / 1e12,
+        bound_us=bound * 1e6,
+        bound_by=bound_by,
+        percent=100 * bound / median,
+    )
 
 
 def attention_cost(

@@ -16,7 +16,8 @@ import torch
 
 import paged
 from bench import bench_kernels, kernel_cases
-from bench.bench_kernels import WrongResultError, check, main
+from bench.bench_kernels import check, main
+from bench.check import WrongResultError
 from bench.kernel_cases import CASES, Case
 from bench.limits import Ceilings, Cost, attention_cost, moe_cost
 
