@@ -349,7 +349,7 @@ CASES = (
     Case("greedy_argmax", _greedy_argmax, {"rows": (128, 16, 2), "vocab_size": (151936, 32000, 9000)}),
     Case("route_tokens", _route_tokens, {"tokens": _TOKENS, **_EXPERTS}),
     Case("moe_align_block_size", _moe_align_block_size, {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}),
-    Case("route_and_align", _route_and_align, {"tokens": (128, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
+    Case("route_and_align", _route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
     Case("fused_moe", _fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
     Case("fused_moe", _fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),
 )
