@@ -74,10 +74,10 @@ def fused_moe(
     num_experts, hidden_size, intermediate_size = w2.shape
     routes = (topk_weights, topk_ids, expert_map)
     options: MoeOptions = {"activation": activation, "interleaved": interleaved}
-    if not use_triton(hidden_states):
-        return torch_op.fused_moe(hidden_states, gate_up, down, *routes, out, **options)
     if hidden_states.numel() == 0:
         return out
+    if not use_triton(hidden_states):
+        return torch_op.fused_moe(hidden_states, gate_up, down, *routes, out, **options)
     num_tokens, top_k = topk_ids.shape
     shape = _shape(num_tokens, top_k, w2, expert_map)
     if takes_gemv(shape):
