@@ -15,7 +15,7 @@ from paged.kernels.moe_gemm import expert_gemm
 from paged.kernels.moe_gemv import moe_gemv
 from paged.kernels.moe_sum import moe_sum
 from paged.kernels.moe_table import moe_tiles
-from paged.kernels.moe_weights import ExpertLinear, MoeOptions
+from paged.kernels.moe_weights import ExpertLinear, MoeOptions, check_weights
 from paged.kernels.torch_ops import fused_moe as torch_op
 
 
@@ -33,6 +33,8 @@ def fused_moe(
     w2_bias: torch.Tensor | None = None,
     interleaved: bool = False,
     aligned: MoeAlignment | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum over a token's experts of weight * (w2[e] @ act(gate, up) + w2_bias[e]), (gate, up) = w1[e] @ x + w1_bias[e].
 
@@ -57,12 +59,18 @@ def fused_moe(
         interleaved: w1's gate and up rows alternate.
         aligned: `route_and_align`'s or `moe_align_block_size`'s result for these ids and this expert_map, at
             `moe_block_size`; made when not given.
+        w1_scale, w2_scale: of quantised weights, float32, contiguous: one an expert, one a row [num_experts, rows], or
+            one a group [num_experts, rows / group_n, columns / group_k]. float8_e4m3fn weights have groups of 128 x
+            128, the last ones may be smaller, and what they multiply is rounded to e4m3 with a scale for every 128
+            values of a token. int8 weights, and uint8 ones that hold two 4-bit values a byte, the first in the low bits
+            and all of them plus 8, have groups of one row and a multiple of 32 columns.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
-        UnsupportedError: the activation is another one.
+        UnsupportedError: the activation, or the size of a group, is another one.
     """
-    _check(hidden_states, w1, w2, topk_weights, topk_ids, w1_bias, w2_bias)
+    gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
+    _check(hidden_states, gate_up, down, topk_weights, topk_ids)
     check_expert_map(expert_map, hidden_states.device)
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, ACTIVATIONS))}")
@@ -70,8 +78,7 @@ def fused_moe(
         out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
     check_last_dim_contiguous("out", out)
-    gate_up, down = ExpertLinear(w1, w1_bias), ExpertLinear(w2, w2_bias)
-    num_experts, hidden_size, intermediate_size = w2.shape
+    num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
     routes = (topk_weights, topk_ids, expert_map)
     options: MoeOptions = {"activation": activation, "interleaved": interleaved}
     if hidden_states.numel() == 0:
@@ -79,8 +86,8 @@ def fused_moe(
     if not use_triton(hidden_states):
         return torch_op.fused_moe(hidden_states, gate_up, down, *routes, out, **options)
     num_tokens, top_k = topk_ids.shape
-    shape = _shape(num_tokens, top_k, w2, expert_map)
-    if takes_gemv(shape):
+    shape = _shape(num_tokens, top_k, down, hidden_states.dtype, expert_map)
+    if takes_gemv(shape, is_quantized=bool(gate_up.format or down.format)):
         moe_gemv(hidden_states, gate_up, down, *routes, out, **options)
         return out
     tiles = moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
@@ -96,49 +103,50 @@ def fused_moe(
 
 
 def moe_block_size(
-    num_tokens: int, top_k: int, w2: torch.Tensor, *, expert_map: torch.Tensor | None = None
+    num_tokens: int,
+    top_k: int,
+    w2: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> int | None:
     """Entries a block that `fused_moe` wants for so many tokens; None where it takes no alignment.
 
-    The dtype of hidden_states is taken to be that of w2.
+    dtype: of hidden_states, that of w2 when not given.
     """
-    shape = _shape(num_tokens, top_k, w2, expert_map)
-    if num_tokens == 0 or not use_triton(w2) or takes_gemv(shape):
+    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
+    shape = _shape(num_tokens, top_k, down, dtype, expert_map)
+    if num_tokens == 0 or not use_triton(w2) or takes_gemv(shape, is_quantized=bool(down.format)):
         return None
-    return moe_tiles(shape, w2.dtype, device_of(w2.device)).gate_up.block_m
+    return moe_tiles(shape, dtype, device_of(w2.device)).gate_up.block_m
 
 
-def _shape(num_tokens: int, top_k: int, w2: torch.Tensor, expert_map: torch.Tensor | None) -> MoeShape:
-    num_experts, hidden_size, intermediate_size = w2.shape
+def _shape(
+    num_tokens: int, top_k: int, down: ExpertLinear, dtype: torch.dtype, expert_map: torch.Tensor | None
+) -> MoeShape:
+    num_experts, hidden_size, _ = down.w.shape
     # The entries spread over all experts, of which a rank holds a part.
     num_routed = num_experts if expert_map is None else expert_map.numel()
-    return MoeShape(num_tokens * top_k, num_routed, hidden_size, intermediate_size, w2.element_size())
+    return MoeShape(num_tokens * top_k, num_routed, hidden_size, down.in_features, dtype.itemsize)
 
 
 def _check(
     hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    w1_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None,
 ) -> None:
     device, dtype = hidden_states.device, hidden_states.dtype
     check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
-    check_tensor("w2", w2, ("num_experts", hidden_states.shape[1], "intermediate_size"), (dtype,), device)
-    num_experts, hidden_size, intermediate_size = w2.shape
-    check_tensor("w1", w1, (num_experts, 2 * intermediate_size, hidden_size), (dtype,), device)
-    check_tensor("topk_ids", topk_ids, (hidden_states.shape[0], "top_k"), (torch.int32,), device)
+    num_tokens, hidden_size = hidden_states.shape
+    check_weights("w2", down, ("num_experts", hidden_size, "intermediate_size"), dtype, device)
+    check_weights("w1", gate_up, (len(down.w), 2 * down.in_features, hidden_size), dtype, device)
+    check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
     check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), device)
-    for name, tensor in (("hidden_states", hidden_states), ("w1", w1), ("w2", w2)):
-        check_last_dim_contiguous(name, tensor)
-    contiguous = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    for name, bias, w in (("w1_bias", w1_bias, w1), ("w2_bias", w2_bias, w2)):
-        if bias is not None:
-            check_tensor(name, bias, w.shape[:2], (dtype, torch.float32), device)
-            contiguous[name] = bias
-    for name, tensor in contiguous.items():
+    check_last_dim_contiguous("hidden_states", hidden_states)
+    for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
         if not tensor.is_contiguous():
             raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
 

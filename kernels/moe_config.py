@@ -51,9 +51,9 @@ class MoeShape:
         return self.num_entries / self.num_experts
 
 
-def takes_gemv(shape: MoeShape) -> bool:
-    """Whether matrix-vector products, without alignment, are the way for so few entries."""
-    return shape.num_entries * GEMV_EXPERTS_PER_ENTRY <= shape.num_experts
+def takes_gemv(shape: MoeShape, *, is_quantized: bool = False) -> bool:
+    """Whether matrix-vector products, without alignment, are the way for so few entries; not of quantised weights."""
+    return not is_quantized and shape.num_entries * GEMV_EXPERTS_PER_ENTRY <= shape.num_experts
 
 
 def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
@@ -71,6 +71,18 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
     else:
         gate_up, down = _many_rows(shape, device)
     return MoeTiles(_fitting(gate_up, device.arch), _fitting(down, device.arch))
+
+
+def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_native: bool) -> MoeTile:
+    """The tile for weights of which group_k columns share a scale; is_native: 8-bit numbers are multiplied as such.
+
+    A step stays within a group and has 128 bytes of a row. Its product stands beside the sum, so 128 columns are the
+    most that registers hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
+    """
+    depth = 128 if is_native else 64
+    block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)
+    width = 64 if tile.block_m == 128 and arch.startswith("sm_") and arch != "sm_90" else 128
+    return replace(tile, block_n=min(tile.block_n, width // 2 if gated else width), block_k=block_k, num_stages=3)
 
 
 def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:

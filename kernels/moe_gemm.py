@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.compat import tl, triton
+from paged.kernels.device import device_of
 from paged.kernels.dot import dot
+from paged.kernels.fp8 import as_kernel_argument, decode_e4m3
 from paged.kernels.moe_activation import gated_activation
 from paged.kernels.moe_align_block_size import MoeAlignment
-from paged.kernels.moe_config import MoeTile
-from paged.kernels.moe_weights import ExpertLinear
+from paged.kernels.moe_config import MoeTile, quantized_tile
+from paged.kernels.moe_weights import FP8_GROUP, ExpertLinear
+from paged.kernels.quantize_token_groups import quantize_token_groups
 
 
 @triton.jit
 def _expert_gemm_kernel(
     x_ptr,  # [num_entries / ENTRIES_PER_ROW, K]
-    w_ptr,  # [num_experts, 2 * N where gated, else N, K]
+    x_scale_ptr,  # [num_entries / ENTRIES_PER_ROW, K / X_GROUP] float32, or None
+    w_ptr,  # [num_experts, 2 * N where gated, else N, K, or K / 2 bytes]
+    w_scale_ptr,  # [num_experts, w's rows / GROUP_N, K / GROUP_K] float32, or None
     bias_ptr,  # [num_experts, 2 * N or N], or None
     entry_weights_ptr,  # [num_entries] float32, or None
     out_ptr,  # [num_entries, N], contiguous
@@ -32,6 +37,10 @@ def _expert_gemm_kernel(
     ENTRIES_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -43,6 +52,9 @@ def _expert_gemm_kernel(
     ACTIVATION: of the products with w's gate and up rows, in the registers that accumulated them; "" for none.
     INTERLEAVED: gate and up rows alternate in w, else all gate rows come first. entry_weights: each entry's row is
     multiplied by its weight before it is rounded. SWAP_AB: the weights are the operand whose rows come in 64s.
+
+    FORMAT: of quantised weights. A step's product of quantised values is multiplied by its scales in float32 before it
+    is added; scales that span K (GROUP_K 0) wait for the end.
     """
     program = tl.program_id(0)
     num_blocks_m = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
@@ -68,22 +80,42 @@ def _expert_gemm_kernel(
     if GATED:
         w_rows = w_rows * 2 + lanes % 2 if INTERLEAVED else w_rows + lanes % 2 * N
     offs_k = tl.arange(0, BLOCK_K)
+    offs_w = tl.arange(0, BLOCK_K // 2) if FORMAT == "int4" else offs_k
+    VALUES: tl.constexpr = 2 if FORMAT == "int4" else 1
     x_ptrs = x_ptr + rows[:, None] * stride_x_row + offs_k[None, :]
-    w_ptrs = w_ptr + expert * stride_w_expert + w_rows[:, None].to(tl.int64) * stride_w_row + offs_k[None, :]
+    w_ptrs = w_ptr + expert * stride_w_expert + w_rows[:, None].to(tl.int64) * stride_w_row + offs_w[None, :]
+    if w_scale_ptr is not None:
+        num_row_groups: tl.constexpr = (N * WIDTH // BLOCK_N + GROUP_N - 1) // GROUP_N
+        num_groups = (K + GROUP_K - 1) // GROUP_K if GROUP_K > 0 else 1
+        w_scale_ptrs = w_scale_ptr + (expert * num_row_groups + w_rows // GROUP_N) * num_groups
     # Few rows: an empty one is not read, as the weights take all the bandwidth. Many: it reads row 0, without a mask.
     FEW_ROWS: tl.constexpr = BLOCK_M <= 32
     acc = tl.zeros((WIDTH, BLOCK_M) if SWAP_AB else (BLOCK_M, WIDTH), tl.float32)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_ptrs + start, mask=is_entry[:, None], other=0.0) if FEW_ROWS else tl.load(x_ptrs + start)
-            w = tl.load(w_ptrs + start)
+            w = tl.load(w_ptrs + start // VALUES)
         else:
             in_row = offs_k[None, :] < K - start
             x = tl.load(x_ptrs + start, mask=(is_entry[:, None] & in_row) if FEW_ROWS else in_row, other=0.0)
-            w = tl.load(w_ptrs + start, mask=in_row, other=0.0)
-        acc = dot(w, x.T, acc) if SWAP_AB else dot(x, w.T, acc)
+            w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0)
+        w = _decoded(w, x.dtype, FORMAT)
+        if x_scale_ptr is not None or GROUP_K > 0:
+            part = tl.zeros_like(acc)
+            part = dot(w, x.T, part) if SWAP_AB else dot(x, w.T, part)
+            if x_scale_ptr is not None:
+                x_scale = tl.load(x_scale_ptr + rows * ((K + X_GROUP - 1) // X_GROUP) + start // X_GROUP)
+                part *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
+            if GROUP_K > 0:
+                w_scale = tl.load(w_scale_ptrs + start // GROUP_K)
+                part *= w_scale[:, None] if SWAP_AB else w_scale[None, :]
+            acc += part
+        else:
+            acc = dot(w, x.T, acc) if SWAP_AB else dot(x, w.T, acc)
     if SWAP_AB:
         acc = acc.T
+    if w_scale_ptr is not None and GROUP_K == 0:
+        acc *= tl.load(w_scale_ptrs)[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * (N * WIDTH // BLOCK_N) + w_rows).to(tl.float32)[None, :]
     if GATED:
@@ -94,6 +126,17 @@ def _expert_gemm_kernel(
         acc *= tl.load(entry_weights_ptr + entries, mask=is_entry, other=0.0)[:, None]
     out_ptrs = out_ptr + entries[:, None].to(tl.int64) * N + columns[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_entry[:, None] & (columns[None, :] < N))
+
+
+@triton.jit
+def _decoded(w, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile of weights as numbers of the other operand's dtype, all of which hold the quantised ones exactly."""
+    if FORMAT == "int4":  # the first of two values in the low bits, 8 above what it is
+        w = w.to(tl.int8, bitcast=True)
+        w = tl.join(w & 15, (w >> 4) & 15).reshape(w.shape[0], 2 * w.shape[1]) - 8
+    if FORMAT == "e4m3" and w.dtype == tl.uint8:
+        w = decode_e4m3(w)
+    return w.to(dtype)
 
 
 def expert_gemm(
@@ -108,12 +151,26 @@ def expert_gemm(
     entry_weights: torch.Tensor | None = None,
     entries_per_row: int = 1,
 ) -> None:
-    """Fill the rows of `out` [num_entries, num_columns] whose entries are in a block of `aligned`; see the kernel."""
+    """Fill the rows of `out` [num_entries, num_columns] whose entries are in a block of `aligned`; see the kernel.
+
+    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row.
+    """
     num_entries, num_columns = out.shape
-    w = linear.w
+    w, x_scale, (group_n, group_k) = linear.w, None, (1, 0)
+    if linear.format == "e4m3":
+        x, x_scale = quantize_token_groups(x)
+        w = w if x.dtype == w.dtype else as_kernel_argument(w)
+    if linear.scale is not None:
+        group_n, group_k = linear.group
+        step = FP8_GROUP if linear.format == "e4m3" else group_k
+        arch = device_of(x.device).arch
+        tile = quantized_tile(tile, step, arch, gated=bool(activation), is_native=x.dtype == linear.w.dtype)
+        group_k = 0 if group_k == linear.in_features else group_k
     _expert_gemm_kernel[(aligned.expert_ids.numel() * triton.cdiv(num_columns, tile.block_n),)](
         x_ptr=x,
+        x_scale_ptr=x_scale,
         w_ptr=w,
+        w_scale_ptr=linear.scale,
         bias_ptr=linear.bias,
         entry_weights_ptr=entry_weights,
         out_ptr=out,
@@ -130,6 +187,10 @@ def expert_gemm(
         ENTRIES_PER_ROW=entries_per_row,
         ACTIVATION=activation,
         INTERLEAVED=interleaved,
+        FORMAT=linear.format,
+        X_GROUP=FP8_GROUP,
+        GROUP_N=group_n,
+        GROUP_K=group_k,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

@@ -6,6 +6,7 @@ All functions return new float64 (or integer) tensors on the CPU and change noth
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -242,6 +243,46 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
     raise InvalidInputError(f"activation={activation!r}: expected 'silu', 'gelu', 'gelu_tanh' or 'swiglu_oai'")
 
 
+def quantize_token_groups(x: torch.Tensor) -> torch.Tensor:
+    """x [num_rows, size] with every 128 values of a row rounded to e4m3 times a scale that makes their largest 448.
+
+    e4m3 numbers from 2^e to 2^(e + 1) are 2^(e - 3) apart, those below 2^-6 are 2^-9 apart (Micikevicius et al., 2022).
+    """
+    x = _f64(x)
+    out = x.clone()
+    for start in range(0, x.shape[1], 128):
+        for row in range(x.shape[0]):
+            values = x[row, start : start + 128]
+            scale = float(values.abs().max()) / 448 or 1.0
+            exponents = torch.floor(torch.log2((values / scale).abs().clamp(min=2.0**-6)))
+            steps = scale * 2.0 ** (exponents - 3)
+            out[row, start : start + 128] = torch.round(values / steps) * steps
+    return out
+
+
+def dequantize(w: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """One expert's weights [rows, columns] times their scale: one, one a row, or one a group of rows and columns.
+
+    Groups of e4m3 are 128 x 128, those of int8 and of two 4-bit values plus 8 a byte (low bits first) one row each.
+    """
+    if scale is None:
+        return _f64(w)
+    if w.dtype == torch.uint8:
+        low, high = _f64(w % 16) - 8, _f64(w // 16) - 8
+        values = torch.zeros(w.shape[0], 2 * w.shape[1], dtype=torch.float64)
+        values[:, 0::2], values[:, 1::2] = low, high
+    else:
+        values = _f64(w)
+    scale = _f64(scale)
+    if scale.dim() < 2:
+        return values * scale.reshape(-1, 1)
+    height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // scale.shape[1])
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            values[i * height : (i + 1) * height, j * width : (j + 1) * width] *= scale[i, j]
+    return values
+
+
 def fused_moe(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -254,19 +295,28 @@ def fused_moe(
     w1_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
     interleaved: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum over a token's experts of weight * (w2[e] @ activation(w1[e] @ x + w1_bias[e]) + w2_bias[e]).
 
     Shapes as in the operation; w1's gate and up rows lie in halves or, where interleaved, alternate. expert_map
     [num_global_experts] gives each expert's row in w1 and w2, or -1 for experts that live elsewhere and contribute
-    nothing. A token whose weights are NaN yields NaN.
+    nothing. Scales make quantised weights numbers, see `dequantize`; what e4m3 weights multiply is rounded first, see
+    `quantize_token_groups`. A token whose weights are NaN yields NaN.
     """
     x, weights = _f64(hidden_states), _f64(topk_weights)
-    num_experts, hidden_size, intermediate_size = w2.shape
-    rows = torch.arange(2 * intermediate_size)
+    num_experts, hidden_size, _ = w2.shape
+    rows = torch.arange(w1.shape[1])
     gate_rows, up_rows = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
-    w1_bias = torch.zeros(num_experts, 2 * intermediate_size) if w1_bias is None else w1_bias
+    w1_bias = torch.zeros(num_experts, w1.shape[1]) if w1_bias is None else w1_bias
     w2_bias = torch.zeros(num_experts, hidden_size) if w2_bias is None else w2_bias
+
+    @functools.cache
+    def matrices(local: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = dequantize(w1[local], None if w1_scale is None else w1_scale[local])
+        return first, dequantize(w2[local], None if w2_scale is None else w2_scale[local])
+
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token], topk_ids[token].tolist(), strict=True):
@@ -275,7 +325,11 @@ def fused_moe(
                 continue
             local = expert if expert_map is None or expert < 0 else int(expert_map[expert])
             if local >= 0:
-                product = _f64(w1[local]) @ x[token] + _f64(w1_bias[local])
+                first, second = matrices(local)
+                given = quantize_token_groups(x[token, None])[0] if w1.dtype == torch.float8_e4m3fn else x[token]
+                product = first @ given + _f64(w1_bias[local])
                 activated = gated_activation(product[gate_rows], product[up_rows], activation)
-                out[token] += weight * (_f64(w2[local]) @ activated + _f64(w2_bias[local]))
+                if w2.dtype == torch.float8_e4m3fn:
+                    activated = quantize_token_groups(activated[None])[0]
+                out[token] += weight * (second @ activated + _f64(w2_bias[local]))
     return out

@@ -12,11 +12,13 @@ import triton
 from bench.compile import TARGETS, CompileCase
 from paged.kernels.device import Device
 from paged.kernels.moe_align_block_size import _count_kernel, _place_kernel
-from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles
+from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles, quantized_tile
 from paged.kernels.moe_gemm import _expert_gemm_kernel
 from paged.kernels.moe_gemv import _down_gemv_kernel, _gate_up_gemv_kernel, down_gemv_tile
 from paged.kernels.moe_sum import _moe_sum_kernel
 from paged.kernels.moe_table import FOLDER, load_table
+from paged.kernels.moe_weights import FP8_GROUP
+from paged.kernels.quantize_token_groups import _quantize_token_groups_kernel
 from paged.kernels.route_and_align import _route_and_align_kernel
 from paged.kernels.route_tokens import Routing, _route_tokens_kernel
 
@@ -39,6 +41,7 @@ def cases() -> list[CompileCase]:
             shape = MoeShape(4 * tokens, 128, size, size, 2)
             tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
             found.append(_gemm(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
+        found += _quantized(target)
         odd = MoeShape(8192, 128, 511, 33, 2)
         tile = fallback_tiles(odd, Device(target, NUM_SMS[target])).gate_up
         found.append(_gemm(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
@@ -88,13 +91,18 @@ def _gemm(
     activation: str = "silu",
     *,
     biased: bool = False,
+    layout: tuple[str, int, int] = ("", 1, 0),
 ) -> CompileCase:
+    """layout: the format of quantised weights, and the rows and columns of a group."""
     columns, depth = shape.intermediate_size, shape.hidden_size
     if not gated:
         columns, depth = depth, columns
+    kind, group_n, group_k = layout
+    is_native = kind == "e4m3" and target in ("sm_90", "sm_100")
+    weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
     pointers = {
-        "x_ptr": f"*{dtype}",
-        "w_ptr": f"*{dtype}",
+        "x_ptr": "*fp8e4nv" if is_native else f"*{dtype}",
+        "w_ptr": weights[kind],
         "out_ptr": f"*{dtype}",
         **dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), "*i32"),
     }
@@ -104,13 +112,22 @@ def _gemm(
         "ENTRIES_PER_ROW": 8 if gated else 1,
         "ACTIVATION": activation if gated else "",
         "INTERLEAVED": biased,
+        "FORMAT": kind,
+        "X_GROUP": FP8_GROUP,
+        "GROUP_N": group_n,
+        "GROUP_K": group_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": tile.group_m,
         "SWAP_AB": tile.swap_ab,
     }
-    optional = {"bias_ptr": f"*{dtype}" if biased else None, "entry_weights_ptr": None if gated else "*fp32"}
+    optional = {
+        "bias_ptr": f"*{dtype}" if biased else None,
+        "entry_weights_ptr": None if gated else "*fp32",
+        "x_scale_ptr": "*fp32" if kind == "e4m3" else None,
+        "w_scale_ptr": "*fp32" if kind else None,
+    }
     pointers |= {name: kind for name, kind in optional.items() if kind}
     constexprs |= {name: None for name, kind in optional.items() if not kind}
     sizes = ("stride_x_row", "stride_w_expert", "stride_w_row", "K")
@@ -122,7 +139,7 @@ def _gemm(
         "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies),
         "gfx942": ("v_mfma",),
     }
-    operation = f"gate_up {activation}" if gated else "down"
+    operation = f"{kind} " * bool(kind) + (f"gate_up {activation}" if gated else "down")
     size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' if tile.swap_ab else ''}"
     return replace(
         case,
@@ -130,9 +147,31 @@ def _gemm(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         divisible_by_16=sizes if depth % 16 == 0 else (),
-        expect={} if dtype == "fp32" else tensor_cores,
+        expect={} if dtype == "fp32" or kind else tensor_cores,
         targets=(target,),
     )
+
+
+def _quantized(target: str) -> list[CompileCase]:
+    """Blocks of 128 x 128 in e4m3 and groups of 128 columns in int8 and int4, at every number of rows."""
+    found, is_native = [], target in ("sm_90", "sm_100")
+    for tokens in (64, 256, 512, 4096):
+        shape = MoeShape(8 * tokens, *QWEN3_30B_A3B[:1], *QWEN3_30B_A3B[2:], 2)
+        tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+        for layout in (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128)):
+            tile = quantized_tile(tiles.gate_up, 128, target, gated=True, is_native=is_native and layout[0] == "e4m3")
+            found.append(_gemm(target, tile, shape, True, "bf16", layout=layout))
+    for layout in (("e4m3", 128, 128), ("int4", 1, 128)):
+        tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout[0] == "e4m3")
+        found.append(_gemm(target, tile, shape, False, "bf16", layout=layout))
+    quantize = _case(
+        f"quantize_token_groups for {target}",
+        _quantize_token_groups_kernel,
+        {"x_ptr": "*bf16", "q_ptr": "*u8" if is_native else "*bf16", "scale_ptr": "*fp32"},
+        ("num_rows", "stride_x_row"),
+        {"SIZE": shape.hidden_size, "GROUP": FP8_GROUP, "BLOCK_ROWS": 8, "NATIVE": is_native},
+    )
+    return [*found, replace(quantize, targets=(target,))]
 
 
 def _around() -> list[CompileCase]:

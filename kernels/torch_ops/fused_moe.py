@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn import functional
 
+from paged.kernels.moe_weights import FP8_GROUP, ExpertLinear
 from paged.kernels.torch_ops.moe_align_block_size import expert_rows
-
-if TYPE_CHECKING:
-    from paged.kernels.moe_weights import ExpertLinear
 
 
 def fused_moe(
@@ -44,15 +40,43 @@ def fused_moe(
 
 def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Each expert's product with the rows up to its end; rows beyond the last end hold anything."""
-    out = _grouped_mm(x, linear.w, ends)
+    if linear.format:
+        out = _grouped_mm(
+            quantized_token_groups(x) if linear.format == "e4m3" else x.float(), dequantized(linear), ends
+        )
+    else:
+        out = _grouped_mm(x, linear.w, ends)
     return out if linear.bias is None else out + linear.bias[ids.clamp(max=len(linear.w) - 1)].to(out.dtype)
+
+
+def quantized_token_groups(x: torch.Tensor) -> torch.Tensor:
+    """Twin of `kernels.quantize_token_groups`, multiplied out in float32."""
+    groups = functional.pad(x.float(), (0, -x.shape[1] % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
+    scale = groups.abs().amax(-1, keepdim=True) / 448.0
+    scale = torch.where(scale > 0, scale, 1.0)
+    rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(-2)[:, : x.shape[1]].contiguous()
+
+
+def dequantized(linear: ExpertLinear) -> torch.Tensor:
+    """All weights in float32."""
+    assert linear.scale is not None
+    w = linear.w
+    if linear.format == "int4":
+        w = torch.stack([w & 15, w >> 4], -1).flatten(-2).to(torch.int8) - 8
+    group_n, group_k = linear.group
+    num_experts, num_rows, num_columns = w.shape
+    scale = linear.scale.view(num_experts, -1, linear.scale.shape[2] if linear.scale.dim() == 3 else 1)
+    scale = scale.repeat_interleave(group_n, 1)[:, :num_rows].repeat_interleave(group_k, 2)[..., :num_columns]
+    return w.float() * scale
 
 
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """torch's own where there are rows, and strides are multiples of 16 bytes, as it demands."""
     strides = x.stride(0) | w.stride(0) | w.stride(1)
     if len(x) and strides * x.element_size() % 16 == 0:
-        return functional.grouped_mm(x, w.mT, offs=ends)
+        out: torch.Tensor = functional.grouped_mm(x, w.mT, offs=ends)
+        return out
     out = x.new_empty(len(x), w.shape[1])
     start = 0
     for expert, end in enumerate(ends.tolist()):
