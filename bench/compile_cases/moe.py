@@ -34,17 +34,17 @@ def cases() -> list[CompileCase]:
     found = _around()
     for target in TARGETS:
         for (gated, shape, dtype), tile in _fallbacks(target) | _tuned(target):
-            found.append(_gemm(target, tile, shape, gated, dtype))
+            found.append(gemm_case(target, tile, shape, gated, dtype))
         # The other activations with biases and alternating rows, the sizes of gpt-oss-120b, which steps of 128 do not
         # divide, and sizes off the 16-byte grid.
         for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2880), ("swiglu_oai", 16384, 2880)):
             shape = MoeShape(4 * tokens, 128, size, size, 2)
             tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
-            found.append(_gemm(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
+            found.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
         found += _quantized(target)
         odd = MoeShape(8192, 128, 511, 33, 2)
         tile = fallback_tiles(odd, Device(target, NUM_SMS[target])).gate_up
-        found.append(_gemm(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
+        found.append(gemm_case(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
     return found
 
 
@@ -82,7 +82,7 @@ def _tuned(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
     return found
 
 
-def _gemm(
+def gemm_case(
     target: str,
     tile: MoeTile,
     shape: MoeShape,
@@ -93,7 +93,7 @@ def _gemm(
     biased: bool = False,
     layout: tuple[str, int, int] = ("", 1, 0),
 ) -> CompileCase:
-    """layout: the format of quantised weights, and the rows and columns of a group."""
+    """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group."""
     columns, depth = shape.intermediate_size, shape.hidden_size
     if not gated:
         columns, depth = depth, columns
@@ -160,10 +160,10 @@ def _quantized(target: str) -> list[CompileCase]:
         tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
         for layout in (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128)):
             tile = quantized_tile(tiles.gate_up, 128, target, gated=True, is_native=is_native and layout[0] == "e4m3")
-            found.append(_gemm(target, tile, shape, True, "bf16", layout=layout))
+            found.append(gemm_case(target, tile, shape, True, "bf16", layout=layout))
     for layout in (("e4m3", 128, 128), ("int4", 1, 128)):
         tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout[0] == "e4m3")
-        found.append(_gemm(target, tile, shape, False, "bf16", layout=layout))
+        found.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
     quantize = _case(
         f"quantize_token_groups for {target}",
         _quantize_token_groups_kernel,
