@@ -179,18 +179,21 @@ def test_the_peers_matrix(m: int, n: int, k: int, num_experts: int, top_k: int, 
     assert_matches(fused_moe(*inputs), inputs, "triton")
 
 
-@pytest.mark.parametrize("expert", [0, 2])
-def test_all_tokens_to_one_expert(expert: int, backend: str, device: torch.device) -> None:
-    inputs = make_inputs(device, num_tokens=40, num_experts=3, top_k=1)
+@pytest.mark.parametrize(("expert", "num_tokens", "num_experts"), [(0, 40, 3), (2, 40, 3), (5, 2, 8)])
+def test_all_tokens_to_one_expert(
+    expert: int, num_tokens: int, num_experts: int, backend: str, device: torch.device
+) -> None:
+    inputs = make_inputs(device, num_tokens=num_tokens, num_experts=num_experts, top_k=1)
     inputs[4].fill_(expert)
     assert_matches(fused_moe(*inputs), inputs, backend)
 
 
 @pytest.mark.usefixtures("backend")
-def test_parts_of_four_ranks_add_up(device: torch.device) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_parts_of_four_ranks_add_up(num_tokens: int, device: torch.device) -> None:
     """Two of eight experts live on each rank, in an order of the rank's own; some tokens need one rank alone."""
-    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=8)
-    topk_ids[:2] = torch.tensor([[0, 4], [5, 1]], device=device)
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_tokens=num_tokens, num_experts=8)
+    topk_ids[:2] = torch.tensor([[0, 4], [5, 1]], device=device)[:num_tokens]
     total = torch.zeros_like(hidden_states)
     for rank in range(4):
         owned = [rank + 4, rank]
@@ -203,20 +206,27 @@ def test_parts_of_four_ranks_add_up(device: torch.device) -> None:
     assert_close(total, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
 
 
+# 12 entries: sorted by expert, and few enough for matrix-vector products.
+BOTH_PATHS = pytest.mark.parametrize("num_experts", [4, 48])
+
+
 @pytest.mark.usefixtures("backend")
-def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:
-    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
-    topk_ids[0, 1], topk_ids[2, 0], topk_ids[3] = -1, 4, -1
-    want = reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids.masked_fill(topk_ids == 4, -1))
+@BOTH_PATHS
+def test_ids_of_no_expert_contribute_nothing(num_experts: int, device: torch.device) -> None:
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=num_experts)
+    topk_ids[0, 1], topk_ids[2, 0], topk_ids[3] = -1, num_experts, -1
+    known = topk_ids.masked_fill(topk_ids == num_experts, -1)
+    want = reference.fused_moe(hidden_states, w1, w2, topk_weights, known)
     assert_close(fused_moe(hidden_states, w1, w2, topk_weights, topk_ids), want)
-    every = torch.arange(4, dtype=torch.int32, device=device)
+    every = torch.arange(num_experts, dtype=torch.int32, device=device)
     assert_close(fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, expert_map=every), want)
 
 
 @pytest.mark.usefixtures("backend")
-def test_nan_stays_in_its_row(device: torch.device) -> None:
+@BOTH_PATHS
+def test_nan_stays_in_its_row(num_experts: int, device: torch.device) -> None:
     """A token that was routed nowhere, one with a single NaN weight, one whose hidden state holds NaN."""
-    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=num_experts)
     topk_weights[1], topk_ids[1] = math.nan, -1
     topk_weights[3, 1] = math.nan
     hidden_states[4, 7] = math.nan
@@ -226,14 +236,50 @@ def test_nan_stays_in_its_row(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("num_experts", [4, 64])
+def test_shared_experts_are_experts_that_all_tokens_take(num_experts: int, device: torch.device) -> None:
+    """Two rows behind the routed experts, with weight 1, add what a gated MLP of twice the width would."""
+    hidden_states, w1, w2, _, _ = make_inputs(device, num_experts=num_experts + 2)
+    logits = torch.randn(6, num_experts, device=device)
+    routed = route_tokens(logits, 2)
+    out = fused_moe(hidden_states, w1, w2, *route_tokens(logits, 2, num_shared_experts=2))
+    gates, ups = (part.reshape(80, 48) for part in w1[num_experts:].chunk(2, 1))
+    shared = (
+        reference.gated_activation(hidden_states.cpu() @ gates.cpu().T, hidden_states.cpu() @ ups.cpu().T, "silu")
+        @ torch.cat(list(w2[num_experts:]), 1).cpu().double().T
+    )
+    assert_close(out, reference.fused_moe(hidden_states, w1, w2, *routed) + shared)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="8 GB, and minutes in the interpreter")
+def test_more_entries_than_32_bits_address(device: torch.device) -> None:
+    """131,072 tokens of 8 experts: the parts that are summed begin beyond 2^31 elements."""
+    inputs = make_inputs(
+        device,
+        num_tokens=131072,
+        hidden_size=4096,
+        intermediate_size=64,
+        num_experts=16,
+        top_k=8,
+        dtype=torch.bfloat16,
+    )
+    assert inputs[4].numel() * 4096 > 2**31
+    out = fused_moe(*inputs)
+    spots = [0, 65537, 131071]
+    few = (inputs[0][spots], *inputs[1:3], inputs[3][spots], inputs[4][spots])
+    assert_matches(out[spots], few, "triton")
+
+
+@pytest.mark.usefixtures("backend")
 def test_no_tokens(device: torch.device) -> None:
     assert fused_moe(*make_inputs(device, num_tokens=0)).shape == (0, 48)
 
 
 @pytest.mark.usefixtures("backend")
-def test_strided_inputs_and_out(device: torch.device) -> None:
+@BOTH_PATHS
+def test_strided_inputs_and_out(num_experts: int, device: torch.device) -> None:
     """What lies between the rows is NaN and must not be read, also where a row ends inside a tile."""
-    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device)
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=num_experts)
     strided = [torch.nn.functional.pad(tensor, (8, 16), value=math.nan) for tensor in (hidden_states, w1, w2)]
     views = [tensor[..., 8:-16] for tensor in strided]
     out = torch.full((6, 64), math.nan, device=device)[:, 8:56]
