@@ -60,22 +60,22 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
     least, most = shape.entries_per_expert / 4, max(16.0, 4 * shape.entries_per_expert)
     rows = [m for m in (16, 32, 64, 128) if least <= m <= most] or [128]
     found = []
-    for gated, block_m, width, block_k, num_stages, swap_ab in itertools.product(
-        (True, False), rows, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (False, True)
+    for gated, block_m, width, block_k, num_stages, swap_ab, tma in itertools.product(
+        (True, False), rows, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (False, True), (False, True)
     ):
         is_large = block_m >= 64
         if (width == 256) != (block_m == 128) and width != 128:
             continue
         if block_k == 256 and is_large:
             continue
-        if swap_ab and (arch not in LARGE_SHARED_MEMORY or block_m == 128):
+        if (swap_ab or tma) and (arch not in LARGE_SHARED_MEMORY or (swap_ab and block_m == 128)):
             continue
         if (block_m + width) * block_k * shape.element_size * (num_stages - 1) > SHARED_LIMIT.get(arch, 99 << 10):
             continue
         num_warps = 8 if block_m * width >= 128 * 128 else 4
         for group_m in (1, 8) if is_large else (1,):
             block_n = width // 2 if gated else width
-            tile = MoeTile(block_m, block_n, block_k, group_m, num_warps, num_stages, swap_ab)
+            tile = MoeTile(block_m, block_n, block_k, group_m, num_warps, num_stages, swap_ab, tma)
             found.append(Candidate(gated, tile))
     return found
 

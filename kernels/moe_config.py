@@ -17,6 +17,7 @@ class MoeTile:
 
     group_m blocks of entries run next to each other before the next block_n columns, so that they find their expert's
     weights in the L2 cache. swap_ab: weights times entries, for matrix units that take the left operand's rows in 64s.
+    tma: Hopper's copy engine fetches the weights, where their strides let it.
     """
 
     block_m: int
@@ -26,6 +27,7 @@ class MoeTile:
     num_warps: int
     num_stages: int
     swap_ab: bool = False
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,20 +114,21 @@ def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
 def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
     """64 rows are one wgmma; from 48 entries an expert on 128 rows halve the reads of weights."""
+    tma = device.arch in LARGE_SHARED_MEMORY
     if shape.entries_per_expert <= 48:
-        return MoeTile(64, 64, 64, 4, 4, 4), MoeTile(64, 128, 64, 4, 4, 4)
-    narrow = MoeTile(128, 64, 64, 8, 8, 3), MoeTile(128, 128, 64, 8, 8, 3)
-    if device.arch not in LARGE_SHARED_MEMORY:
+        return MoeTile(64, 64, 64, 4, 4, 4, tma=tma), MoeTile(64, 128, 64, 4, 4, 4, tma=tma)
+    narrow = MoeTile(128, 64, 64, 8, 8, 3, tma=tma), MoeTile(128, 128, 64, 8, 8, 3, tma=tma)
+    if not tma:
         return narrow
     # 128 x 256: a step of 64 moves 48 KB into shared memory and 80 KB out of it in the 1,024 cycles of its wgmma, all
-    # of the 128 bytes a cycle; 128 x 128 needs 160 a cycle. 254 and 200 registers, no spills, 147 KB. But the 118
-    # registers and 96 KB of 128 x 128 let two programs share an SM, and one computes while the other drains, which
-    # counts where a row is short (768 for the second GEMM of Qwen3-30B-A3B: 12 steps).
-    wide = MoeTile(128, 128, 64, 16, 8, 3), MoeTile(128, 256, 64, 16, 8, 3)
-    return (
-        wide[0] if shape.hidden_size >= 2048 else narrow[0],
-        wide[1] if shape.intermediate_size >= 2048 else narrow[1],
-    )
+    # of the 128 bytes a cycle; 128 x 128 needs 160 a cycle. The copy engine leaves it with 174 registers of 254 and a
+    # third of the copies that threads issue. But the 100 registers and 96 KB of 128 x 128 let two programs share an SM,
+    # and one computes while the other drains, which counts where a row is short (768 for the second GEMM of
+    # Qwen3-30B-A3B: 12 steps).
+    wide = MoeTile(128, 128, 64, 16, 8, 4, tma=True), MoeTile(128, 256, 64, 16, 8, 4, tma=True)
+    depths = (shape.hidden_size, shape.intermediate_size)
+    first, second = (depth >= 2048 and depth % 64 == 0 for depth in depths)
+    return wide[0] if first else narrow[0], wide[1] if second else narrow[1]
 
 
 def _fitting(tile: MoeTile, arch: str) -> MoeTile:

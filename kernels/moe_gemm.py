@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from paged.kernels.compat import tl, triton
+from paged.kernels.compat import TensorDescriptor, tl, triton
 from paged.kernels.device import device_of
 from paged.kernels.dot import dot
 from paged.kernels.fp8 import as_kernel_argument, decode_e4m3
@@ -19,7 +21,8 @@ from paged.kernels.quantize_token_groups import quantize_token_groups
 def _expert_gemm_kernel(
     x_ptr,  # [num_entries / ENTRIES_PER_ROW, K]
     x_scale_ptr,  # [num_entries / ENTRIES_PER_ROW, K / X_GROUP] float32, or None
-    w_ptr,  # [num_experts, 2 * N where gated, else N, K, or K / 2 bytes]
+    w_ptr,  # [num_experts, 2 * N where gated, else N, K, or K / 2 bytes], or None
+    w_desc,  # the same as a tensor descriptor [num_experts, 2 where gated, else 1, N, K], or None
     w_scale_ptr,  # [num_experts, w's rows / GROUP_N, K / GROUP_K] float32, or None
     bias_ptr,  # [num_experts, 2 * N or N], or None
     entry_weights_ptr,  # [num_entries] float32, or None
@@ -74,16 +77,17 @@ def _expert_gemm_kernel(
     GATED: tl.constexpr = ACTIVATION != ""
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     lanes = tl.arange(0, WIDTH)
-    # Gate and up rows alternate, so that both of a column end in one thread's registers. Columns beyond N are column 0.
-    columns = block_n * BLOCK_N + (lanes // 2 if GATED else lanes)
+    # Gate rows, then up rows: both of a column end in one thread's registers. Columns beyond N are column 0.
+    columns = block_n * BLOCK_N + lanes % BLOCK_N
     w_rows = tl.where(columns < N, columns, 0)
     if GATED:
-        w_rows = w_rows * 2 + lanes % 2 if INTERLEAVED else w_rows + lanes % 2 * N
+        w_rows = w_rows * 2 + lanes // BLOCK_N if INTERLEAVED else w_rows + lanes // BLOCK_N * N
     offs_k = tl.arange(0, BLOCK_K)
     offs_w = tl.arange(0, BLOCK_K // 2) if FORMAT == "int4" else offs_k
     VALUES: tl.constexpr = 2 if FORMAT == "int4" else 1
     x_ptrs = x_ptr + rows[:, None] * stride_x_row + offs_k[None, :]
-    w_ptrs = w_ptr + expert * stride_w_expert + w_rows[:, None].to(tl.int64) * stride_w_row + offs_w[None, :]
+    if w_desc is None:
+        w_ptrs = w_ptr + expert * stride_w_expert + w_rows[:, None].to(tl.int64) * stride_w_row + offs_w[None, :]
     if w_scale_ptr is not None:
         num_row_groups: tl.constexpr = (N * WIDTH // BLOCK_N + GROUP_N - 1) // GROUP_N
         num_groups = (K + GROUP_K - 1) // GROUP_K if GROUP_K > 0 else 1
@@ -92,12 +96,16 @@ def _expert_gemm_kernel(
     FEW_ROWS: tl.constexpr = BLOCK_M <= 32
     acc = tl.zeros((WIDTH, BLOCK_M) if SWAP_AB else (BLOCK_M, WIDTH), tl.float32)
     for start in range(0, K, BLOCK_K):
+        in_row = offs_k[None, :] < K - start
         if EVEN_K:
             x = tl.load(x_ptrs + start, mask=is_entry[:, None], other=0.0) if FEW_ROWS else tl.load(x_ptrs + start)
+        else:
+            x = tl.load(x_ptrs + start, mask=(is_entry[:, None] & in_row) if FEW_ROWS else in_row, other=0.0)
+        if w_desc is not None:
+            w = w_desc.load([expert.to(tl.int32), 0, block_n * BLOCK_N, start]).reshape(WIDTH, BLOCK_K)
+        elif EVEN_K:
             w = tl.load(w_ptrs + start // VALUES)
         else:
-            in_row = offs_k[None, :] < K - start
-            x = tl.load(x_ptrs + start, mask=(is_entry[:, None] & in_row) if FEW_ROWS else in_row, other=0.0)
             w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0)
         w = _decoded(w, x.dtype, FORMAT)
         if x_scale_ptr is not None or GROUP_K > 0:
@@ -119,7 +127,7 @@ def _expert_gemm_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * (N * WIDTH // BLOCK_N) + w_rows).to(tl.float32)[None, :]
     if GATED:
-        gate, up = acc.reshape(BLOCK_M, BLOCK_N, 2).split()
+        gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
         acc = gated_activation(gate, up, ACTIVATION)
         columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if entry_weights_ptr is not None:
@@ -166,10 +174,14 @@ def expert_gemm(
         arch = device_of(x.device).arch
         tile = quantized_tile(tile, step, arch, gated=bool(activation), is_native=x.dtype == linear.w.dtype)
         group_k = 0 if group_k == linear.in_features else group_k
+    # vLLM reports wrong products from descriptors whose last step is not a whole one: those sizes go by pointers.
+    is_even = x.shape[1] % tile.block_k == 0
+    uses_tma = tile.tma and linear.scale is None and is_even and _fits_tma(w)
     _expert_gemm_kernel[(aligned.expert_ids.numel() * triton.cdiv(num_columns, tile.block_n),)](
         x_ptr=x,
         x_scale_ptr=x_scale,
-        w_ptr=w,
+        w_ptr=None if uses_tma else w,
+        w_desc=_descriptor(w, num_columns, interleaved, tile) if uses_tma else None,
         w_scale_ptr=linear.scale,
         bias_ptr=linear.bias,
         entry_weights_ptr=entry_weights,
@@ -183,7 +195,7 @@ def expert_gemm(
         stride_w_row=w.stride(1),
         K=x.shape[1],
         N=num_columns,
-        EVEN_K=x.shape[1] % tile.block_k == 0,
+        EVEN_K=is_even,
         ENTRIES_PER_ROW=entries_per_row,
         ACTIVATION=activation,
         INTERLEAVED=interleaved,
@@ -199,3 +211,18 @@ def expert_gemm(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _fits_tma(w: torch.Tensor) -> bool:
+    """Whether the copy engine reads it: its address and strides are multiples of 16 bytes (CUDA driver API)."""
+    return all(step * w.element_size() % 16 == 0 for step in w.stride()[:2]) and w.data_ptr() % 16 == 0
+
+
+def _descriptor(w: torch.Tensor, num_columns: int, interleaved: bool, tile: MoeTile) -> Any:
+    """Blocks of block_n columns by block_k, of gate and up at once where there are both."""
+    num_experts, num_rows, depth = w.shape
+    parts = num_rows // num_columns
+    row = w.stride(1)
+    strides = (w.stride(0), row, parts * row, 1) if interleaved else (w.stride(0), num_columns * row, row, 1)
+    shape = (num_experts, parts, num_columns, depth)
+    return TensorDescriptor(w, list(shape), list(strides), [1, parts, tile.block_n, tile.block_k])

@@ -35,9 +35,9 @@ def cases() -> list[CompileCase]:
     for target in TARGETS:
         for (gated, shape, dtype), tile in _fallbacks(target) | _tuned(target):
             found.append(gemm_case(target, tile, shape, gated, dtype))
-        # The other activations with biases and alternating rows, the sizes of gpt-oss-120b, which steps of 128 do not
-        # divide, and sizes off the 16-byte grid.
-        for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2880), ("swiglu_oai", 16384, 2880)):
+        # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
+        # one off the 16-byte grid.
+        for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
             shape = MoeShape(4 * tokens, 128, size, size, 2)
             tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
             found.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
@@ -102,7 +102,6 @@ def gemm_case(
     weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
     pointers = {
         "x_ptr": "*fp8e4nv" if is_native else f"*{dtype}",
-        "w_ptr": weights[kind],
         "out_ptr": f"*{dtype}",
         **dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), "*i32"),
     }
@@ -122,7 +121,11 @@ def gemm_case(
         "GROUP_M": tile.group_m,
         "SWAP_AB": tile.swap_ab,
     }
+    uses_tma = tile.tma and not kind and depth % tile.block_k == 0
+    box = f"1, {2 if gated else 1}, {tile.block_n}, {tile.block_k}"
     optional = {
+        "w_ptr": None if uses_tma else weights[kind],
+        "w_desc": f"tensordesc<{dtype}[{box}]>" if uses_tma else None,
         "bias_ptr": f"*{dtype}" if biased else None,
         "entry_weights_ptr": None if gated else "*fp32",
         "x_scale_ptr": "*fp32" if kind == "e4m3" else None,
@@ -136,11 +139,11 @@ def gemm_case(
     copies = ("LDGSTS",) if depth % 16 == 0 else ()
     tensor_cores = {
         "sm_80": ("HMMA", *copies),
-        "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies),
+        "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies, *["UTMALDG"] * uses_tma),
         "gfx942": ("v_mfma",),
     }
     operation = f"{kind} " * bool(kind) + (f"gate_up {activation}" if gated else "down")
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' if tile.swap_ab else ''}"
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab}{' tma' * uses_tma}"
     return replace(
         case,
         name=f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",

@@ -29,7 +29,7 @@ def test_search_space_holds_the_fallback(num_tokens: int) -> None:
     """What is computed from the shape could be found by measuring, too, so that tuning never loses to it."""
     shape = shape_of(QWEN3, num_tokens)
     space, tiles = search_space(shape, "sm_90"), fallback_tiles(shape, H200)
-    assert len(space) == len(set(space)) < 500
+    assert len(space) == len(set(space)) < 800
     for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
         assert any(
             candidate.gated == gated and replace(candidate.tile, group_m=0) == replace(tile, group_m=0)

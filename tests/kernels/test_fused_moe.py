@@ -135,7 +135,7 @@ def test_activations_biases_and_layouts(
         (22, 2048, 32, 16, (32, 128)),
         (22, 64, 1040, 16, (64, 64)),
         (40, 144, 80, 32, (64, 128)),
-        (80, 144, 80, 64, (64, 128)),
+        (80, 128, 80, 64, (64, 128)),
         (120, 144, 80, 128, (64, 128)),
         (110, 2048, 48, 128, (128, 128)),
         (110, 48, 2048, 128, (64, 256)),
@@ -165,6 +165,18 @@ def test_every_tile(
     )
     inputs[4][: num_tokens // 4] = 1
     assert_matches(fused_moe(*inputs), inputs, backend)
+
+
+@pytest.mark.parametrize("shift", [0, 4])
+def test_alternating_rows_of_many_tokens(shift: int, backend: str, device: torch.device) -> None:
+    """Weights for the copy engine, and some 8 bytes off the addresses that it reads."""
+    hidden_states, w1, w2, *routes = make_inputs(
+        device, num_tokens=120, hidden_size=192, intermediate_size=80, num_experts=2, top_k=1, dtype=torch.float16
+    )
+    moved = [torch.nn.functional.pad(w, (shift, 16 - shift), value=math.nan)[..., shift : shift - 16] for w in (w1, w2)]
+    inputs = (hidden_states, *moved, *routes)
+    options = {"interleaved": True, "w1_bias": torch.randn(2, 160, device=device, dtype=torch.float16)}
+    assert_matches(fused_moe(*inputs, **options), inputs, backend, **options)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="minutes in the interpreter")
