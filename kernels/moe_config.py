@@ -84,7 +84,10 @@ def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_na
     depth = 128 if is_native else 64
     block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)
     width = 64 if tile.block_m == 128 and arch.startswith("sm_") and arch != "sm_90" else 128
-    return replace(tile, block_n=min(tile.block_n, width // 2 if gated else width), block_k=block_k, num_stages=3)
+    # 16 rows on the left go to mma.sync, for which Hopper first makes 16-bit numbers of them: 100 conversions a step.
+    swap_ab = tile.swap_ab or (is_native and tile.block_m == 16 and arch in LARGE_SHARED_MEMORY)
+    block_n = min(tile.block_n, width // 2 if gated else width)
+    return replace(tile, block_n=block_n, block_k=block_k, num_stages=3, swap_ab=swap_ab)
 
 
 def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:

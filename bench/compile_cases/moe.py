@@ -156,16 +156,18 @@ def gemm_case(
 
 
 def _quantized(target: str) -> list[CompileCase]:
-    """Blocks of 128 x 128 in e4m3 and groups of 128 columns in int8 and int4, at every number of rows."""
+    """Blocks of 128 x 128 in e4m3 at every number of rows; int8 and int4, which differ in how a register is decoded, in
+    groups of 128 columns at the fewest and the most."""
     found, is_native = [], target in ("sm_90", "sm_100")
-    for tokens in (64, 256, 512, 4096):
+    e4m3, int8, int4 = (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128))
+    for tokens, layouts in ((64, (e4m3, int8)), (256, (e4m3, int4)), (512, (e4m3,)), (4096, (e4m3, int8, int4))):
         shape = MoeShape(8 * tokens, *QWEN3_30B_A3B[:1], *QWEN3_30B_A3B[2:], 2)
         tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
-        for layout in (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128)):
-            tile = quantized_tile(tiles.gate_up, 128, target, gated=True, is_native=is_native and layout[0] == "e4m3")
+        for layout in layouts:
+            tile = quantized_tile(tiles.gate_up, 128, target, gated=True, is_native=is_native and layout == e4m3)
             found.append(gemm_case(target, tile, shape, True, "bf16", layout=layout))
-    for layout in (("e4m3", 128, 128), ("int4", 1, 128)):
-        tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout[0] == "e4m3")
+    for layout in (e4m3, int4):
+        tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout == e4m3)
         found.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
     quantize = _case(
         f"quantize_token_groups for {target}",
