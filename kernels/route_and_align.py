@@ -15,7 +15,8 @@ from paged.kernels.moe_align_block_size import (
     moe_align_block_size,
     new_alignment,
 )
-from paged.kernels.route_tokens import Routing, check_routing, choose_experts, new_routes, route_tokens
+from paged.kernels.route_tokens import route_tokens
+from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
 
 # One program places all entries, from 16 counts of every expert: larger batches gain more from many programs than from
 # one launch. A tile of 16 tokens of 512 experts takes 217 registers.

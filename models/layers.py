@@ -13,7 +13,8 @@ from paged.kernels.paged_attention import paged_attention
 from paged.kernels.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.route_and_align import route_and_align
-from paged.kernels.route_tokens import Routing, route_tokens
+from paged.kernels.route_tokens import route_tokens
+from paged.kernels.routing import Routing
 from paged.kernels.silu_and_mul import silu_and_mul
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, MoeConfig

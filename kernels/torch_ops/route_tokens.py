@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from paged.kernels.route_tokens import Routing
+    from paged.kernels.routing import Routing
 
 
 def route_tokens(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
