@@ -40,8 +40,8 @@ def _quantize_token_groups_kernel(
 def quantize_token_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, scale): q * scale is x [num_rows, size] rounded to e4m3 in groups of 128, scale float32 [num_rows, groups].
 
-    q is float8_e4m3fn where x has 16 bits and the chip multiplies e4m3, else the same values in the dtype of x: Hopper's
-    8-bit products keep about 14 bits of a sum (DeepSeek-V3, 2024), which is no float32 result.
+    q is float8_e4m3fn where x has 16 bits and the chip multiplies e4m3, else the same values in the dtype of x: sums of
+    Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
     """
     num_rows, size = x.shape
     native = has_native_e4m3(x.device)

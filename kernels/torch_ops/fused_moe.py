@@ -30,10 +30,12 @@ def fused_moe(
     # Entries whose expert is elsewhere come last.
     ids, entries = torch.where(rows < 0, num_experts, rows).flatten().sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
-    projected = _linear(hidden_states[entries // top_k], gate_up, ids, ends)
+    projected = _linear(hidden_states.index_select(0, entries // top_k), gate_up, ids, ends)
     activated = gated_activation(projected.float(), activation, interleaved).to(hidden_states.dtype)
     parts = _linear(activated, down, ids, ends).float()
-    parts[int(ends[-1]) :] = 0
+    num_here = int(ends[-1])
+    if num_here < len(parts):
+        parts[num_here:] = 0
     in_order = torch.empty_like(parts).index_copy_(0, entries, parts).view(*topk_ids.shape, -1)
     return out.copy_(torch.bmm(topk_weights.unsqueeze(1), in_order).squeeze(1))
 
