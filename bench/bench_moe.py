@@ -6,8 +6,8 @@ A GPU runs bfloat16 at full size, calls taken in turns out of CUDA graphs; a CPU
 sizes. Tokens are routed evenly or with experts as popular as Zipf's law has words; one call has other tokens and
 experts than the last. A time holds sorting entries by expert, both products and the sum, not the router.
 
-Two tokens of each batch are compared with `kernels/reference.py`; a row that differs is refused, and a peer that
-differs from ours gets no ratio. vLLM's kernel comes from its package on PYTHONPATH, with the table that it ships for
+A token of each case is compared with `kernels/reference.py`; a row that differs is refused, and a peer that differs
+anywhere from ours gets no ratio. vLLM's kernel comes from its package on PYTHONPATH, with the table that it ships for
 the device.
 """
 
@@ -42,7 +42,6 @@ MIN_REPEATS = 5
 # A case takes no more samples than fit in this time, beyond MIN_REPEATS.
 MAX_SECONDS = 1.0
 MAX_BATCHES = 8
-CHECKED_TOKENS = 2
 
 
 @dataclass
@@ -122,10 +121,11 @@ def _our_call(layer: MoeLayer, batch: MoeBatch) -> Call:
 
 
 def _check(out: torch.Tensor, layer: MoeLayer, batch: MoeBatch) -> None:
-    tokens = torch.linspace(0, len(out) - 1, min(CHECKED_TOKENS, len(out))).long().to(out.device)
-    parts = (tensor[tokens] for tensor in (batch.topk_weights, batch.topk_ids))
-    expected = reference.fused_moe(batch.hidden_states[tokens], layer.w1, layer.w2, *parts, expert_map=layer.expert_map)
-    compare(out[tokens], expected)
+    """One token, as an expert of Mixtral takes the reference a second."""
+    spot = slice(len(out) // 2, len(out) // 2 + 1)
+    routes = (batch.topk_weights[spot], batch.topk_ids[spot])
+    expected = reference.fused_moe(batch.hidden_states[spot], layer.w1, layer.w2, *routes, expert_map=layer.expert_map)
+    compare(out[spot], expected)
 
 
 def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
