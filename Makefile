@@ -1,10 +1,13 @@
-# Every target sets up .venv itself: Python >= 3.11 and make are all that is needed.
+# Every target but gpu sets up .venv itself: Python >= 3.11 and make are all that is needed. gpu installs nothing: it takes
+# PYTHON as it is, with its torch, triton and pytest, writes to OUT and compares with the packages in PEERS, a folder.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CHECKED := bench executors kernels models paged tests
 
-.PHONY: demo test check format compile soak clean
+OUT ?= bench/results/gpu
+
+.PHONY: demo test check format compile soak gpu clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -26,6 +29,9 @@ compile: $(VENV)/installed-dev
 
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.soak --steps 1000000
+
+gpu:
+	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(PEERS),--peers $(PEERS))
 
 $(VENV)/installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -71,7 +71,7 @@ class AttentionCase:
             (min(count, 4), q_len if q_len <= 8 else q_len // 64, seq_len // 64)
             for count, q_len, seq_len in self.groups
         )
-        return dataclasses.replace(self, groups=groups)
+        return dataclasses.replace(self, batch=f"{self.batch}.small", groups=groups)
 
     def sibling(self) -> AttentionCase:
         """A ragged batch that takes the same tiles and splits, small enough for the reference as a whole.

@@ -11,7 +11,6 @@ tables are shuffled. An operation that differs from `kernels/reference.py` gets 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.check import compare
-from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment
+from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, save
 from bench.kernel_cases import CASES, Case, Work
 from bench.limits import Ceilings, Speed, speed
 from bench.timing import cache_bytes, ceilings, sampler
@@ -100,7 +99,7 @@ def test_kernel(case: Case, benchmark: Any) -> None:
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print the table; the exit code is 1 where a case got no row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the environment and the rows here too")
+    parser.add_argument("--json", type=Path, help="write the environment and the rows here too, after every case")
     parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
@@ -124,15 +123,19 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         except Exception as error:  # whatever is wrong with one operation, the others get their rows
             report["refused"][case.name] = f"{type(error).__name__}: {error}"
             write(f"{case.name:28} refused: {report['refused'][case.name]}")
-            continue
-        report["rows"].append(asdict(result))
-        times = " ".join(f"{t:10.2f}" for t in (result.median_us, result.p20_us, result.p80_us, result.bound_us))
-        rates = f"{result.gb_per_s:8.1f} {result.tflop_per_s:8.3f}"
-        note = f"{result.bound_by}, {result.method}{'' if result.cold else ', warm'}"
-        write(f"{case.name:28} {times}    {rates}  {result.percent:5.1f} % of {note}")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        else:
+            report["rows"].append(asdict(result))
+            write(_line(result))
+        if args.json:
+            save(args.json, report)
     return int(bool(report["refused"]))
+
+
+def _line(row: Row) -> str:
+    times = " ".join(f"{t:10.2f}" for t in (row.median_us, row.p20_us, row.p80_us, row.bound_us))
+    rates = f"{row.gb_per_s:8.1f} {row.tflop_per_s:8.3f}"
+    note = f"{row.bound_by}, {row.method}{'' if row.cold else ', warm'}"
+    return f"{row.name:28} {times}    {rates}  {row.percent:5.1f} % of {note}"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m bench.compile [--target sm_90 ...] [--only NAME] [--json FILE]
 
 Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` from
-the triton wheel for NVIDIA, the assembly's metadata for AMD. Run without TRITON_INTERPRET.
+the triton wheel for NVIDIA, the assembly's metadata for AMD. The last column counts those of the inner loop. With
+vLLM's Python files on the path its attention kernel stands beside ours. Run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import bench.compile_cases
+from bench.machine_code import SM_LIMITS, count, occupancy, read_code
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -33,10 +35,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Shared memory one program may take, bytes: CUDA C++ programming guide, table of technical specifications per compute
-# capability (163, 227 and 227 KB), and 64 KB of LDS on CDNA3.
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS", "UTMALDG", "v_mfma")
+# Shared memory one program may take, bytes: all of an SM's that is not reserved.
+SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limits in SM_LIMITS.items()}
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class CompileCase:
     signature: every kernel argument in order: "*fp16", "*i32", "i32", "fp32", ... or "constexpr", which None is, too.
     constexprs: the value of every "constexpr" argument.
     divisible_by_16: the arguments that the launcher would find divisible by 16 (pointers of torch tensors always are).
-    expect: target -> names of INSTRUCTIONS that the code must contain.
+    expect: target -> names of `machine_code.INSTRUCTIONS` that the code must contain.
     targets: those of TARGETS on which the wrapper would launch this configuration.
+    programs_per_sm: how many the wrapper counts on an SM to hold.
     """
 
     name: str
@@ -59,11 +60,16 @@ class CompileCase:
     divisible_by_16: tuple[str, ...] = ()
     expect: dict[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = tuple(TARGETS)
+    programs_per_sm: int = 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one case became on one target; memory in bytes, registers a thread."""
+    """What one case became on one target; memory in bytes, registers a thread, tensor memory in columns.
+
+    instructions, loop: how many of `INSTRUCTIONS` the kernel and its inner loop (`machine_code.read_code`) hold, and
+    under "all" how many instructions there are.
+    """
 
     name: str
     kernel: str
@@ -71,7 +77,21 @@ class Report:
     registers: int
     spills: int
     shared: int
+    num_warps: int
     instructions: dict[str, int]
+    loop: dict[str, int] = field(default_factory=dict)
+    tensor_columns: int = 0
+
+    @property
+    def occupancy(self) -> int:
+        """Programs that reside on one SM at once."""
+        return occupancy(
+            self.target,
+            num_warps=self.num_warps,
+            registers=self.registers,
+            shared=self.shared,
+            tensor_columns=self.tensor_columns,
+        )
 
 
 def all_cases() -> list[CompileCase]:
@@ -93,21 +113,23 @@ def compile_case(case: CompileCase, target: str) -> Report:
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    shared = int(compiled.metadata.shared)
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
     else:
         registers, spills, text = _read_cubin(compiled.asm["cubin"])
-    counts = {name: len(re.findall(rf"\b{name}", text)) for name in INSTRUCTIONS}
+    code, loop = read_code(text)
     return Report(
-        case.name,
-        case.kernel.fn.__name__,
-        target,
-        registers,
-        spills,
-        shared,
-        {name: n for name, n in counts.items() if n},
+        name=case.name,
+        kernel=case.kernel.fn.__name__,
+        target=target,
+        registers=registers,
+        spills=spills,
+        shared=int(compiled.metadata.shared),
+        num_warps=int(compiled.metadata.num_warps),
+        instructions={"all": len(code), **count(code)},
+        loop={"all": len(loop), **count(loop)} if loop else {},
+        tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0)),
     )
 
 
@@ -137,14 +159,19 @@ def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[Report]:
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
-    """What is wrong with a report: spills, too much shared memory, an expected instruction that is not there."""
+    """What is wrong with a report: spills, too much shared memory, too few programs an SM, a missing instruction."""
     found = []
     if report.spills:
         found.append(f"{report.spills} spills")
     if report.shared > SHARED_LIMIT[report.target]:
         found.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
+    if report.occupancy < case.programs_per_sm:
+        found.append(f"{report.occupancy} programs an SM, {case.programs_per_sm} counted on")
     found += [f"no {name}" for name in case.expect.get(report.target, ()) if name not in report.instructions]
     return found
+
+
+HEADER = f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7} {'programs':>8}  instructions | in the loop"
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -157,19 +184,34 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     cases = [case for case in all_cases() if args.only in case.name]
     by_name = {case.name: case for case in cases}
     done, failed = [], 0
-    write(f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7}  instructions")
+    write(HEADER)
     for report in reports(cases, args.target):
         wrong = problems(by_name[report.name], report)
         failed += bool(wrong)
-        done.append({**asdict(report), "problems": wrong})
-        counts = " ".join(f"{name}:{count}" for name, count in report.instructions.items())
-        write(
-            f"{report.name:56} {report.target:8} {report.registers:4} {report.spills:6} {report.shared:7}  {counts}"
-            + "".join(f"  <- {text}" for text in wrong)
-        )
+        done.append({**asdict(report), "occupancy": report.occupancy, "problems": wrong})
+        write(_row(report) + "".join(f"  <- {text}" for text in wrong))
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
+    from bench.peer_compile import peer_cases  # which needs CompileCase
+
+    try:
+        peers = [case for case in peer_cases() if args.only in case.name]
+    except FileNotFoundError as missing:
+        write(f"no rows of vLLM's kernel: {missing}")
+    else:
+        for report in reports(peers, args.target):
+            write(_row(report))
     return int(failed > 0)
+
+
+def _row(report: Report) -> str:
+    counts, loop = (
+        " ".join(f"{name}:{n}" for name, n in found.items()) for found in (report.instructions, report.loop)
+    )
+    return (
+        f"{report.name:56} {report.target:8} {report.registers:4} {report.spills:6} {report.shared:7} "
+        f"{report.occupancy:8}  {counts}" + (f"  | loop {loop}" if loop else "")
+    )
 
 
 if __name__ == "__main__":

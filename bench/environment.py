@@ -1,9 +1,12 @@
-"""What a run was made with, and where it would mean nothing."""
+"""What a run was made with, where it would mean nothing, and where its results go."""
 
 from __future__ import annotations
 
+import json
+import os
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,3 +37,10 @@ def environment(device: torch.device, limits: Ceilings) -> dict[str, Any]:
         "read_gb_per_s": limits.read / 1e9,
         "matmul_tflop_per_s": limits.matmul / 1e12,
     }
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write results as JSON, never half of them: a run saves after every case, and may be killed at any time."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(draft, path)

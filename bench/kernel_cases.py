@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 import paged
-from bench.limits import Cost, attention_cost, moe_cost
+from bench.attention_cases import AttentionCase, expected, ours
+from bench.limits import Cost, moe_cost
 from bench.timing import Call
 from paged.kernels import reference
+from paged.kernels.cascade_attention import cascade_plans
 from paged.kernels.moe_align_block_size import max_num_blocks
 
 BLOCK_SIZE = 16
@@ -65,64 +68,79 @@ def _bytes(*tensors: torch.Tensor) -> int:
 def _paged_attention(
     device: torch.device, dtype: torch.dtype, *, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], dim: int
 ) -> Work:
-    num_q_heads, num_kv_heads = heads
-    blocks_of = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-    ids = iter((torch.randperm(2 * sum(blocks_of)) + 1).tolist())
-    table = torch.zeros(len(lengths), max(blocks_of), dtype=torch.int32)
-    for seq, num_blocks in enumerate(blocks_of):
-        table[seq, :num_blocks] = torch.tensor([next(ids) for _ in range(num_blocks)])
-    q_lens = torch.tensor([q_len for q_len, _ in lengths], dtype=torch.int32)
-    shape = (2 * sum(blocks_of) + 1, BLOCK_SIZE, num_kv_heads, dim)
-    tensors: dict[str, Any] = {
-        "q": torch.randn(int(q_lens.sum()), num_q_heads, dim, device=device, dtype=dtype),
-        "k_cache": torch.randn(shape, device=device, dtype=dtype),
-        "v_cache": torch.randn(shape, device=device, dtype=dtype),
-        "block_table": table.to(device),
-        "cu_seqlens_q": functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
-        "seq_lens": torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
-    }
-    max_seqlen_q = max(q_len for q_len, _ in lengths)
-    # A step's layers share its plan, so that the row is what one more layer costs.
-    plan = paged.AttentionPlan(
-        tensors["cu_seqlens_q"],
-        tensors["seq_lens"],
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=table.shape[1] * BLOCK_SIZE,
-    )
-    cost = attention_cost(
-        lengths,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=dim,
-        block_size=BLOCK_SIZE,
-        element_size=dtype.itemsize,
-    )
+    groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
+    case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(device, dtype, 1)
+    return Work(ours(step, [layer])[0], lambda: expected(step, layer), case.cost(dtype))
+
+
+def _cascade_attention(
+    device: torch.device, dtype: torch.dtype, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int
+) -> Work:
+    """A decode step of sequences with their own tokens after a shared prefix, whose K and V count once."""
+    case = AttentionCase("kernels", "cascade", ((sequences, 1, prefix + own),), heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(device, dtype, 1)
+    num_blocks = prefix // BLOCK_SIZE
+    step.block_table[:, :num_blocks] = step.block_table[0, :num_blocks]
+    lengths = {"shared_prefix_len": prefix, "max_seqlen_q": 1, "max_seqlen_k": step.max_seqlen_k}
+    plan, prefix_plan = cascade_plans(step.cu_seqlens_q, step.seq_lens, num_tokens=sequences, **lengths)
+    tensors = {**vars(layer), **step.arguments, "plan": plan, "prefix_plan": prefix_plan}
+    cost = case.cost(dtype)
+    repeated = 2 * (sequences - 1) * prefix * heads[1] * dim * dtype.itemsize
     return Work(
-        lambda: paged.paged_attention(**tensors, max_seqlen_q=max_seqlen_q, plan=plan),
-        lambda: reference.paged_attention(**tensors)[0],
-        cost,
+        lambda: paged.cascade_attention(**tensors, shared_prefix_len=prefix),
+        lambda: expected(step, layer),
+        Cost(cost.flops, cost.num_bytes - repeated),
     )
 
 
-def _kv(
-    device: torch.device, dtype: torch.dtype, tokens: int, num_kv_heads: int, dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of `tokens`, caches with twice the room, and a random slot for each token."""
-    num_blocks = -(-2 * tokens // BLOCK_SIZE)
-    k, v = (torch.randn(tokens, num_kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
-    caches = torch.randn(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim, device=device, dtype=dtype)
-    slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device)[:tokens]
-    return k, v, caches[0], caches[1], slots
+@dataclass(frozen=True)
+class _CacheWrite:
+    """Keys and values, caches with twice the room, a random slot for each token, and scales of caches in e4m3."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor
+    scales: dict[str, torch.Tensor]
+
+    @staticmethod
+    def make(
+        device: torch.device, dtype: torch.dtype, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool
+    ) -> _CacheWrite:
+        num_blocks = -(-2 * tokens // BLOCK_SIZE)
+        k, v = (torch.randn(tokens, num_kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
+        caches = torch.randn(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim, device=device, dtype=dtype)
+        slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device)[:tokens]
+        if is_fp8:
+            caches = caches.to(torch.float8_e4m3fn)
+        names = ("k_scale", "v_scale") if is_fp8 else ()
+        scales = {name: torch.rand(num_kv_heads, device=device) + 0.5 for name in names}
+        return _CacheWrite(k, v, caches[0], caches[1], slots, scales)
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys and values read, and written in the caches' dtype."""
+        written = (self.k.numel() + self.v.numel()) * self.k_cache.element_size()
+        return _bytes(self.k, self.v, self.slots, *self.scales.values()) + written
+
+    def expected(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The caches in float64, unrounded."""
+        wide = [tensor.cpu() for tensor in (self.v, self.k_cache.double(), self.v_cache.double(), self.slots)]
+        return reference.reshape_and_cache(keys.cpu(), *wide, **self.scales)
 
 
-def _reshape_and_cache(device: torch.device, dtype: torch.dtype, *, tokens: int, num_kv_heads: int, dim: int) -> Work:
-    k, v, k_cache, v_cache, slots = tensors = _kv(device, dtype, tokens, num_kv_heads, dim)
+def _reshape_and_cache(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool = False
+) -> Work:
+    write = _CacheWrite.make(device, dtype, tokens, num_kv_heads, dim, is_fp8)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        paged.reshape_and_cache(*tensors)
-        return k_cache, v_cache
+        paged.reshape_and_cache(write.k, write.v, write.k_cache, write.v_cache, write.slots, **write.scales)
+        return write.k_cache, write.v_cache
 
-    return Work(call, lambda: reference.reshape_and_cache(*tensors), Cost(0, 2 * _bytes(k, v) + _bytes(slots)))
+    return Work(call, lambda: write.expected(write.k), Cost(0, write.num_bytes))
 
 
 def _copy_blocks(
@@ -199,26 +217,29 @@ def _rotary_embedding(
 
 
 def _qk_norm_rope_and_cache(
-    device: torch.device, dtype: torch.dtype, *, tokens: int, heads: tuple[int, int], dim: int
+    device: torch.device, dtype: torch.dtype, *, tokens: int, heads: tuple[int, int], dim: int, is_fp8: bool = False
 ) -> Work:
     q = torch.randn(tokens, heads[0], dim, device=device, dtype=dtype)
-    k, v, k_cache, v_cache, slots = written = _kv(device, dtype, tokens, heads[1], dim)
+    write = _CacheWrite.make(device, dtype, tokens, heads[1], dim, is_fp8)
     positions, cos_sin = _rotary(device, tokens, dim)
     q_weight, k_weight = (torch.randn(dim, device=device, dtype=dtype) for _ in range(2))
 
     def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        written = (write.k, write.v, write.k_cache, write.v_cache, write.slots)
         weights = {"q_weight": q_weight, "k_weight": k_weight}
-        return paged.qk_norm_rope_and_cache(q, *written, positions, cos_sin, **weights), k_cache, v_cache
+        rotated = paged.qk_norm_rope_and_cache(q, *written, positions, cos_sin, **weights, **write.scales)
+        return rotated, write.k_cache, write.v_cache
 
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rotated_q, rotated_k = (
             reference.rotate(reference.rms_norm(x, weight, 1e-6), positions, cos_sin, False)
-            for x, weight in ((q, q_weight), (k, k_weight))
+            for x, weight in ((q, q_weight), (write.k, k_weight))
         )
-        cpu = [tensor.cpu() for tensor in (v, k_cache.double(), v_cache.double(), slots)]
-        return rotated_q, *reference.reshape_and_cache(rotated_k, *cpu)
+        return rotated_q, *write.expected(rotated_k)
 
-    return Work(call, expected, Cost(0, 2 * _bytes(q, k, v) + _bytes(slots, positions, cos_sin, q_weight, k_weight)))
+    return Work(
+        call, expected, Cost(0, write.num_bytes + 2 * _bytes(q) + _bytes(positions, cos_sin, q_weight, k_weight))
+    )
 
 
 def _silu_and_mul(device: torch.device, dtype: torch.dtype, *, tokens: int, size: int) -> Work:
@@ -337,7 +358,19 @@ CASES = (
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
     ),
+    Case(
+        "cascade_attention",
+        _cascade_attention,
+        {
+            "prefix": (32768, 1024, 64),
+            "own": (512, 64, 20),
+            "sequences": (64, 8, 3),
+            "heads": _HEADS,
+            "dim": _DIM,
+        },
+    ),
     Case("reshape_and_cache", _reshape_and_cache, {"tokens": _TOKENS, **_KV}),
+    Case("reshape_and_cache", partial(_reshape_and_cache, is_fp8=True), {"tokens": _TOKENS, **_KV}, "fp8"),
     # The addresses of all layers' caches travel to the device in the call, which a graph cannot capture.
     Case("copy_blocks", _copy_blocks, {"num_caches": (72, 8, 3), "pairs": (256, 16, 4), **_KV}, capturable=False),
     Case("merge_attn_states", _merge_attn_states, {"tokens": _TOKENS, "num_heads": (32, 8, 8), "dim": _DIM}),
@@ -345,6 +378,7 @@ CASES = (
     Case("fused_add_rms_norm", _fused_add_rms_norm, _NORM),
     Case("rotary_embedding", _rotary_embedding, _ROTARY),
     Case("qk_norm_rope_and_cache", _qk_norm_rope_and_cache, _ROTARY),
+    Case("qk_norm_rope_and_cache", partial(_qk_norm_rope_and_cache, is_fp8=True), _ROTARY, "fp8"),
     Case("silu_and_mul", _silu_and_mul, {"tokens": _TOKENS, "size": (12288, 1024, 12288)}),
     Case("greedy_argmax", _greedy_argmax, {"rows": (128, 16, 2), "vocab_size": (151936, 32000, 9000)}),
     Case("route_tokens", _route_tokens, {"tokens": _TOKENS, **_EXPERTS}),

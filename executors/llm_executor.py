@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import torch
 
-from paged.batch import SeqId, UnifiedBatchItem
+from paged.batch import SeqId, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor, cache_id_of, is_decode_step
 from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.base import DecoderOnlyLLM
 from paged.models.logits_policy import apply_policies
 from paged.models.registry import load_model
@@ -52,12 +51,13 @@ class LlmExecutor(UnifiedExecutor):
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
         self.model = model
-        self.kv_manager: PagedKvCacheManager | None = getattr(model, "kv_manager", None)
+        self.kv_manager = getattr(model, "kv_manager", None)
         self._model_caches: dict[SeqId, ModelCacheHandle] = {}
         self._is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
+        kv_dtype = info.dtype if self.kv_manager is None else self.kv_manager.k_cache(0).dtype
         self._memory = MemoryRequirements(
             weight_bytes=info.num_parameters * info.dtype.itemsize,
-            kv_bytes_per_token_per_layer=2 * info.num_kv_heads * info.head_dim * info.dtype.itemsize,
+            kv_bytes_per_token_per_layer=2 * info.num_kv_heads * info.head_dim * kv_dtype.itemsize,
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
         super().__init__(info)
@@ -74,6 +74,7 @@ class LlmExecutor(UnifiedExecutor):
         max_seq_len: int | None = None,
         num_swap_blocks: int = 0,
         enable_prefix_cache: bool = True,
+        kv_cache_dtype: torch.dtype | None = None,
     ) -> LlmExecutor:
         """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
 
@@ -90,6 +91,7 @@ class LlmExecutor(UnifiedExecutor):
             max_seq_len=max_seq_len,
             num_swap_blocks=num_swap_blocks,
             enable_prefix_cache=enable_prefix_cache,
+            kv_cache_dtype=kv_cache_dtype,
         )
         config = model.config
         info = ModelInfo(
@@ -153,7 +155,8 @@ class LlmExecutor(UnifiedExecutor):
                 self.model.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        if self._is_native:
+        # A model of another kind need not know VerifyLogits.
+        if self._is_native and (self.kv_manager is not None or not any(map(_is_verified, items))):
             try:
                 return self.model.unified_forward(items)
             except UnsupportedError:
@@ -162,7 +165,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def _run_apart(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """Decode steps in one `decode_batch`, then prompts one `prefill` each."""
-        decodes = [item for item in items if is_decode_step(item)]
+        decodes = [item for item in items if is_decode_step(item) and not _is_verified(item)]
         steps = [(cache_id_of(item), item.q_tokens[0], item.pos_offset) for item in decodes]
         decoded: Sequence[torch.Tensor] | torch.Tensor = self.model.decode_batch(steps) if steps else []
         if len(decoded) != len(steps):
@@ -170,6 +173,9 @@ class LlmExecutor(UnifiedExecutor):
         decoded_rows = iter(decoded)
         results: list[torch.Tensor | None] = []
         for item in items:
+            if _is_verified(item):
+                results.append(self._run_verify(item))
+                continue
             logits = (
                 next(decoded_rows) if is_decode_step(item) else self.model.prefill(cache_id_of(item), item.q_tokens)
             )
@@ -226,3 +232,7 @@ class LlmExecutor(UnifiedExecutor):
             return needed.weight_bytes + stats.used_blocks * stats.bytes_per_block
         num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
         return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer
+
+
+def _is_verified(item: UnifiedBatchItem) -> bool:
+    return isinstance(item.logits_policy, VerifyLogits)

@@ -15,12 +15,12 @@ from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import ForwardStep, forward_step
-from paged.kernels.checks import FLOAT_DTYPES
+from paged.kernels.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.reshape_and_cache import reshape_and_cache
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.models.logits_policy import apply_policies
+from paged.models.logits_policy import answer_items
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,13 @@ class PagedAttentionExecutor(UnifiedExecutor):
     attn[j] over all num_heads * head_dim elements. With one_hot, in the head that holds the query's index, keys of that
     index weigh exp(1 / sqrt(head_dim)) and all others 1; in every other head all keys weigh the same.
 
+    It runs in the cache's dtype, over an 8-bit cache in float32. e4m3 holds one-hot embeddings exactly.
+
     Raises:
         InvalidInputError: the manager's layers, KV heads, head_dim or dtype are not those of the configuration.
     """
+
+    kv_manager: PagedKvCacheManager
 
     def __init__(self, config: PagedExecutorConfig, kv_manager: PagedKvCacheManager) -> None:
         self.config = config
@@ -74,8 +78,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
             if have != want:
                 raise InvalidInputError(f"kv_manager: {name} {have}, expected {want} as in the configuration")
         cache = kv_manager.k_cache(0)
-        if cache.dtype not in FLOAT_DTYPES:
-            raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {FLOAT_DTYPES}")
+        if cache.dtype not in CACHE_DTYPES:
+            raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {CACHE_DTYPES}")
         super().__init__(
             ModelInfo(
                 model_id=f"paged-attention-{config.embedding}",
@@ -88,7 +92,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 head_dim=config.head_dim,
                 vocab_size=config.vocab_size,
                 max_sequence_length=min(config.max_sequence_length, kv_manager.config.max_seq_len or sys.maxsize),
-                dtype=cache.dtype,
+                dtype=cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32,
                 device=cache.device,
             )
         )
@@ -105,7 +109,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
             supports_lora=False,
             memory_requirements=MemoryRequirements(
                 weight_bytes=0,
-                kv_bytes_per_token_per_layer=2 * self._info.hidden_size * self._info.dtype.itemsize,
+                kv_bytes_per_token_per_layer=2 * self._info.hidden_size * self.kv_manager.k_cache(0).element_size(),
                 activation_bytes_per_token=(self._info.hidden_size + 2 * width) * self._info.dtype.itemsize,
             ),
         )
@@ -118,9 +122,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         with forward_step(self.kv_manager, items) as step:
-            logits = self._logits(self._attend(step)[step.sample_rows])
-            rows = iter(apply_policies(logits, [item.logits_policy for item in items if item.is_final_chunk]))
-            return [next(rows) if item.is_final_chunk else None for item in items]
+            return answer_items(self._logits(self._attend(step)[step.sample_rows]), items)
 
     def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
         with forward_step(self.kv_manager, [item]) as step:

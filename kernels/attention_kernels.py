@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paged.kernels.attention_call import AttentionCall
-from paged.kernels.attention_config import padded_head_dim
-from paged.kernels.attention_plan import ITEM_SIZE, SPLIT_TILE_SIZE, AttentionPlan, AttentionSchedule, AttentionShape
+from paged.kernels.attention_mask import WORD_KEYS
+from paged.kernels.attention_plan_kernel import ITEM_SIZE, SPLIT_TILE_SIZE
 from paged.kernels.compat import tl, triton
 from paged.kernels.dot import dot
+from paged.kernels.fp8 import decode_e4m3
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -19,17 +19,47 @@ def _finite(maximum):
 
 
 @triton.jit
-def _attend_block(
+def _load_rows(
+    cache,  # the KV head's first element in block 0
+    offsets,  # [BLOCK_N], of each row
+    key_mask,  # [BLOCK_N]
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[BLOCK_N, HEAD_DIM_PADDED] of K or V; what is masked is 0."""
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    ptrs = cache + offsets[:, None] + offs_d[None, :]
+    if MASKED and HEAD_DIM != HEAD_DIM_PADDED:
+        rows = tl.load(ptrs, mask=key_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0)
+    elif MASKED:
+        rows = tl.load(ptrs, mask=key_mask[:, None], other=0)
+    elif HEAD_DIM != HEAD_DIM_PADDED:
+        rows = tl.load(ptrs, mask=offs_d[None, :] < HEAD_DIM, other=0)
+    else:
+        rows = tl.load(ptrs)
+    return rows
+
+
+@triton.jit
+def _attend(
     acc,  # [BLOCK_M, HEAD_DIM_PADDED] float32, unnormalised output
     row_max,  # [BLOCK_M] float32, base 2
     row_sum,  # [BLOCK_M] float32
     q,  # [BLOCK_M, HEAD_DIM_PADDED]
-    k_ptr,  # first element of the KV head in block 0
-    v_ptr,
+    k_cache,  # pointer to the KV head's first element in block 0, or where USE_TMA a descriptor of the whole cache
+    v_cache,
     block_table_ptr,  # this sequence's row
-    first_key,
+    mask_ptrs,  # [BLOCK_M], each row's words of the mask over the new keys, or None
+    slopes,  # [BLOCK_M], or None
+    begin,  # blocks of BLOCK_N keys
+    end,
     position,  # [BLOCK_M] of each row
+    first_key,  # [BLOCK_M], first and last key that each row sees
+    last_key,
+    context_len,  # keys before the first new one
     seq_len,
+    kv_head,
     scale,
     softcap,
     stride_k_block,
@@ -40,67 +70,104 @@ def _attend_block(
     HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,  # False: every row sees every key of this block
+    USE_TMA: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every key of these blocks
 ):
-    """One online-softmax step (Milakov and Gimelshein, 2018) over BLOCK_N keys."""
-    offs_n = first_key + tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    key_mask = offs_n < seq_len
-    if MASKED:
-        block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-    else:
-        block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)
-    slot = offs_n % KV_BLOCK_SIZE
-    k_ptrs = k_ptr + (block * stride_k_block + slot * stride_k_slot)[:, None] + offs_d[None, :]
-    v_ptrs = v_ptr + (block * stride_v_block + slot * stride_v_slot)[:, None] + offs_d[None, :]
-    # Masked lanes load 0, so that what stands behind the sequence's end, NaN included, is never multiplied.
-    if MASKED and HEAD_DIM != HEAD_DIM_PADDED:
-        k = tl.load(k_ptrs, mask=key_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)
-        v = tl.load(v_ptrs, mask=key_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)
-    elif MASKED:
-        k = tl.load(k_ptrs, mask=key_mask[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=key_mask[:, None], other=0.0)
-    elif HEAD_DIM != HEAD_DIM_PADDED:
-        k = tl.load(k_ptrs, mask=offs_d[None, :] < HEAD_DIM, other=0.0)
-        v = tl.load(v_ptrs, mask=offs_d[None, :] < HEAD_DIM, other=0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
+    """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
+    for index in range(begin, end):
+        offs_n = index * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_mask = offs_n < seq_len
+        if USE_TMA:  # all BLOCK_N keys stand in one cache block
+            block = tl.load(block_table_ptr + index * BLOCK_N // KV_BLOCK_SIZE)
+            box = [block, index * BLOCK_N % KV_BLOCK_SIZE, kv_head, 0]
+            k = k_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
+            v = v_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
+            if MASKED:
+                # What stands behind the end, NaN included, is never multiplied by a weight of 0; scores are replaced.
+                v = tl.where(key_mask[:, None], v, 0)
+        else:
+            if MASKED:
+                block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+            else:
+                block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)
+            slot = offs_n % KV_BLOCK_SIZE
+            k_offsets = block * stride_k_block + slot * stride_k_slot
+            v_offsets = k_offsets
+            if not SAME_STRIDES:
+                v_offsets = block * stride_v_block + slot * stride_v_slot
+            k = _load_rows(k_cache, k_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+            v = _load_rows(v_cache, v_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+        if FP8:
+            k = decode_e4m3(k, NATIVE_FP8).to(q.dtype)
+            v = decode_e4m3(v, NATIVE_FP8).to(q.dtype)
 
-    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
-    if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 and -1 where exp overflows or vanishes
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * _LOG2E / softcap)) + 1.0)) * _LOG2E
-    else:
-        scores = scores * (scale * _LOG2E)
-    if MASKED:
-        visible = key_mask[None, :]
-        if CAUSAL:
-            visible = visible & (offs_n[None, :] <= position[:, None])
-        if WINDOW_LEFT >= 0:
-            visible = visible & (offs_n[None, :] >= position[:, None] - WINDOW_LEFT)
-        if WINDOW_RIGHT >= 0:
-            visible = visible & (offs_n[None, :] <= position[:, None] + WINDOW_RIGHT)
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 and -1 where exp overflows or vanishes
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * _LOG2E / softcap)) + 1.0)) * _LOG2E
+        elif MASKED or slopes is not None:
+            scores = scores * (scale * _LOG2E)
+        if slopes is not None:
+            distance = tl.abs(position[:, None] - offs_n[None, :]).to(tl.float32)
+            scores -= distance * (slopes * _LOG2E)[:, None]
+        if MASKED:
+            visible = offs_n[None, :] <= last_key[:, None]
+            if HAS_WINDOW:
+                visible = visible & (offs_n[None, :] >= first_key[:, None])
+            if mask_ptrs is not None:
+                # A word a row: a tile of bytes would drag the scores into the layout of its loads, 430 spills.
+                word = index * BLOCK_N // WORD_KEYS - context_len // WORD_KEYS
+                bits = tl.load(mask_ptrs + word, mask=word >= 0, other=-1)[:, None]
+                if BLOCK_N > WORD_KEYS:
+                    more = tl.load(mask_ptrs + word + 1, mask=word >= -1, other=-1)[:, None]
+                    bits = tl.where((offs_n % BLOCK_N < WORD_KEYS)[None, :], bits, more)
+                visible = visible & ((bits >> (offs_n % WORD_KEYS).to(tl.int64)[None, :]) & 1 != 0)
+            scores = tl.where(visible, scores, float("-inf"))
 
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    subtrahend = _finite(new_max) if MASKED else new_max  # without a mask every row has seen a key
-    weights = tl.exp2(scores - subtrahend[:, None])
-    correction = tl.exp2(row_max - subtrahend)
-    row_sum = row_sum * correction + tl.sum(weights, 1)
-    acc = dot(weights.to(v.dtype), v, acc * correction[:, None])
-    return acc, new_max, row_sum
+        if MASKED:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            subtrahend = _finite(new_max)
+            weights = tl.exp2(scores - subtrahend[:, None])
+        elif HAS_SOFTCAP or slopes is not None:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            subtrahend = new_max
+            weights = tl.exp2(scores - subtrahend[:, None])
+        else:
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * (scale * _LOG2E))
+            subtrahend = new_max
+            weights = tl.exp2(scores * (scale * _LOG2E) - subtrahend[:, None])
+        correction = tl.exp2(row_max - subtrahend)
+        row_sum = row_sum * correction + tl.sum(weights, 1)
+        acc = dot(weights.to(v.dtype), v, acc * correction[:, None])
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit
+def _normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask):
+    """Output rows and their log-sum-exp in base 2. A sink is the score of one more key, whose value is 0."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=row_mask, other=float("-inf")).to(tl.float32) * _LOG2E
+        new_max = tl.maximum(row_max, sink)
+        correction = tl.exp2(row_max - _finite(new_max))
+        row_sum = row_sum * correction + tl.exp2(sink - _finite(new_max))
+        acc = acc * correction[:, None]
+        row_max = new_max
+    has_keys = row_sum > 0
+    row_sum = tl.where(has_keys, row_sum, 1.0)
+    return acc / row_sum[:, None], tl.where(has_keys, row_max + tl.log2(row_sum), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window_left", "window_right", "stride_lse_head"])
 def _attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
-    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM]
-    v_cache_ptr,
+    k_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM], a pointer, or a tensor descriptor where USE_TMA
+    v_cache,
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     lse_ptr,  # [num_q_heads, num_tokens], or None
     block_table_ptr,  # [num_seqs, max_blocks_per_seq]
@@ -110,10 +177,18 @@ def _attention_kernel(
     counts_ptr,  # [2]
     partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, HEAD_DIM]
     partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
+    is_causal_ptr,  # [num_seqs], or None
+    sinks_ptr,  # [num_q_heads], or None
+    alibi_slopes_ptr,  # [num_q_heads], or None
+    k_scale_ptr,  # [1] or [num_kv_heads], or None
+    v_scale_ptr,
+    mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
     num_seqs,
     scale,
     softcap,
+    window_left,
+    window_right,
     stride_q_token,
     stride_q_head,
     stride_k_block,
@@ -126,20 +201,25 @@ def _attention_kernel(
     stride_out_head,
     stride_lse_head,
     stride_table_seq,
+    stride_k_scale_head,
+    stride_v_scale_head,
+    stride_mask_token,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,  # whether window_left is a limit
     HAS_SOFTCAP: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,  # V's strides are K's
+    FP8: tl.constexpr,  # the caches hold e4m3
+    NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows beyond the last sequence
 ):
     """One item of the work list and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
-    kv_head = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(0)
     item = tl.program_id(1)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
@@ -147,7 +227,8 @@ def _attention_kernel(
     if CLEAR_PADDING:
         first_padding = tl.load(cu_seqlens_q_ptr + num_seqs).to(tl.int64)
         for row in range(first_padding + item, num_tokens, tl.num_programs(1)):
-            for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+            first_head = kv_head.to(tl.int64) * GROUP
+            for head in range(first_head, first_head + GROUP):
                 out_row_ptr = out_ptr + row * stride_out_token + head * stride_out_head
                 tl.store(out_row_ptr + offs_d, tl.zeros([HEAD_DIM_PADDED], out_ptr.dtype.element_ty), mask=dim_mask)
                 if lse_ptr is not None:
@@ -163,73 +244,92 @@ def _attention_kernel(
     first_token = tl.load(cu_seqlens_q_ptr + seq)
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
     seq_len = tl.load(seq_lens_ptr + seq)
+    context_len = seq_len - q_len
+    if is_causal_ptr is not None:
+        window_right = tl.where(tl.load(is_causal_ptr + seq) != 0, 0, window_right)
 
     row = tile * BLOCK_M + offs_m
     row_mask = row < q_len * GROUP
     token = (first_token + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
-    position = seq_len - q_len + row // GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
+    position = context_len + row // GROUP
+    first_key = position - window_left
+    last_key = tl.minimum(position + window_right, seq_len - 1)
     store_mask = row_mask[:, None] & dim_mask[None, :]
     q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=store_mask, other=0.0)
-    k_ptr = k_cache_ptr + kv_head * stride_k_head
-    v_ptr = v_cache_ptr + kv_head * stride_v_head
     table_ptr = block_table_ptr + seq * stride_table_seq
+    if not USE_TMA:
+        k_cache += kv_head.to(tl.int64) * stride_k_head
+        v_cache += kv_head.to(tl.int64) * stride_v_head
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0).to(tl.float32)
+    mask_ptrs = None
+    if mask_ptr is not None:
+        mask_ptrs = mask_ptr + tl.where(row_mask, token, first_token) * stride_mask_token
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale_head)
+    if FP8 and q.dtype == tl.bfloat16:
+        # float16 holds every e4m3 value; converting two to it takes one instruction, to bfloat16 four more. Queries
+        # that fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
+        largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
+        q = (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16)
+        scale *= largest / 32768.0
 
     # Blocks that every row of the tile sees whole need no mask: neither the diagonal, nor the end of the sequence, nor
-    # an edge of the window runs through them.
-    first_position = seq_len - q_len + tile * BLOCK_M // GROUP
-    last_position = seq_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-    full_keys = seq_len
-    if CAUSAL:
-        full_keys = tl.minimum(full_keys, first_position + 1)
-    if WINDOW_RIGHT >= 0:
-        full_keys = tl.minimum(full_keys, first_position + WINDOW_RIGHT + 1)
+    # an edge of the window, nor the mask over the new keys runs through them.
+    first_position = context_len + tile * BLOCK_M // GROUP
+    last_position = context_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+    full_keys = tl.minimum(seq_len, first_position + window_right + 1)
+    if mask_ptr is not None:
+        full_keys = tl.minimum(full_keys, context_len)
     full_end = tl.minimum(tl.maximum(full_keys, 0) // BLOCK_N, end)
     full_begin = begin
-    if WINDOW_LEFT >= 0:
-        full_begin = tl.maximum(begin, (tl.maximum(last_position - WINDOW_LEFT, 0) + BLOCK_N - 1) // BLOCK_N)
+    if HAS_WINDOW:
+        full_begin = tl.maximum(begin, (tl.maximum(last_position - window_left, 0) + BLOCK_N - 1) // BLOCK_N)
         full_begin = tl.minimum(full_begin, end)
     full_end = tl.maximum(full_end, full_begin)
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if WINDOW_LEFT >= 0:
-        for block in range(begin, full_begin):
-            acc, row_max, row_sum = _attend_block(
-                acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, block * BLOCK_N, position, seq_len, scale, softcap,
-                stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE,
-                BLOCK_N, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFTCAP, True,
-            )  # fmt: skip
-    for block in range(full_begin, full_end):
-        acc, row_max, row_sum = _attend_block(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, block * BLOCK_N, position, seq_len, scale, softcap,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE,
-            BLOCK_N, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFTCAP, False,
+    if HAS_WINDOW:
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, begin, full_begin, position,
+            first_key, last_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+            stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+            USE_TMA, SAME_STRIDES, FP8, NATIVE_FP8, True,
         )  # fmt: skip
-    for block in range(full_end, end):
-        acc, row_max, row_sum = _attend_block(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, block * BLOCK_N, position, seq_len, scale, softcap,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE,
-            BLOCK_N, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFTCAP, True,
-        )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, full_begin, full_end, position,
+        first_key, last_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+        USE_TMA, SAME_STRIDES, FP8, NATIVE_FP8, False,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, full_end, end, position,
+        first_key, last_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+        USE_TMA, SAME_STRIDES, FP8, NATIVE_FP8, True,
+    )  # fmt: skip
 
-    has_keys = row_sum > 0
-    out = acc / tl.where(has_keys, row_sum, 1.0)[:, None]
-    lse = tl.where(has_keys, row_max + tl.log2(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
     if slot >= 0:
+        out, lse = _normalise(acc, row_max, row_sum, None, head, row_mask)
         partial = (slot * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
         tl.store(partial_out_ptr + partial[:, None] * HEAD_DIM + offs_d[None, :], out, mask=store_mask)
         tl.store(partial_lse_ptr + partial, lse, mask=row_mask)
     else:
+        out, lse = _normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
         out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=store_mask)
         if lse_ptr is not None:
             tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lse_head"])
 def _merge_splits_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     lse_ptr,  # [num_q_heads, num_tokens], or None
@@ -238,6 +338,7 @@ def _merge_splits_kernel(
     counts_ptr,  # [2]
     partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, HEAD_DIM]
     partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
+    sinks_ptr,  # [num_q_heads], or None
     stride_out_token,
     stride_out_head,
     stride_lse_head,
@@ -248,7 +349,7 @@ def _merge_splits_kernel(
     MERGE_M: tl.constexpr,
 ):
     """MERGE_M rows of one split tile and one KV head a program, pieces in their order: the same bits every time."""
-    kv_head = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(0)
     split_tile = tl.program_id(1)
     if split_tile >= tl.load(counts_ptr + 1):
         return
@@ -278,109 +379,10 @@ def _merge_splits_kernel(
         acc = acc * correction[:, None] + part_out * weight[:, None]
         row_max = new_max
 
-    has_keys = row_sum > 0
     token = (first_token + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
+    out, lse = _normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
     out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
-    out = acc / tl.where(has_keys, row_sum, 1.0)[:, None]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
-        lse = tl.where(has_keys, row_max + tl.log2(tl.where(has_keys, row_sum, 1.0)), float("-inf")) * _LN2
-        tl.store(lse_ptr + head * stride_lse_head + token, lse, mask=row_mask)
-
-
-def run_attention(call: AttentionCall, plan: AttentionPlan) -> None:
-    """Launch the plan's schedules: fills `call.out` and, where given, `call.lse`."""
-    num_tokens, num_q_heads, head_dim = call.q.shape
-    num_kv_heads = call.k_cache.shape[2]
-    shape = AttentionShape(
-        num_tokens=num_tokens,
-        num_kv_heads=num_kv_heads,
-        group=num_q_heads // num_kv_heads,
-        head_dim=head_dim,
-        element_size=call.q.element_size(),
-        causal=call.causal,
-        window_size=call.window_size,
-    )
-    schedules = plan.schedules(shape)
-    if not any(schedule.items.shape[0] for schedule in schedules):  # no sequence, or none with a query: all is padding
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-        return
-    for index, schedule in enumerate(schedules):
-        _launch_tiles(call, shape, plan, schedule, clear_padding=index == 0)
-        if schedule.split_tiles.shape[0]:
-            _launch_merge(call, shape, plan, schedule)
-
-
-def _launch_tiles(
-    call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule, *, clear_padding: bool
-) -> None:
-    tile, q, k_cache, v_cache, out = schedule.tile, call.q, call.k_cache, call.v_cache, call.out
-    _attention_kernel[(shape.num_kv_heads, schedule.items.shape[0])](
-        q_ptr=q,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        out_ptr=out,
-        lse_ptr=call.lse,
-        block_table_ptr=call.block_table,
-        cu_seqlens_q_ptr=plan.cu_seqlens_q,
-        seq_lens_ptr=plan.seq_lens,
-        items_ptr=schedule.items,
-        counts_ptr=schedule.counts,
-        partial_out_ptr=schedule.partial_out,
-        partial_lse_ptr=schedule.partial_lse,
-        num_tokens=shape.num_tokens,
-        num_seqs=plan.seq_lens.shape[0],
-        scale=call.softmax_scale,
-        softcap=call.softcap,
-        stride_q_token=q.stride(0),
-        stride_q_head=q.stride(1),
-        stride_k_block=k_cache.stride(0),
-        stride_k_slot=k_cache.stride(1),
-        stride_k_head=k_cache.stride(2),
-        stride_v_block=v_cache.stride(0),
-        stride_v_slot=v_cache.stride(1),
-        stride_v_head=v_cache.stride(2),
-        stride_out_token=out.stride(0),
-        stride_out_head=out.stride(1),
-        stride_lse_head=shape.num_tokens,
-        stride_table_seq=call.block_table.stride(0),
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        HEAD_DIM_PADDED=padded_head_dim(shape.head_dim),
-        KV_BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        CAUSAL=shape.causal,
-        WINDOW_LEFT=shape.window_size[0],
-        WINDOW_RIGHT=shape.window_size[1],
-        HAS_SOFTCAP=call.softcap > 0,
-        CLEAR_PADDING=clear_padding,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def _launch_merge(call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule) -> None:
-    block_m = schedule.tile.block_m
-    merge_m = min(block_m, 16)  # one merge program's accumulator stays in registers at any head_dim
-    _merge_splits_kernel[(shape.num_kv_heads, schedule.split_tiles.shape[0], block_m // merge_m)](
-        out_ptr=call.out,
-        lse_ptr=call.lse,
-        cu_seqlens_q_ptr=plan.cu_seqlens_q,
-        split_tiles_ptr=schedule.split_tiles,
-        counts_ptr=schedule.counts,
-        partial_out_ptr=schedule.partial_out,
-        partial_lse_ptr=schedule.partial_lse,
-        stride_out_token=call.out.stride(0),
-        stride_out_head=call.out.stride(1),
-        stride_lse_head=shape.num_tokens,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        HEAD_DIM_PADDED=padded_head_dim(shape.head_dim),
-        BLOCK_M=block_m,
-        MERGE_M=merge_m,
-        num_warps=4,
-    )
+        tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)

@@ -9,6 +9,7 @@ import torch
 from paged.kernels.errors import InvalidInputError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
@@ -49,3 +50,18 @@ def check_tensor(
     check_shape(name, tensor, expected)
     check_dtype(name, tensor, *dtypes)
     check_device(name, tensor, device)
+
+
+def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:
+    """Raise InvalidInputError unless `scale` is None or float32 on `device`, one value or [num_kv_heads]."""
+    if scale is None:
+        return
+    check_dtype(name, scale, torch.float32)
+    check_device(name, scale, device)
+    if scale.dim() > 1 or scale.numel() not in (1, num_kv_heads):
+        raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [], [1] or [{num_kv_heads}]")
+
+
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """What a kernel multiplies a KV head by to find its scale: 0 where one serves all heads."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

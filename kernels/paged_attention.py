@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from paged.kernels.attention_call import AttentionCall
-from paged.kernels.attention_kernels import run_attention
+from paged.kernels.attention_call import NO_LIMIT, AttentionCall
+from paged.kernels.attention_launch import launch, prepare
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
-from paged.kernels.errors import InvalidInputError, UnsupportedError
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_scale, check_tensor
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.launch import signature
 from paged.kernels.torch_ops import paged_attention as torch_op
 
 
@@ -25,13 +27,15 @@ def paged_attention(
     seq_lens: torch.Tensor,
     max_seqlen_q: int,
     softmax_scale: float | None = None,
-    causal: bool = True,
+    causal: bool | torch.Tensor = True,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    deterministic: bool = False,
     plan: AttentionPlan | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -40,61 +44,86 @@ def paged_attention(
 
     The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i, so a decode step
     is a sequence with one query and a prompt one with as many queries as keys. A row that sees no key gives 0 and lse
-    -inf.
+    -inf (the sink, where there is one).
+
+    The score of a query at position i and a key at position j is softcap(softmax_scale * q k) - slope * |i - j|.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
-            cu_seqlens_q[-1] are padding and give 0.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q, last dimension contiguous.
-            num_q_heads is a multiple of num_kv_heads; query head h reads KV head h // (num_q_heads // num_kv_heads).
+            cu_seqlens_q[-1] are padding and give 0 and lse -inf.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or float8_e4m3fn, last dimension
+            contiguous. num_q_heads is a multiple of num_kv_heads; query head h reads KV head
+            h // (num_q_heads // num_kv_heads).
         block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
         seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
         max_seqlen_q: at least the longest query.
         softmax_scale: 1 / sqrt(head_dim) when not given.
-        causal: position i sees positions <= i.
+        causal: position i sees positions <= i; a bool tensor [num_seqs] says so for each sequence.
         window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
         softcap: scores become softcap * tanh(score / softcap) when positive (Gemma 2, 2024).
+        sinks: [num_q_heads], any float dtype: the score of one more key for every row of the head, whose value is 0
+            (Xiao et al., 2023; as in gpt-oss, not scaled). The log-sum-exp counts it.
+        alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
+        k_scale, v_scale: float32, one value or [num_kv_heads]: K is k_cache * k_scale, V likewise.
+        mask: bool [num_tokens, at least the longest query]: whether a query also sees new key j of its own sequence,
+            besides all else that limits it; keys before the new ones are not concerned. The ancestors of a node, for
+            a tree of draft tokens.
+        deterministic: a sequence's results have the same bits whatever else is in the batch; costs speed where few long
+            sequences share the device with many short ones.
         plan: this step's `AttentionPlan`, shared by its layers; made for this call when not given.
         out: like q; made when not given.
         return_lse: also return the log-sum-exp of the scores, float32 [num_q_heads, num_tokens], natural log.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or values do not fit.
-        UnsupportedError: sinks, alibi_slopes, k_scale or v_scale were given.
     """
-    for name, value in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if value is not None:
-            raise UnsupportedError(f"{name} is not supported by paged_attention yet")
-    _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_size, softcap)
+    tensors: dict[str, Any] = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
+    causality = id(causal) if isinstance(causal, torch.Tensor) else causal
+    key = (*map(signature, (*tensors.values(), out)), max_seqlen_q, softmax_scale, causality, *window_size, softcap)
+    key += (id(mask), deterministic, return_lse)
+    by_triton = use_triton(q)
+    launches = plan.launches.get(key) if by_triton and plan is not None else None
+    if launches is None:
+        _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_size, softcap)
     num_tokens, num_q_heads, head_dim = q.shape
-    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    check_tensor("out", out, q.shape, (q.dtype,), q.device)
-    check_last_dim_contiguous("out", out)
     lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
-    call = AttentionCall(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=(window_size[0], window_size[1]),
-        softcap=softcap,
-        out=out,
-        lse=lse,
-    )
-    if not use_triton(q):
-        torch_op.paged_attention(call)
-    else:
+    if launches is None:
+        left, right = (NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in window_size)
+        call = AttentionCall(
+            **tensors,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale),
+            window=(left, 0 if causal is True else right),
+            is_causal=causal if isinstance(causal, torch.Tensor) else None,
+            softcap=softcap,
+            mask=mask,
+            deterministic=deterministic,
+            out=out,
+            lse=lse,
+        )
+        _check_options(call, max_seqlen_q)
+        if not by_triton:
+            torch_op.paged_attention(call)
+            return (out, lse) if lse is not None else out
         if plan is None:
             max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
             plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        run_attention(call, plan)
+        launches = plan.launches[key] = prepare(call, plan)
+    launch(launches, **tensors, out=out, lse=lse)
     return (out, lse) if lse is not None else out
 
 
@@ -113,8 +142,9 @@ def _check(
     if q.dim() != 3:
         raise InvalidInputError(f"q: shape {list(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
     _, num_q_heads, head_dim = q.shape
-    check_tensor("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", head_dim), (q.dtype,), q.device)
-    check_tensor("v_cache", v_cache, k_cache.shape, (q.dtype,), q.device)
+    cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
+    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, torch.float8_e4m3fn), q.device)
+    check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), q.device)
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
         raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
@@ -134,3 +164,22 @@ def _check(
         raise InvalidInputError(f"window_size: {window_size}, expected (left, right), each -1 or more")
     if not 0.0 <= softcap < math.inf:
         raise InvalidInputError(f"softcap: {softcap}, expected 0 or a positive number")
+
+
+def _check_options(call: AttentionCall, max_seqlen_q: int) -> None:
+    device, num_kv_heads = call.q.device, call.k_cache.shape[2]
+    num_tokens, num_q_heads, _ = call.q.shape
+    check_tensor("out", call.out, call.q.shape, (call.q.dtype,), device)
+    check_last_dim_contiguous("out", call.out)
+    if call.is_causal is not None:
+        check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
+    for name, value in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
+        if value is not None:
+            check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, device)
+    check_scale("k_scale", call.k_scale, num_kv_heads, device)
+    check_scale("v_scale", call.v_scale, num_kv_heads, device)
+    if call.mask is not None:
+        check_tensor("mask", call.mask, (num_tokens, "longest query"), (torch.bool,), device)
+        check_last_dim_contiguous("mask", call.mask)
+        if call.mask.shape[1] < max_seqlen_q:
+            raise InvalidInputError(f"mask: {call.mask.shape[1]} columns, expected at least {max_seqlen_q}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, scale_stride
 from paged.kernels.compat import tl, triton
 from paged.kernels.errors import InvalidInputError
-from paged.kernels.reshape_and_cache import check_cache_write, slot_offset
+from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
+from paged.kernels.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.rotary_embedding import check_rotary, heads_per_program, rotate_heads
 from paged.kernels.torch_ops import qk_norm_rope_and_cache as torch_op
@@ -26,6 +27,8 @@ def _qk_norm_rope_and_cache_kernel(
     cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM]
     q_weight_ptr,  # [HEAD_DIM], or None
     k_weight_ptr,  # [HEAD_DIM], or None
+    k_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None
+    v_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None
     eps,
     stride_q_token,
     stride_q_head,
@@ -39,6 +42,8 @@ def _qk_norm_rope_and_cache_kernel(
     stride_v_cache_block,
     stride_v_cache_slot,
     stride_v_cache_head,
+    stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_v_scale_head,
     stride_cos_sin_position,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -50,6 +55,7 @@ def _qk_norm_rope_and_cache_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
     token = tl.program_id(0).to(tl.int64)
@@ -64,6 +70,7 @@ def _qk_norm_rope_and_cache_kernel(
             out_ptr=row_ptr,
             weight_ptr=q_weight_ptr,
             cos_sin_ptr=cos_sin_ptr,
+            inverse_scale=None,
             eps=eps,
             stride_x_head=stride_q_head,
             stride_out_head=stride_q_head,
@@ -79,11 +86,13 @@ def _qk_norm_rope_and_cache_kernel(
         slot = tl.load(slot_mapping_ptr + token)
         if slot >= 0:
             heads = (head_block - q_blocks) * BLOCK_HEADS + offs_head
+            in_heads = heads[:, None] < NUM_KV_HEADS
             rotate_heads(
                 x_ptr=k_ptr + token * stride_k_token,
                 out_ptr=k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE),
                 weight_ptr=k_weight_ptr,
                 cos_sin_ptr=cos_sin_ptr,
+                inverse_scale=load_inverse_scale(k_scale_ptr, heads[:, None], stride_k_scale_head, in_heads),
                 eps=eps,
                 stride_x_head=stride_k_head,
                 stride_out_head=stride_k_cache_head,
@@ -94,13 +103,15 @@ def _qk_norm_rope_and_cache_kernel(
                 INTERLEAVED=INTERLEAVED,
                 BLOCK_PAIRS=BLOCK_PAIRS,
                 BLOCK_REST=BLOCK_REST,
+                NATIVE_FP8=NATIVE_FP8,
             )
             dims = tl.arange(0, BLOCK_DIM)[None, :]
-            mask = (heads[:, None] < NUM_KV_HEADS) & (dims < HEAD_DIM)
+            mask = in_heads & (dims < HEAD_DIM)
             value = tl.load(v_ptr + token * stride_v_token + heads[:, None] * stride_v_head + dims, mask=mask)
             v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
             v_ptrs = v_row_ptr + heads[:, None] * stride_v_cache_head + dims
-            tl.store(v_ptrs, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
+            v_inverse = load_inverse_scale(v_scale_ptr, heads[:, None], stride_v_scale_head, in_heads)
+            tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
 
 
 def qk_norm_rope_and_cache(
@@ -122,8 +133,8 @@ def qk_norm_rope_and_cache(
 ) -> torch.Tensor:
     """`rms_norm` of every head of q and k, `rotary_embedding`, then `reshape_and_cache`, in one pass over memory.
 
-    q changes in place and is returned; the rotated k and the plain v go to the caches, k and v themselves stay.
-    float32 inside; every result is rounded once.
+    q changes in place and is returned; the rotated k and the plain v go to the caches, divided by their scales; k and v
+    themselves stay. float32 inside; every result is rounded once.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
@@ -135,7 +146,6 @@ def qk_norm_rope_and_cache(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or one weight of the two was given.
-        UnsupportedError: a scale was given.
     """
     check_cache_write("k", k, "v", v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_tokens, num_kv_heads, head_dim = k.shape
@@ -161,6 +171,8 @@ def qk_norm_rope_and_cache(
             k_weight=k_weight,
             eps=eps,
             interleaved=interleaved,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     num_q_heads, rotary_dim = q.shape[1], cos_sin_cache.shape[1]
     if num_tokens * (num_q_heads + num_kv_heads) * head_dim == 0:
@@ -173,13 +185,15 @@ def qk_norm_rope_and_cache(
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
+        k_cache_ptr=as_kernel_argument(k_cache),
+        v_cache_ptr=as_kernel_argument(v_cache),
         slot_mapping_ptr=slot_mapping.contiguous(),
         positions_ptr=positions.contiguous(),
         cos_sin_cache_ptr=cos_sin_cache,
         q_weight_ptr=None if q_weight is None else q_weight.contiguous(),
         k_weight_ptr=None if k_weight is None else k_weight.contiguous(),
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
         eps=eps,
         stride_q_token=q.stride(0),
         stride_q_head=q.stride(1),
@@ -193,6 +207,8 @@ def qk_norm_rope_and_cache(
         stride_v_cache_block=v_cache.stride(0),
         stride_v_cache_slot=v_cache.stride(1),
         stride_v_cache_head=v_cache.stride(2),
+        stride_k_scale_head=scale_stride(k_scale),
+        stride_v_scale_head=scale_stride(v_scale),
         stride_cos_sin_position=cos_sin_cache.stride(0),
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -204,6 +220,7 @@ def qk_norm_rope_and_cache(
         BLOCK_PAIRS=triton.next_power_of_2(max(rotary_dim // 2, 1)),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
         BLOCK_DIM=block_dim,
+        NATIVE_FP8=has_native_e4m3(q.device),
         num_warps=num_warps(block_heads * block_dim),
     )
     return q

@@ -27,21 +27,31 @@ def paged_attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float | None = None,
-    causal: bool = True,
+    causal: bool | torch.Tensor = True,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query row over its own sequence's cached keys, one row and one head at a time.
 
     The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i. It sees position
-    j when j < seq_len, when causal allows it (j <= position), and when position - left <= j <= position + right for
-    the window's edges that are not -1.
+    j when j < seq_len, when causal (of all, or of its sequence) allows it (j <= position), when position - left <= j <=
+    position + right for the window's edges that are not -1, and when its row of mask allows it, whose column 0 is the
+    sequence's first query. A sink is one more score of each head, with a value of 0.
 
     Returns:
         out [num_tokens, num_q_heads, head_dim] and lse [num_q_heads, num_tokens], natural log; a row that sees nothing
-        gives 0 and -inf. Rows that belong to no sequence (beyond cu_seqlens_q[-1]) stay 0 and -inf.
+        gives 0 and -inf, or its head's sink. Rows that belong to no sequence (beyond cu_seqlens_q[-1]) stay 0 and -inf.
     """
     q, k_cache, v_cache = _f64(q), _f64(k_cache), _f64(v_cache)
+    if k_scale is not None:
+        k_cache = k_cache * _f64(k_scale).view(-1, 1)
+    if v_scale is not None:
+        v_cache = v_cache * _f64(v_scale).view(-1, 1)
     num_tokens, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_q_heads // num_kv_heads
@@ -57,19 +67,24 @@ def paged_attention(
             position = seq_len - (last - first) + (row - first)
             low = 0 if left < 0 else max(0, position - left)
             high = seq_len if right < 0 else min(seq_len, position + right + 1)
-            if causal:
+            if causal if isinstance(causal, bool) else causal[seq]:
                 high = min(high, position + 1)
-            visible = slots[low : max(high, low)]
-            if not visible:
-                continue
-            blocks, offs = (torch.tensor(column) for column in zip(*visible, strict=True))
+            new = seq_len - (last - first)  # position of the first query
+            keys = [j for j in range(low, high) if mask is None or j < new or mask[row, j - new]]
+            blocks = torch.tensor([slots[j][0] for j in keys], dtype=torch.int64)
+            offs = torch.tensor([slots[j][1] for j in keys], dtype=torch.int64)
             for head in range(num_q_heads):
-                keys, values = k_cache[blocks, offs, head // group], v_cache[blocks, offs, head // group]
-                scores = keys @ q[row, head] * scale
+                scores = k_cache[blocks, offs, head // group] @ q[row, head] * scale
                 if softcap > 0:
                     scores = softcap * torch.tanh(scores / softcap)
-                lse[head, row] = torch.logsumexp(scores, 0)
-                out[row, head] = torch.exp(scores - lse[head, row]) @ values
+                if alibi_slopes is not None:
+                    scores -= float(alibi_slopes[head]) * (position - torch.tensor(keys, dtype=torch.float64)).abs()
+                if sinks is not None:
+                    scores = torch.cat([scores, _f64(sinks)[head : head + 1]])
+                if len(scores):
+                    lse[head, row] = torch.logsumexp(scores, 0)
+                    weights = torch.exp(scores - lse[head, row])
+                    out[row, head] = weights[: len(keys)] @ v_cache[blocks, offs, head // group]
     return out, lse
 
 
@@ -91,16 +106,51 @@ def merge_attn_states(
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the caches in which row t of key and value stands at slot_mapping[t]; negative slots are skipped."""
-    k_cache, v_cache = k_cache.clone(), v_cache.clone()
-    block_size = k_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            k_cache[slot // block_size, slot % block_size] = key[token].to(k_cache.dtype)
-            v_cache[slot // block_size, slot % block_size] = value[token].to(v_cache.dtype)
-    return k_cache, v_cache
+    """Copies of the caches in which row t of key and value, divided by its head's scale, stands at slot_mapping[t].
+
+    Negative slots are skipped. Scales have one element or one a head.
+    """
+    written = []
+    for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        copy, block_size = cache.clone(), cache.shape[1]
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
+            for head in range(cache.shape[2]):
+                row = rows[token, head]
+                if scale is not None:
+                    row = _f64(row) / _f64(scale).flatten()[head if scale.numel() > 1 else 0]
+                stored = to_e4m3(row) if cache.dtype == torch.float8_e4m3fn else row
+                copy[slot // block_size, slot % block_size, head] = stored.to(copy)
+        written.append(copy)
+    return written[0], written[1]
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The float8_e4m3fn values nearest to x, of two equally near ones that with an even code; NaN stays NaN.
+
+    A code holds a sign, 4 bits of exponent e and 3 of mantissa m: 2^-6 m / 8 where e = 0, else 2^(e - 7) (1 + m / 8).
+    The last one, which would be 480, is NaN, so 448 stands for all beyond it (Micikevicius et al., 2022).
+    """
+    codes = torch.arange(127)
+    values = torch.tensor(
+        [2.0**-6 * code / 8 if code < 8 else 2.0 ** (code // 8 - 7) * (1 + code % 8 / 8) for code in codes.tolist()],
+        dtype=torch.float64,
+    )
+    x = _f64(x)
+    distances = (x.abs().clamp(max=values[-1]).unsqueeze(-1) - values).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    size = torch.where(x.isnan(), 127, (is_nearest * (2 - codes % 2)).argmax(-1))
+    return (size + 128 * x.signbit()).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
+from paged.kernels.checks import (
+    CACHE_DTYPES,
+    FLOAT_DTYPES,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_scale,
+    check_shape,
+    check_tensor,
+    scale_stride,
+)
 from paged.kernels.compat import tl, triton
-from paged.kernels.errors import InvalidInputError, UnsupportedError
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import reshape_and_cache as torch_op
 
@@ -19,12 +29,23 @@ def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_inverse_scale(scale_ptr, heads, stride_head, mask):
+    """1 / scale of `heads`; None where there is no scale. The correctly rounded division spills on sm_100."""
+    inverse = None
+    if scale_ptr is not None:
+        inverse = 1.0 / tl.load(scale_ptr + heads * stride_head, mask=mask, other=1.0)
+    return inverse
+
+
+@triton.jit
 def _reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     value_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
     v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
+    k_scale_ptr,  # float32, one value or [NUM_HEADS], or None
+    v_scale_ptr,  # float32, one value or [NUM_HEADS], or None
     num_tokens,
     stride_key_token,
     stride_key_head,
@@ -36,11 +57,14 @@ def _reshape_and_cache_kernel(
     stride_v_cache_block,
     stride_v_cache_slot,
     stride_v_cache_head,
+    stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_v_scale_head,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
     """One program copies BLOCK_ROWS rows, a row being one head of one token."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -54,8 +78,10 @@ def _reshape_and_cache_kernel(
     v_offsets = slot_offset(slots, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
     k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head + dims
     v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head + dims
-    tl.store(k_ptrs, key.to(k_cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_ptrs, value.to(v_cache_ptr.dtype.element_ty), mask=mask)
+    k_inverse = load_inverse_scale(k_scale_ptr, heads, stride_k_scale_head, slots >= 0)
+    v_inverse = load_inverse_scale(v_scale_ptr, heads, stride_v_scale_head, slots >= 0)
+    tl.store(k_ptrs, scaled_cast(key, k_inverse, k_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
+    tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
 
 
 def reshape_and_cache(
@@ -68,23 +94,26 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Write row t of key and value to slot slot_mapping[t] of the caches, converted to their dtype.
+    """Write row t of key and value, divided by their scales, to slot slot_mapping[t] of the caches, in their dtype.
+
+    Values round to nearest, ties to even; e4m3 has no infinity, so what lies beyond 448 is stored as 448. The division
+    is a product with the reciprocal in float32.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], one dtype, any strides with the last
-            dimension contiguous.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], one dtype (float32, float16, bfloat16 or
+            float8_e4m3fn), any strides with the last dimension contiguous.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset inside the caches; negative skips the token.
             Slots are distinct.
-        k_scale, v_scale: None; scaled caches are not supported.
+        k_scale, v_scale: what a stored value is multiplied by when it is read: float32, above 0, [] or [1] for all
+            heads, or [num_kv_heads]. None stands for 1.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
-        UnsupportedError: a scale was given.
     """
     check_cache_write("key", key, "value", value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if not use_triton(key):
-        torch_op.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+        torch_op.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
         return
     if key.numel() == 0:
         return
@@ -93,9 +122,11 @@ def reshape_and_cache(
     _reshape_and_cache_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
         key_ptr=key,
         value_ptr=value,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
+        k_cache_ptr=as_kernel_argument(k_cache),
+        v_cache_ptr=as_kernel_argument(v_cache),
         slot_mapping_ptr=slot_mapping.contiguous(),
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
         num_tokens=num_tokens,
         stride_key_token=key.stride(0),
         stride_key_head=key.stride(1),
@@ -107,11 +138,14 @@ def reshape_and_cache(
         stride_v_cache_block=v_cache.stride(0),
         stride_v_cache_slot=v_cache.stride(1),
         stride_v_cache_head=v_cache.stride(2),
+        stride_k_scale_head=scale_stride(k_scale),
+        stride_v_scale_head=scale_stride(v_scale),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         KV_BLOCK_SIZE=k_cache.shape[1],
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
+        NATIVE_FP8=has_native_e4m3(key.device),
         num_warps=num_warps(2 * block_rows * block_dim),
     )
 
@@ -128,18 +162,17 @@ def check_cache_write(
     v_scale: torch.Tensor | None,
 ) -> None:
     """Checks of every operation that writes keys and values to the caches; the names are those of its arguments."""
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            raise UnsupportedError(f"{name}: scaled caches are not supported, expected None")
     check_shape(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"))
     check_dtype(k_name, key, *FLOAT_DTYPES)
     check_tensor(v_name, value, key.shape, (key.dtype,), key.device)
     num_tokens, num_kv_heads, head_dim = key.shape
-    check_tensor("k_cache", k_cache, ("num_blocks", "block_size", num_kv_heads, head_dim), FLOAT_DTYPES, key.device)
+    check_tensor("k_cache", k_cache, ("num_blocks", "block_size", num_kv_heads, head_dim), CACHE_DTYPES, key.device)
     check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key.device)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
     for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_last_dim_contiguous(name, tensor)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_scale(name, scale, num_kv_heads, key.device)
     if k_cache.shape[1] == 0:
         raise InvalidInputError("k_cache: block_size 0, expected at least 1")
 

@@ -8,6 +8,7 @@ from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.fp8 import scaled_cast
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import rotary_embedding as torch_op
 
@@ -18,6 +19,7 @@ def rotate_heads(
     out_ptr,  # [num_heads, HEAD_DIM], may be x_ptr
     weight_ptr,  # [HEAD_DIM] of the RMS norm before the rotation, or None
     cos_sin_ptr,  # [ROTARY_DIM] of the token's position
+    inverse_scale,  # [BLOCK_HEADS, 1] to multiply the result by, or None
     eps,
     stride_x_head,
     stride_out_head,
@@ -28,8 +30,10 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr = False,
 ):
-    """Normalise (with a weight) and rotate some heads of a token, in float32, rounding once."""
+    """Normalise (with a weight), rotate and scale some heads of a token, in float32, rounding once."""
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     pairs = tl.arange(0, BLOCK_PAIRS)
     in_pairs = pairs < HALF
@@ -58,10 +62,11 @@ def rotate_heads(
     tl.debug_barrier()
     cos = tl.load(cos_sin_ptr + pairs, mask=in_pairs, other=0.0)[None, :]
     sin = tl.load(cos_sin_ptr + HALF + pairs, mask=in_pairs, other=0.0)[None, :]
-    tl.store(out_ptrs + first[None, :], (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptrs + second[None, :], (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    tl.store(out_ptrs + first[None, :], scaled_cast(y1, inverse_scale, OUT, NATIVE_FP8), mask=mask)
+    tl.store(out_ptrs + second[None, :], scaled_cast(y2, inverse_scale, OUT, NATIVE_FP8), mask=mask)
     if HEAD_DIM > ROTARY_DIM:
-        tl.store(out_ptrs + rest[None, :], x3.to(out_ptr.dtype.element_ty), mask=rest_mask)
+        tl.store(out_ptrs + rest[None, :], scaled_cast(x3, inverse_scale, OUT, NATIVE_FP8), mask=rest_mask)
 
 
 @triton.jit
@@ -96,6 +101,7 @@ def _rotary_embedding_kernel(
             out_ptr=row_ptr,
             weight_ptr=None,
             cos_sin_ptr=cos_sin_ptr,
+            inverse_scale=None,
             eps=0.0,
             stride_x_head=stride_query_head,
             stride_out_head=stride_query_head,
@@ -114,6 +120,7 @@ def _rotary_embedding_kernel(
             out_ptr=row_ptr,
             weight_ptr=None,
             cos_sin_ptr=cos_sin_ptr,
+            inverse_scale=None,
             eps=0.0,
             stride_x_head=stride_key_head,
             stride_out_head=stride_key_head,

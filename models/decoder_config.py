@@ -76,7 +76,7 @@ def decoder_config(
     activation = hf.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedError(f"{hf.source}: activation {activation!r}, known are silu (swish)")
-    if hf.section("quantization_config") is not None:
+    if not _is_unquantised(hf.section("quantization_config")):
         raise UnsupportedError(f"{hf.source}: quantised weights (quantization_config), known are plain floating point")
     dtype = hf.text("dtype", hf.text("torch_dtype", "float32"))
     if dtype not in _DTYPES:
@@ -107,3 +107,13 @@ def decoder_config(
         dtype=_DTYPES[dtype],
         moe=(None,) * num_layers if moe is None else moe,
     )
+
+
+def _is_unquantised(quantization: HfConfig | None) -> bool:
+    """Whether weights are plain: compressed-tensors may describe the KV cache alone, in 8-bit floats."""
+    if quantization is None:
+        return True
+    scheme = quantization.section("kv_cache_scheme")
+    if scheme is None or quantization.values.get("config_groups"):
+        return False
+    return quantization.text("quant_method", "") == "compressed-tensors" and scheme.text("type", "") == "float"

@@ -67,10 +67,12 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a paged KV cache."""
+    """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     cos_sin_cache: torch.Tensor
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
@@ -107,6 +109,8 @@ class Attention(nn.Module):
             q_weight=self.q_weight,
             k_weight=self.k_weight,
             eps=self.eps,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
         out = q.new_empty(q.shape)
         paged_attention(
@@ -118,6 +122,8 @@ class Attention(nn.Module):
             seq_lens=metadata.seq_lens,
             max_seqlen_q=metadata.max_seqlen_q,
             window_size=self.window_size,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
             plan=metadata.plan,
             out=out,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -71,6 +71,11 @@ class Llama(nn.Module):
         table = rope_table(self.config.rope, self.config.head_dim, max_seq_len, self.embed_tokens.device)
         for index, layer in enumerate(self.layers):
             layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), table)
+
+    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Give every layer the k_scale and v_scale of its cache; one that is not there stands for 1."""
+        for layer, found in zip(self.layers, scales, strict=True):
+            layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""

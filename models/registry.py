@@ -17,7 +17,7 @@ from paged.models.mixtral import Mixtral
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.qwen3 import Qwen3
 from paged.models.qwen3_moe import Qwen3Moe
-from paged.models.weights import load_weights
+from paged.models.weights import load_kv_scales, load_weights
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
@@ -44,24 +44,28 @@ def load_model(
     max_seq_len: int | None = None,
     num_swap_blocks: int = 0,
     enable_prefix_cache: bool = True,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> PagedCausalLM:
     """The model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
     Args:
         path: the folder.
         device: CUDA where there is one, else the CPU.
-        dtype: of weights, activations and cache; as the checkpoint says where None.
+        dtype: of weights and activations; as the checkpoint says where None.
         num_blocks: size of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU room
             for four sequences of full length, at most 1 GiB.
         block_size: tokens a block.
         max_seq_len: longest sequence; the model's own limit where None.
         num_swap_blocks: blocks of host memory that sequences can be swapped to.
         enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
+        kv_cache_dtype: that of the weights where None, or torch.float8_e4m3fn, half of 16 bits: then with the scales
+            that the checkpoint holds for it, else with 1.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
         UnsupportedError: the architecture, or an option of it, is not known here.
-        InvalidInputError: a size is not positive, or max_seq_len is beyond the model's own limit.
+        InvalidInputError: a size is not positive, max_seq_len is beyond the model's own limit, or the cache's dtype is
+            another.
     """
     folder = Path(path)
     hf = HfConfig.read(folder)
@@ -75,13 +79,18 @@ def load_model(
         raise InvalidInputError(f"block_size: {block_size}, expected at least 1")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     dtype = config.dtype if dtype is None else dtype
+    kv_cache_dtype = dtype if kv_cache_dtype is None else kv_cache_dtype
+    if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {dtype} or torch.float8_e4m3fn")
 
     with torch.device("meta"):
         network = network_class(config)
     network = network.to(dtype).to_empty(device=device)
     load_weights(folder, network.weight_slots(), tied_head=config.tie_word_embeddings)
+    if kv_cache_dtype == torch.float8_e4m3fn:
+        network.scale_caches(load_kv_scales(folder, config.num_layers, config.num_kv_heads, device))
     if num_blocks is None:
-        num_blocks = _num_blocks(config, dtype, device, block_size, max_seq_len)
+        num_blocks = _num_blocks(config, kv_cache_dtype, device, block_size, max_seq_len)
     kv_config = PagedKvCacheConfig(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -90,7 +99,7 @@ def load_model(
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         enable_prefix_cache=enable_prefix_cache,
-        dtype=dtype,
+        dtype=kv_cache_dtype,
         device=device,
         max_seq_len=max_seq_len,
         sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ from safetensors import SafetensorError, safe_open
 from paged.errors import CheckpointError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
+_KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv])_scale|([kv])_proj\.(?:\3_scale|output_scale))")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 def load_weights(folder: Path, slots: Mapping[str, torch.Tensor], *, tied_head: bool) -> None:
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
-    Tensors without a slot are errors, but for the `rotary_emb.inv_freq` buffers of old files and, with tied_head, an
-    lm_head.weight that repeats the embedding.
+    Tensors without a slot are errors, but for the `rotary_emb.inv_freq` buffers of old files, scales of the KV cache
+    (see `load_kv_scales`) and, with tied_head, an lm_head.weight that repeats the embedding.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, there twice, misshapen or not floating point, or a file is
@@ -28,32 +32,72 @@ def load_weights(folder: Path, slots: Mapping[str, torch.Tensor], *, tied_head: 
     """
     pending = dict(slots)
     for file, promised in _files(folder).items():
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                names = sorted(tensors.keys())
-                if absent := sorted(promised - set(names)):
-                    raise CheckpointError(f"{absent[0]}: not in {file}, where the index says it is")
-                for name in names:
-                    if name.endswith("rotary_emb.inv_freq") or (tied_head and name == "lm_head.weight"):
-                        continue
-                    if name not in pending:
-                        problem = "there twice, again in" if name in slots else "unexpected tensor in"
-                        raise CheckpointError(f"{name}: {problem} {file}")
-                    _fill(pending.pop(name), name, tensors, file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: missing, unreadable or truncated ({error})") from error
+        with _open(file) as tensors:
+            names = sorted(tensors.keys())
+            if absent := sorted(promised - set(names)):
+                raise CheckpointError(f"{absent[0]}: not in {file}, where the index says it is")
+            for name in names:
+                if name.endswith("rotary_emb.inv_freq") or (tied_head and name == "lm_head.weight"):
+                    continue
+                if _KV_SCALE.fullmatch(name):
+                    continue
+                if name not in pending:
+                    problem = "there twice, again in" if name in slots else "unexpected tensor in"
+                    raise CheckpointError(f"{name}: {problem} {file}")
+                _fill(pending.pop(name), name, tensors, file)
     if pending:
         raise CheckpointError(f"{min(pending)}: missing in {folder} ({len(pending)} of {len(slots)} tensors are)")
 
 
+def load_kv_scales(
+    folder: Path, num_layers: int, num_kv_heads: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """`k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads]: value = stored * scale.
+
+    Raises:
+        CheckpointError: a scale is there twice, of a layer that is not, of another size, no floating point number, or
+            not finite and above 0; or as `load_weights` for the files.
+    """
+    scales: list[dict[str, torch.Tensor]] = [{} for _ in range(num_layers)]
+    for file in _files(folder):
+        with _open(file) as tensors:
+            for name in sorted(tensors.keys()):
+                match = _KV_SCALE.fullmatch(name)
+                if match is None:
+                    continue
+                layer, kind = int(match[1]), f"{match[2] or match[3]}_scale"
+                if layer >= num_layers or kind in scales[layer]:
+                    problem = "unexpected tensor in" if layer >= num_layers else f"a second {kind}, again in"
+                    raise CheckpointError(f"{name}: {problem} {file}")
+                _check_floating(name, tensors, file)
+                scale = tensors.get_tensor(name).float().flatten()
+                if scale.numel() not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0)).all():
+                    raise CheckpointError(f"{name}: {scale.tolist()} in {file}, expected 1 or {num_kv_heads} above 0")
+                scales[layer][kind] = scale.to(device)
+    return scales
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: missing, unreadable or truncated ({error})") from error
+
+
 def _fill(slot: torch.Tensor, name: str, tensors: Any, file: Path) -> None:
-    header = tensors.get_slice(name)
-    shape, dtype = header.get_shape(), header.get_dtype()
+    shape = tensors.get_slice(name).get_shape()
     if shape != list(slot.shape):
         raise CheckpointError(f"{name}: shape {shape} in {file}, expected {list(slot.shape)}")
+    _check_floating(name, tensors, file)
+    slot.copy_(tensors.get_tensor(name))
+
+
+def _check_floating(name: str, tensors: Any, file: Path) -> None:
+    dtype = tensors.get_slice(name).get_dtype()
     if dtype not in _FLOATING:
         raise CheckpointError(f"{name}: dtype {dtype} in {file}, expected {', '.join(_FLOATING)}")
-    slot.copy_(tensors.get_tensor(name))
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:

@@ -1,8 +1,7 @@
-"""The cache's memory, and the way of host arrays to the device."""
+"""The cache's memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,9 @@ from numpy.typing import NDArray
 from paged.errors import InvalidInputError
 from paged.kernels.checks import check_shape
 from paged.kernels.copy_blocks import copy_blocks
+from paged.kernels.torch_ops.reshape_and_cache import scaled_cast
 from paged.kv_cache import PagedKvCacheConfig
+from paged.staging import Staging
 
 
 class KvCacheTensors:
@@ -41,6 +42,7 @@ class KvCacheTensors:
             device="cpu",
             pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
         )
+        self._staging = Staging(self.storage.device)
         self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
         # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
         self._bytes = self.storage.view(torch.uint8)
@@ -58,6 +60,12 @@ class KvCacheTensors:
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers."""
         return self._bytes.numel() // self.storage.shape[2]
+
+    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as tensors on the cache's device: one copy through pinned memory, or on the CPU themselves."""
+        if self.storage.device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        return self._staging.to_device(arrays)
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to `destination` for every pair, K and V of all layers."""
@@ -98,11 +106,12 @@ class KvCacheTensors:
         check_shape("value", value, key.shape)
 
     def write(self, layer: int, slots: NDArray[np.int64], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim], converted to the cache's dtype, into slots."""
+        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, into slots."""
         index = torch.from_numpy(slots).to(self.storage.device)
         for cache, rows in zip(self._bytes[layer], (key, value), strict=True):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
-            dense = rows.to(self.storage).clone(memory_format=torch.contiguous_format)
+            stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
+            dense = stored.clone(memory_format=torch.contiguous_format)
             cache.flatten(0, 1)[index] = dense.view(torch.uint8)
 
     def read(self, layer: int, slots: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,25 +138,3 @@ def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
         else:
             runs.append((source, target, 1))
     return runs
-
-
-def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory where that is a GPU. On the CPU
-    the tensors are the arrays.
-
-    Every tensor starts at a multiple of 64 bytes: Triton compiles a kernel anew for pointers not aligned to 16.
-    """
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts = [0]
-    for array in arrays:
-        starts.append(starts[-1] + math.ceil(array.nbytes / 64) * 64)
-    host = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    host_bytes = host.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        host_bytes[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-    moved = host.to(device, non_blocking=True)
-    return [
-        moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -22,6 +23,8 @@ MODELS = ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 8, 1))
 # Arguments that are neither constexprs, int32 scalars nor bfloat16 tensors.
 KINDS = {
     "eps": "fp32",
+    "k_scale_ptr": "*fp32",
+    "v_scale_ptr": "*fp32",
     "positions_ptr": "*i64",
     "slot_mapping_ptr": "*i64",
     "cos_sin_cache_ptr": "*fp32",
@@ -37,6 +40,10 @@ KINDS = {
 }
 
 
+# Those that convert e4m3 by themselves, and the others.
+NATIVE_FP8 = {True: ("sm_90", "sm_100"), False: ("sm_80", "gfx942")}
+
+
 def cases() -> list[CompileCase]:
     """Head sizes 64 to 256, partial and interleaved rotary embedding, every alignment of a block, 151,936 tokens."""
     found = []
@@ -46,7 +53,9 @@ def cases() -> list[CompileCase]:
         elements = 2 * block_rows * block_dim
         kv = {"NUM_HEADS": num_kv_heads, "KV_BLOCK_SIZE": 16}
         found += [
-            _case(f"reshape_and_cache head_dim={head_dim}", _reshape_and_cache_kernel, elements, rows | kv),
+            *_cache_write_cases(
+                f"reshape_and_cache head_dim={head_dim}", _reshape_and_cache_kernel, elements, rows | kv
+            ),
             _case(
                 f"merge_attn_states head_dim={head_dim}",
                 _merge_attn_states_kernel,
@@ -106,17 +115,43 @@ def _rotary_cases(
     plain = {"q_weight_ptr": None, "k_weight_ptr": None}
     return [
         _case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone),
-        _case(f"qk_norm_rope_and_cache {shape}", _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, fused),
-        _case(f"rope_and_cache {shape}", _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, fused | plain),
+        *(
+            case
+            for name, constexprs in (("qk_norm_rope_and_cache", fused), ("rope_and_cache", fused | plain))
+            for case in _cache_write_cases(
+                f"{name} {shape}", _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs
+            )
+        ),
     ]
 
 
-def _case(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> CompileCase:
+def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> list[CompileCase]:
+    """Keys and values as they are, and scaled to e4m3; heads of 128 also with one of the two alone."""
+    unscaled = {"k_scale_ptr": None, "v_scale_ptr": None}
+    plain = constexprs | {"NATIVE_FP8": False}
+    found = [_case(name, kernel, num_elements, plain | unscaled)]
+    one_alone = constexprs["HEAD_DIM"] == 128
+    if one_alone:
+        found.append(_case(f"{name} scaled", kernel, num_elements, plain))
+    kinds = KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
+    for native, targets in NATIVE_FP8.items():
+        fp8 = constexprs | {"NATIVE_FP8": native}
+        fp8_name = f"{name} fp8{' native' if native else ''}"
+        cases = [_case(f"{fp8_name} scaled", kernel, num_elements, fp8, kinds)]
+        if one_alone:
+            cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, kinds))
+        found += [replace(case, targets=targets) for case in cases]
+    return found
+
+
+def _case(
+    name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any], kinds: dict[str, str] = KINDS
+) -> CompileCase:
     """A case with the warps of a program of `num_elements`, and strides and sizes that 16 divides."""
     signature = {
         argument: "constexpr"
         if argument in constexprs
-        else KINDS.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
+        else kinds.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
         for argument in kernel.arg_names
     }
     return CompileCase(

@@ -23,6 +23,8 @@ def qk_norm_rope_and_cache(
     k_weight: torch.Tensor | None,
     eps: float,
     interleaved: bool,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Twin of `kernels.qk_norm_rope_and_cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
     wide_q, wide_k = (x.to(torch.float32, copy=True) for x in (q, k))
@@ -30,5 +32,5 @@ def qk_norm_rope_and_cache(
         rms_norm(wide_q, q_weight, eps, out=wide_q)
         rms_norm(wide_k, k_weight, eps, out=wide_k)
     rotary_embedding(positions, wide_q, wide_k, cos_sin_cache, interleaved=interleaved)
-    reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping)
+    reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return q.copy_(wide_q)

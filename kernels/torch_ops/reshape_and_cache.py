@@ -6,10 +6,30 @@ import torch
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """Twin of `kernels.reshape_and_cache.reshape_and_cache`."""
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots, block_size = slot_mapping[rows], k_cache.shape[1]
-    for source, cache in ((key, k_cache), (value, v_cache)):
-        cache[slots // block_size, slots % block_size] = source[rows].to(cache.dtype)
+    for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        stored = scaled_cast(source[rows], scale, cache.dtype)
+        if cache.dtype == torch.float8_e4m3fn:  # bytes, as not every device has indexing of 8-bit floats
+            cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
+        cache[slots // block_size, slots % block_size] = stored
+
+
+def scaled_cast(rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """rows [..., num_kv_heads, head_dim] divided by their heads' scale, in the cache's dtype, e4m3 saturated."""
+    if scale is not None:
+        rows = rows.float() * scale.reciprocal().unsqueeze(-1)
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        rows = rows.clamp(-largest, largest)
+    return rows.to(dtype)

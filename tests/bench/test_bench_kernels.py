@@ -34,7 +34,7 @@ def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     """In a process that never saw the interpreter; with one thread, as threads that await busy cores take minutes.
 
     Nor has it seen this test run: a benchmark that finds itself in a parallel run takes one sample only.
@@ -173,7 +173,7 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_run_on_a_cpu(tmp_path: Path) -> None:
     """The whole table, every case timed twice."""
     path = tmp_path / "rows.json"
-    result = _run("-m", "bench.bench_kernels", "--device", "cpu", "--repeats", "2", "--json", str(path))
+    result = run_command("-m", "bench.bench_kernels", "--device", "cpu", "--repeats", "2", "--json", str(path))
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(path.read_text())
     assert {"device", "torch", "triton", "date"} <= report.keys()
@@ -191,7 +191,7 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
 def test_run_under_pytest_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "suite.json"
     suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/bench_kernels.py", "-k", "silu_and_mul")
-    result = _run(*suite, f"--benchmark-json={path}")
+    result = run_command(*suite, f"--benchmark-json={path}")
     assert result.returncode == 0, result.stdout + result.stderr
     (benchmark,) = json.loads(path.read_text())["benchmarks"]
     assert benchmark["extra_info"]["name"] == "silu_and_mul"

@@ -442,6 +442,32 @@ def test_slow_access_converts_to_the_cache_dtype(dtype: torch.dtype, device: tor
     assert torch.equal(got_value.cpu().float(), value.to(dtype).float())
 
 
+@pytest.mark.usefixtures("backend")
+def test_an_8_bit_cache_moves_its_bytes(device: torch.device) -> None:
+    """Saturated, cleared, shared, copied before a write, swapped out and back: half the bytes of 16 bits."""
+    manager = make(dtype=torch.float8_e4m3fn, device=device, num_swap_blocks=6)
+    assert manager.stats().bytes_per_block == 2 * 2 * 4 * 2 * 8
+    parent = manager.allocate("a", 6)
+    key, value = (400 * torch.randn(6, 2, 8) for _ in range(2))
+    key[0, 0, :3] = torch.tensor([torch.inf, -1e6, torch.nan])
+    manager.advance(parent, 6)
+    for layer in range(2):
+        manager.write_kv(parent, layer, 0, key, value)
+    child = manager.fork(parent, "b")
+    manager.extend(child, 1)
+    assert manager.stats().cow_copies == 1
+    manager.swap_out(parent)
+    manager.swap_in(parent)
+    for handle, layer in ((parent, 0), (parent, 1), (child, 0), (child, 1)):
+        stored = manager.read_kv(handle, layer, 0, 6)
+        for got, rows in zip(stored, (key, value), strict=True):
+            assert got.dtype == torch.float8_e4m3fn
+            want = rows.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+            torch.testing.assert_close(got.float().cpu(), want, rtol=0, atol=0, equal_nan=True)
+    new_key, _ = manager.read_kv(child, 1, 6, 1)
+    assert not new_key.float().any()
+
+
 def test_stats_are_counted(manager: PagedKvCacheManager) -> None:
     parent = manager.allocate("a")
     grow(manager, parent, 6)

@@ -112,6 +112,14 @@ def test_16_bit_cache(device: torch.device) -> None:
     assert_close(logits.half(), expected_logits(executor.config, tokens))
 
 
+def test_8_bit_cache(device: torch.device) -> None:
+    executor = make_executor(device, dtype=torch.float8_e4m3fn)
+    assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 4 * 8
+    tokens = random_tokens(random.Random(4), 20, 256)
+    logits = executor.prefill(prompt(tokens)).last_token_logits()[0]
+    assert_close(logits, expected_logits(executor.config, tokens))
+
+
 def test_every_layer_holds_the_embedding(device: torch.device) -> None:
     executor = make_executor(device, num_layers=3)
     handle = executor.prefill(prompt([3, 40])).kv_cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -22,12 +24,18 @@ class Problem:
     head_dim: int = 32
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    causal: bool = True
+    causal: bool | tuple[bool, ...] = True  # of all sequences, or of each
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     softmax_scale: float | None = None
     padding_rows: int = 0
     layout: str = "separate"  # or "interleaved": K and V of a block side by side; "head_major": [Hkv, bs, D] in a block
+    sinks: bool = False
+    alibi: bool = False
+    cache_dtype: torch.dtype | None = None  # another than that of q
+    scales: str = ""  # or "tensor": one scale of K and one of V; or "head": one a KV head
+    tree: bool = False  # a random mask over the new keys, each query seeing itself
+    deterministic: bool = False
     coverage: bool = False  # q = 0 and V one-hot of the position: every key counts the same, a dropped one shows
 
 
@@ -79,42 +87,66 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     q = torch.zeros if problem.coverage else torch.randn
     return Tensors(
         q=q(num_tokens, num_q_heads, head_dim).to(device, problem.dtype),
-        k_cache=k_cache.to(device, problem.dtype),
-        v_cache=v_cache.to(device, problem.dtype),
+        k_cache=k_cache.to(device, problem.cache_dtype or problem.dtype),
+        v_cache=v_cache.to(device, problem.cache_dtype or problem.dtype),
         block_table=block_table.to(device),
         cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
     )
 
 
-def check(problem: Problem, device: torch.device) -> None:
-    """Run the problem into a NaN-poisoned output and compare output and lse with the float64 reference."""
-    tensors = make(problem, device)
-    options = {
+def options(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """The keywords of `paged_attention` that the reference takes, too."""
+    num_q_heads, num_kv_heads = problem.heads
+    chosen: dict[str, Any] = {
         "softmax_scale": problem.softmax_scale,
         "causal": problem.causal,
         "window_size": problem.window_size,
         "softcap": problem.softcap,
     }
+    if isinstance(problem.causal, tuple):
+        chosen["causal"] = torch.tensor(problem.causal, device=device)
+    if problem.sinks:
+        chosen["sinks"] = torch.randn(num_q_heads, device=device).to(problem.dtype)
+    if problem.alibi:
+        chosen["alibi_slopes"] = 0.5 ** torch.arange(1, num_q_heads + 1, device=device)
+    if problem.scales:
+        size = num_kv_heads if problem.scales == "head" else 1
+        chosen |= {name: 0.5 + torch.rand(size, device=device) for name in ("k_scale", "v_scale")}
+    if problem.tree:
+        q_lens = [q_len for q_len, _ in problem.lengths]
+        mask = torch.rand(sum(q_lens) + problem.padding_rows, max(q_lens) + 3) < 0.5
+        for start, q_len in zip(accumulate(q_lens, initial=0), q_lens, strict=False):
+            mask[start + torch.arange(q_len), torch.arange(q_len)] = True
+        chosen["mask"] = mask.to(device)
+    return chosen
+
+
+def check(problem: Problem, device: torch.device) -> None:
+    """Run the problem into a NaN-poisoned output and compare output and lse with the float64 reference."""
+    tensors = make(problem, device)
+    chosen = options(problem, device)
     out = torch.full_like(tensors.q, math.nan)
     max_seqlen_q = max((q_len for q_len, _ in problem.lengths), default=0)
     result, lse = paged_attention(
-        **vars(tensors), max_seqlen_q=max_seqlen_q, out=out, return_lse=True, **options  # type: ignore[arg-type]
+        **vars(tensors), max_seqlen_q=max_seqlen_q, out=out, return_lse=True, deterministic=problem.deterministic,
+        **chosen,
     )  # fmt: skip
     assert result is out
-    cpu = {name: tensor.cpu() for name, tensor in vars(tensors).items()}
-    want, want_lse = reference.paged_attention(**cpu, **options)
-    rounded = None if problem.dtype == torch.float32 else _with_rounded_weights(cpu, options)
+    cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in chosen.items()}
+    cpu |= {name: tensor.cpu() for name, tensor in vars(tensors).items()}
+    want, want_lse = reference.paged_attention(**cpu)
+    rounded = None if problem.dtype == torch.float32 else _with_rounded_weights(cpu)
     assert_close(out, want, rounded=rounded)
     assert_close(lse, want_lse, float32=1e-5 if problem.dtype == torch.float32 else 1e-4)
 
 
-def _with_rounded_weights(cpu: dict[str, torch.Tensor], options: dict[str, object]) -> torch.Tensor:
+def _with_rounded_weights(arguments: dict[str, Any]) -> torch.Tensor:
     """The attention whose softmax weights carry the error of the input type, half a unit in the last place either way.
 
-    Tensor cores take the weights in the type of V. An error of a weight is one of its value, so V carries it here.
+    Tensor cores take the weights in the type of q. An error of a weight is one of its value, so V carries it here.
     """
-    dtype = cpu["q"].dtype
-    signs = torch.where(torch.rand(cpu["v_cache"].shape) < 0.5, -0.5, 0.5).double()
-    perturbed = cpu["v_cache"].double() * (1 + torch.finfo(dtype).eps * signs)
-    return reference.paged_attention(**{**cpu, "v_cache": perturbed}, **options)[0]  # type: ignore[arg-type]
+    values = arguments["v_cache"].double()
+    signs = torch.where(torch.rand(values.shape) < 0.5, -0.5, 0.5).double()
+    perturbed = values * (1 + torch.finfo(arguments["q"].dtype).eps * signs)
+    return reference.paged_attention(**{**arguments, "v_cache": perturbed})[0]

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from paged.kernels.attention_call import NO_LIMIT
 from paged.kernels.attention_config import DECODE_MAX_ROWS
 from paged.kernels.attention_plan import AttentionPlan, AttentionSchedule, AttentionShape
 from paged.kernels.device import device_of
@@ -35,8 +36,7 @@ def _plan(batch: list[tuple[int, int]], group: int, window: int, device: torch.d
         group=group,
         head_dim=64,
         element_size=2,
-        causal=True,
-        window_size=(window, -1),
+        window=(NO_LIMIT if window < 0 else window, 0),
     )
     return plan.schedules(shape)
 

@@ -29,6 +29,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
         ((16, 5, 64), torch.float16),  # 10 KB: more than one program a block
         ((7,), torch.float16),  # addresses that 2 bytes divide, no more
         ((3, 5), torch.uint8),
+        ((16, 2, 80), torch.float8_e4m3fn),
         ((3, 1), torch.float32),
     ],
 )

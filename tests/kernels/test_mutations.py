@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paged.kernels.attention_kernels
-import paged.kernels.paged_attention
+import paged.kernels.attention_launch
 from tests.kernels.attention_problem import Problem, check
 
 SOURCE = Path(paged.kernels.attention_kernels.__file__ or "").read_text()
@@ -18,6 +18,8 @@ SOURCE = Path(paged.kernels.attention_kernels.__file__ or "").read_text()
 PROBLEMS = (
     Problem("ragged", ((1, 17), (3, 40), (20, 20)), heads=(4, 1)),
     Problem("window", ((1, 150), (20, 90)), window_size=(33, -1)),
+    Problem("options", ((3, 30), (20, 24)), sinks=True, alibi=True, scales="head", tree=True, causal=(True, False)),
+    Problem("whole blocks at once", ((1, 70),), heads=(2, 1), block_size=128, dtype=torch.float16),
     Problem("split, coverage", ((1, 2011),), heads=(1, 1), head_dim=64, coverage=True),
 )
 
@@ -26,32 +28,40 @@ MUTATIONS = {
     "no fault": ("", ""),
     "the last token of a sequence is dropped": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len - 1"),
     "one token too many is read": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len + 1"),
-    "the last block is dropped": ("for block in range(full_end, end):", "for block in range(full_end, end - 1):"),
-    "a full block is dropped": (
-        "for block in range(full_begin, full_end):",
-        "for block in range(full_begin + 1, full_end):",
-    ),
-    "a full block is done twice": (
-        "for block in range(full_begin, full_end):",
-        "for block in range(tl.maximum(full_begin - 1, 0), full_end):",
-    ),
+    "the last block is dropped": ("slopes, full_end, end, position", "slopes, full_end, end - 1, position"),
+    "a full block is dropped": ("slopes, full_begin, full_end,", "slopes, full_begin + 1, full_end,"),
+    "a full block is done twice": ("slopes, full_begin, full_end,", "slopes, tl.maximum(full_begin - 1, 0), full_end,"),
     "no causal mask": (
-        "visible = visible & (offs_n[None, :] <= position[:, None])",
-        "visible = visible & (offs_n[None, :] >= 0)",
+        "visible = offs_n[None, :] <= last_key[:, None]",
+        "visible = offs_n[None, :] < seq_len + 0 * last_key[:, None]",
     ),
-    "the causal mask is one off": ("(offs_n[None, :] <= position[:, None])", "(offs_n[None, :] < position[:, None])"),
-    "the window is one off": ("position[:, None] - WINDOW_LEFT)", "position[:, None] - WINDOW_LEFT - 1)"),
+    "the causal mask is one off": ("offs_n[None, :] <= last_key[:, None]", "offs_n[None, :] < last_key[:, None]"),
+    "the window is one off": ("first_key = position - window_left", "first_key = position - window_left - 1"),
     "no scale": ("scores = scores * (scale * _LOG2E)", "scores = scores * _LOG2E"),
     "blocks in order, whatever the table says": (
         "block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)",
         "block = (offs_n // KV_BLOCK_SIZE).to(tl.int64)",
     ),
     "the accumulator is not rescaled": ("v, acc * correction[:, None])", "v, acc)"),
-    "values behind the end are read": ("v = tl.load(v_ptrs, mask=key_mask[:, None], other=0.0)", "v = tl.load(v_ptrs)"),
-    "the wrong head of a group": ("head = kv_head * GROUP + row % GROUP", "head = kv_head * GROUP"),
+    "values behind the end are read": (
+        "rows = tl.load(ptrs, mask=key_mask[:, None], other=0)",
+        "rows = tl.load(ptrs)",
+    ),
+    "values behind the end of a whole block are read": ("v = tl.where(key_mask[:, None], v, 0)", "v = v"),
+    "the wrong head of a group": ("(kv_head * GROUP + row % GROUP)", "(kv_head * GROUP + row % 1)"),
     "a split's first piece is not merged": ("for piece in range(num_slots):", "for piece in range(1, num_slots):"),
     "merged pieces weigh the same": ("weight = tl.exp2(part_lse - _finite(new_max))", "weight = tl.exp2(part_lse * 0)"),
     "lse in base 2": ("lse * _LN2", "lse"),
+    "no sink": ("if sinks_ptr is not None:", "if False:"),
+    "the sink is scaled": ("sink = tl.load(sinks_ptr + head,", "sink = 0.5 * tl.load(sinks_ptr + head,"),
+    "no slope": ("scores -= distance", "scores -= 0 * distance"),
+    "K is not scaled": ("scale *= tl.load(k_scale_ptr", "scale *= 0 * kv_head + 1.0  # tl.load(k_scale_ptr"),
+    "the scale of another head": ("tl.load(v_scale_ptr + kv_head * stride_v_scale_head)", "tl.load(v_scale_ptr)"),
+    "the mask is one column off": ("bits >> (offs_n % WORD_KEYS)", "bits >> ((offs_n + 1) % WORD_KEYS)"),
+    "every sequence is causal": (
+        "tl.where(tl.load(is_causal_ptr + seq) != 0, 0, window_right)",
+        "window_right * 0",
+    ),
 }
 
 
@@ -81,6 +91,7 @@ def test_checks_see_the_fault(
 ) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     faulty = _faulty_copy(tmp_path / "faulty_attention_kernels.py", *MUTATIONS[fault])
-    monkeypatch.setattr(paged.kernels.paged_attention, "run_attention", faulty.run_attention)
+    for kernel in ("_attention_kernel", "_merge_splits_kernel"):
+        monkeypatch.setattr(paged.kernels.attention_launch, kernel, getattr(faulty, kernel))
     failed = _first_failure(device)
     assert (failed is None) == (fault == "no fault"), failed

@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
-from paged import InvalidInputError, UnsupportedError, paged_attention
+from paged import InvalidInputError, paged_attention
 from paged.kernels import reference
 from paged.kernels.attention_plan import AttentionPlan
 from tests.kernels.attention_problem import Problem, check, make
 from tests.tolerance import assert_close, dtypes
 
+FP8 = torch.float8_e4m3fn
 MIXED = ((1, 1), (1, 15), (1, 16), (1, 17), (5, 18), (40, 40), (0, 9), (33, 70), (3, 3))
 
 PROBLEMS = (
@@ -37,6 +38,29 @@ PROBLEMS = (
     Problem("not causal", MIXED, causal=False),
     Problem("softcap", ((1, 60), (50, 50)), softcap=5.0),
     Problem("own scale", ((1, 60), (50, 50)), softmax_scale=0.7),
+    Problem("sinks", ((1, 60), (40, 50), (3, 2), (2, 0)), sinks=True, padding_rows=2),
+    Problem("sinks of split sequences", ((1, 1328), (2, 523)), heads=(2, 1), sinks=True, window_size=(900, -1)),
+    Problem("ALiBi", ((1, 60), (40, 50)), alibi=True),
+    Problem("ALiBi of both sides", ((3, 60), (40, 50)), alibi=True, causal=False, softcap=4.0),
+    Problem("causal or not by sequence", ((3, 30), (40, 50), (20, 20), (1, 9)), causal=(True, False, True, False)),
+    Problem("tree", ((5, 37), (1, 20), (9, 9), (0, 4)), tree=True, padding_rows=2),
+    Problem("tree in a tile of 32", ((5, 37), (8, 20)), tree=True, dtype=torch.float16),
+    Problem("verify rows in a tile of 64", ((12, 137), (16, 20), (1, 90)), dtype=torch.float16, sinks=True),
+    Problem("large tree", ((70, 130), (20, 40)), heads=(2, 2), tree=True, causal=False, window_size=(50, -1)),
+    Problem("scales", ((1, 60), (40, 50)), scales="tensor"),
+    Problem("scales of each head", ((1, 60), (40, 50)), scales="head"),
+    Problem("fp8 cache", ((1, 60), (40, 50), (5, 18)), cache_dtype=FP8, scales="head"),
+    Problem("fp8 cache of a float16 model", ((1, 60), (40, 50)), cache_dtype=FP8, dtype=torch.float16, scales="tensor"),
+    # Blocks of 64 keys and more are fetched as boxes, in 16-bit types and fp8.
+    Problem("boxes of 64", ((1, 600), (40, 50), (5, 18)), block_size=64, dtype=torch.float16),
+    Problem("boxes of 128", ((1, 300), (70, 200), (3, 129)), block_size=128, dtype=torch.float16, head_dim=64),
+    Problem("boxes in blocks of 192", ((1, 300), (70, 200)), block_size=192, dtype=torch.float16, layout="head_major"),
+    Problem("boxes of padded heads", ((2, 300), (70, 200)), head_dim=80, block_size=128, dtype=torch.float16),
+    Problem("boxes of fp8", ((1, 600), (70, 90)), cache_dtype=FP8, block_size=128, dtype=torch.float16, scales="head"),
+    Problem("boxes and a window", ((1, 300), (70, 200)), block_size=128, dtype=torch.float16, window_size=(90, -1)),
+    Problem("boxes and a tree", ((5, 300), (70, 200)), block_size=128, dtype=torch.float16, tree=True, heads=(8, 2)),
+    Problem("boxes, interleaved K and V", MIXED, block_size=64, dtype=torch.float16, layout="interleaved"),
+    Problem("deterministic", ((1, 2500), (1, 700), (40, 90)), heads=(2, 1), deterministic=True),
     Problem("queries longer than the keys", ((5, 3), (40, 10), (2, 0), (1, 0))),
     Problem("no sequence", (), padding_rows=3),
     Problem("nothing at all", ()),
@@ -116,6 +140,8 @@ def test_layers_share_a_plan(device: torch.device, monkeypatch: pytest.MonkeyPat
     assert plan._schedules == schedules
     paged_attention(**vars(tensors), max_seqlen_q=40, plan=plan, window_size=(8, -1))
     assert len(plan._schedules) == 2
+    layer = {**vars(tensors), "q": tensors.q.clone().neg(), "k_cache": tensors.k_cache.clone()}
+    assert torch.equal(paged_attention(**layer, max_seqlen_q=40, plan=plan), paged_attention(**layer, max_seqlen_q=40))
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
@@ -140,6 +166,48 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
             paged_attention(**{**tensors, "max_seqlen_q": 3, name: value})
     with pytest.raises(InvalidInputError, match="out: shape"):
         paged_attention(**tensors, max_seqlen_q=3, out=torch.empty(1, device=device))
-    for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
-        with pytest.raises(UnsupportedError, match=name):
-            paged_attention(**tensors, max_seqlen_q=3, **{name: torch.ones(4, device=device)})
+    good, flags = torch.ones(4, device=device), torch.ones(4, 3, dtype=torch.bool, device=device)
+    options = {"sinks": good, "alibi_slopes": good, "k_scale": good[:2], "v_scale": good[:1], "mask": flags}
+    options["causal"] = flags[0, :2]
+    paged_attention(**tensors, max_seqlen_q=3, **options)
+    for name, changed, message in (
+        ("sinks", good[:3], "sinks: shape"),
+        ("alibi_slopes", good.double(), "alibi_slopes: dtype"),
+        ("k_scale", good[:3], "k_scale: shape"),
+        ("v_scale", good[:1].half(), "v_scale: dtype"),
+        ("mask", flags.int(), "mask: dtype"),
+        ("mask", flags[:, :2], "mask: 2 columns, expected at least 3"),
+        ("causal", flags[:1, :1], "causal: shape"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            paged_attention(**tensors, max_seqlen_q=3, **{**options, name: changed})
+
+
+def test_deterministic_results_do_not_depend_on_the_batch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    lengths = ((1, 3000), *(((1, 400),) * 9), (70, 200), (3, 1500))
+    tensors = make(Problem("", lengths, heads=(2, 1)), device)
+    starts = tensors.cu_seqlens_q.tolist()
+
+    def differing_rows(**options: bool) -> int:
+        whole = paged_attention(**vars(tensors), max_seqlen_q=70, **options)
+        differing = 0
+        for seq in range(len(lengths)):
+            rows = slice(starts[seq], starts[seq + 1])
+            alone = paged_attention(
+                tensors.q[rows],
+                tensors.k_cache,
+                tensors.v_cache,
+                block_table=tensors.block_table[seq : seq + 1],
+                cu_seqlens_q=tensors.cu_seqlens_q[seq : seq + 2] - starts[seq],
+                seq_lens=tensors.seq_lens[seq : seq + 1],
+                max_seqlen_q=lengths[seq][0],
+                **options,
+            )
+            differing += int((alone != whole[rows]).flatten(1).any(1).sum())
+        return differing
+
+    assert differing_rows(deterministic=True) == 0
+    assert differing_rows() > 0

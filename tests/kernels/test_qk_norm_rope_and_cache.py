@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged import InvalidInputError, UnsupportedError, qk_norm_rope_and_cache
+from paged import InvalidInputError, qk_norm_rope_and_cache
 from paged.kernels import reference
 from tests.tolerance import assert_close, dtypes
 
@@ -87,6 +87,52 @@ def _arguments(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float16])
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "rotary_dim", "interleaved", "k_shape", "v_shape"),
+    [
+        (3, 80, 80, False, (), (3,)),
+        (3, 96, 24, False, (3,), None),
+        (1, 128, 128, True, None, (1,)),
+        (8, 64, 32, True, (8,), (8,)),
+    ],
+)
+def test_scaled_and_8_bit_caches(
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    interleaved: bool,
+    k_shape: tuple[int, ...] | None,
+    v_shape: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    slots, positions = torch.tensor([17, -1, 0, 15], device=device), torch.tensor([0, 40, 7, 3], device=device)
+    angles = torch.rand(64, rotary_dim // 2) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
+    weight = torch.rand(head_dim, device=device).to(dtype)
+    q, k, v = (torch.randn(4, heads, head_dim, device=device).to(dtype) for heads in (5, num_kv_heads, num_kv_heads))
+    shape = (2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim)
+    k_cache, v_cache = torch.full(shape, float("nan"), device=device).to(cache_dtype).unbind()
+    scales = {
+        name: None if shape is None else torch.rand(shape, device=device) + 0.1
+        for name, shape in (("k_scale", k_shape), ("v_scale", v_shape))
+    }
+    rotated_q, rotated_k = (
+        reference.rotate(reference.rms_norm(x, weight, 1e-5), positions, cos_sin, interleaved) for x in (q, k)
+    )
+    wide = [cache.cpu().double() for cache in (k_cache, v_cache)]
+    expected = reference.reshape_and_cache(rotated_k, v.cpu(), *wide, slots, **scales)
+    norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-5, "interleaved": interleaved}
+    qk_norm_rope_and_cache(q, k, v, k_cache, v_cache, slots, positions, cos_sin, **norms, **scales)
+    assert_close(q, rotated_q)
+    assert_close(k_cache, expected[0])
+    assert_close(v_cache, expected[1])
+
+
+@pytest.mark.usefixtures("backend")
 def test_converts_to_the_dtype_of_the_cache_and_takes_no_tokens(device: torch.device) -> None:
     arguments = _arguments(device)
     arguments |= {name: arguments[name].half() for name in ("k_cache", "v_cache")}
@@ -109,6 +155,7 @@ def test_converts_to_the_dtype_of_the_cache_and_takes_no_tokens(device: torch.de
         ({"v": torch.randn(2, 1, 32)}, "v: shape"),
         ({"slot_mapping": torch.tensor([3])}, "slot_mapping: shape"),
         ({"cos_sin_cache": torch.ones(4, 34)}, "rotary_dim 34"),
+        ({"k_scale": torch.ones(4)}, r"k_scale: shape \[4\], expected \[\], \[1\] or \[2\]"),
     ],
 )
 def test_rejects_what_does_not_fit(wrong: dict[str, torch.Tensor], message: str, device: torch.device) -> None:
@@ -116,8 +163,3 @@ def test_rejects_what_does_not_fit(wrong: dict[str, torch.Tensor], message: str,
     qk_norm_rope_and_cache(**arguments)
     with pytest.raises(InvalidInputError, match=message):
         qk_norm_rope_and_cache(**arguments | {name: tensor.to(device) for name, tensor in wrong.items()})
-
-
-def test_scales_are_unsupported(device: torch.device) -> None:
-    with pytest.raises(UnsupportedError, match="k_scale"):
-        qk_norm_rope_and_cache(**_arguments(device), k_scale=torch.ones((), device=device))

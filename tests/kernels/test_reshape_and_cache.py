@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paged import InvalidInputError, UnsupportedError, reshape_and_cache
+from paged import InvalidInputError, reshape_and_cache
 from paged.kernels import reference
-from tests.tolerance import dtypes
+from tests.tolerance import assert_close, dtypes
 
 NUM_BLOCKS, BLOCK_SIZE = 9, 8
 
@@ -80,6 +80,54 @@ def test_reads_slices_of_a_fused_projection_and_converts(device: torch.device) -
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_8_bit_caches_round_and_saturate(dtype: torch.dtype, layout: str, device: torch.device) -> None:
+    def full(*sizes: int) -> torch.Tensor:
+        return torch.full(sizes, float("nan"), device=device).to(torch.float8_e4m3fn)
+
+    k_cache, v_cache = LAYOUTS[layout](full, NUM_BLOCKS, BLOCK_SIZE, 3, 80)
+    key, value = (torch.randn(7, 3, 80, device=device).to(dtype) * factor for factor in (200, 0.01))
+    key[0, 1, :6] = torch.tensor([448, 470, 6e4, -500, torch.inf, -torch.inf])
+    key[0, 2, 3] = torch.nan
+    slots = _slots(7, device)
+    expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
+    reshape_and_cache(key, value, k_cache, v_cache, slots)
+    assert k_cache.float().nan_to_num().abs().max() == 448
+    _assert_same(k_cache.float(), expected[0].float())
+    _assert_same(v_cache.float(), expected[1].float())
+
+
+def _scales(shape: tuple[int, ...] | None, device: torch.device) -> torch.Tensor | None:
+    return None if shape is None else torch.rand(shape, device=device) + 0.1
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *dtypes()])
+@pytest.mark.parametrize(
+    ("k_shape", "v_shape", "num_heads"),
+    [((), (3,), 3), ((3,), (1,), 3), (None, (3,), 3), ((1,), None, 3), ((1,), (1,), 1)],
+)
+def test_divides_by_the_scale_of_the_head(
+    k_shape: tuple[int, ...] | None,
+    v_shape: tuple[int, ...] | None,
+    num_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    key, value = torch.randn(2, 7, num_heads, 80, device=device).unbind()
+    k_cache, v_cache = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, num_heads, 80, device=device).to(dtype).unbind()
+    slots, scales = _slots(7, device), {"k_scale": _scales(k_shape, device), "v_scale": _scales(v_shape, device)}
+    wide = [cache.cpu().double() for cache in (k_cache, v_cache)]
+    expected = reference.reshape_and_cache(key, value, *wide, slots, **scales)
+    reshape_and_cache(key, value, k_cache, v_cache, slots, **scales)
+    for name, cache, want, rows in zip(scales, (k_cache, v_cache), expected, (key, value), strict=True):
+        assert_close(cache, want)
+        unscaled = reference.reshape_and_cache(rows, rows, *wide, slots)[0]
+        assert torch.equal(want, unscaled) == (scales[name] is None)
+
+
+@pytest.mark.usefixtures("backend")
 def test_offsets_beyond_32_bits(device: torch.device) -> None:
     # 2^31 elements lie between block 0 and block 2; the pages between them are never touched, so they cost no memory.
     pool = torch.empty(2**31 + 4096, dtype=torch.float16, device=device)
@@ -105,5 +153,7 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         reshape_and_cache(key, key, cache[:, :, :1], cache, slots)
     with pytest.raises(InvalidInputError, match="v_cache: last dimension has stride 2"):
         reshape_and_cache(key, key, cache, torch.zeros(4, 8, 2, 64, device=device)[..., ::2], slots)
-    with pytest.raises(UnsupportedError, match="v_scale"):
-        reshape_and_cache(key, key, cache, cache, slots, v_scale=torch.ones((), device=device))
+    with pytest.raises(InvalidInputError, match=r"k_cache: dtype torch\.uint8"):
+        reshape_and_cache(key, key, cache.byte(), cache.byte(), slots)
+    with pytest.raises(InvalidInputError, match=r"v_scale: shape \[3\], expected \[\], \[1\] or \[2\]"):
+        reshape_and_cache(key, key, cache, cache, slots, v_scale=torch.ones(3, device=device))

@@ -1,0 +1,106 @@
+"""Machine code as text, NVIDIA's SASS or AMD's assembly: its instructions, its loops, how many programs fit an SM."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+# Name in tables and in `CompileCase.expect` -> what its opcodes begin with. LDGSTS is an asynchronous copy to shared
+# memory, LDGSTS.128 one of 16 bytes a thread, UTMALDG one by the tensor memory accelerator.
+INSTRUCTIONS = {
+    "HGMMA": r"HGMMA",
+    "HMMA": r"HMMA",
+    "UTCHMMA": r"UTCHMMA",
+    "v_mfma": r"v_mfma",
+    "LDGSTS": r"LDGSTS",
+    "LDGSTS.128": r"LDGSTS.*\.128",
+    "UTMALDG": r"UTMALDG",
+    "load_dwordx4": r"(global|buffer)_load_dwordx4",
+    "exp2": r"MUFU\.EX2|v_exp_f32",
+    "convert": r"F2F|F2I|I2F|v_cvt",
+}
+MATRIX = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
+_SASS_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*?);")
+_AMD_LINE = re.compile(r"^(?:(\.L\w+):|\t([a-z]\w+)(.*))", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SmLimits:
+    """What the programs on one SM or compute unit share: warps, programs, registers a lane of one of its four
+    schedulers, bytes of shared memory, bytes of it that every program takes for itself, columns of tensor memory."""
+
+    warps: int
+    programs: int
+    registers: int
+    register_unit: int
+    shared: int
+    shared_reserved: int
+    tensor_columns: int = 512
+
+
+# NVIDIA: CUDA C++ programming guide, technical specifications per compute capability: 64 K registers an SM, which are
+# 512 a lane of each scheduler, handed out by 8; 164 and 228 KB of shared memory, 1 KB of it reserved a program.
+# gfx942: LLVM's occupancy model (llvm-calc-occupancy): 8 waves a SIMD, 512 registers by 8, 16 workgroups, 64 KB of LDS.
+_NVIDIA_228_KB = SmLimits(64, 32, 512, 8, 233_472, 1024)
+SM_LIMITS = {
+    "sm_80": SmLimits(64, 32, 512, 8, 167_936, 1024),
+    "sm_90": _NVIDIA_228_KB,
+    "sm_100": _NVIDIA_228_KB,
+    "gfx942": SmLimits(32, 16, 512, 8, 65_536, 0),
+}
+
+
+def occupancy(target: str, *, num_warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
+    """Programs that reside on one SM at once; registers are a thread's, shared is in bytes."""
+    limits = SM_LIMITS[target]
+    allocated = -(-max(registers, 1) // limits.register_unit) * limits.register_unit
+    warps = min(limits.warps, 4 * (limits.registers // allocated))
+    fitting = [limits.programs, warps // num_warps]
+    if shared + limits.shared_reserved:
+        fitting.append(limits.shared // (shared + limits.shared_reserved))
+    if tensor_columns:
+        fitting.append(limits.tensor_columns // tensor_columns)
+    return min(fitting)
+
+
+def count(opcodes: list[str]) -> dict[str, int]:
+    """How many of each of INSTRUCTIONS there are, those that do not occur left out."""
+    totals = Counter(name for opcode in opcodes for name, pattern in INSTRUCTIONS.items() if re.match(pattern, opcode))
+    return {name: totals[name] for name in INSTRUCTIONS if totals[name]}
+
+
+def read_code(text: str) -> tuple[list[str], list[str]]:
+    """All opcodes, and those of the shortest loop with a matrix instruction: masks make a loop longer, so the shortest
+    is the one over full tiles. A loop is what lies between a backward branch and its target; code that the compiler
+    moved out of line, such as the wait for a barrier, is not in it. Empty where there is no such loop."""
+    opcodes, jumps = _read_sass(text) if _SASS_LINE.search(text) else _read_amd(text)
+    loops = [opcodes[target : source + 1] for source, target in jumps if target < source]
+    matrix = "|".join(INSTRUCTIONS[name] for name in MATRIX)
+    loops = [loop for loop in loops if any(re.match(matrix, opcode) for opcode in loop)]
+    return opcodes, min(loops, key=len, default=[])
+
+
+def _read_sass(text: str) -> tuple[list[str], list[tuple[int, int]]]:
+    lines = _SASS_LINE.findall(text)
+    index = {int(address, 16): position for position, (address, _, _) in enumerate(lines)}
+    jumps = []
+    for position, (_, opcode, operands) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode.startswith("BRA") else None
+        if target and int(target[1], 16) in index:
+            jumps.append((position, index[int(target[1], 16)]))
+    return [opcode for _, opcode, _ in lines], jumps
+
+
+def _read_amd(text: str) -> tuple[list[str], list[tuple[int, int]]]:
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    for label, opcode, operands in _AMD_LINE.findall(text):
+        if label:
+            labels[label] = len(opcodes)
+            continue
+        if opcode.startswith(("s_branch", "s_cbranch")):
+            branches.append((len(opcodes), operands.split()[0]))
+        opcodes.append(opcode)
+    return opcodes, [(position, labels[label]) for position, label in branches if label in labels]

@@ -1,0 +1,68 @@
+"""The run of all steps on a GPU machine: a step that fails or hangs takes nothing from the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import bench_attention, bench_kernels, gpu, report
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_steps_follow_one_another_whatever_happens(tmp_path: Path) -> None:
+    """A step that succeeds, one that fails, one that hangs with a child that holds its output, one that succeeds."""
+    hang = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    steps = [
+        gpu.Step("good", lambda _: _python("print('first'); print('3 passed'); print()"), 1.0),
+        gpu.Step("bad", lambda _: _python("print('1 failed'); raise SystemExit(3)"), 1.0),
+        gpu.Step("hangs", lambda _: _python(f"print('started', flush=True); {hang}; time.sleep(60)"), 0.1),
+        gpu.Step("paths", lambda _: _python("import os; print(os.environ['PYTHONPATH'])"), 1.0),
+    ]
+    start = time.monotonic()
+    assert gpu.run(steps, tmp_path, 20.0, tmp_path / "peers") == 1
+    assert time.monotonic() - start < 20
+    written = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert [step["returncode"] for step in written] == [0, 3, -9, 0]
+    assert [step["summary"] for step in written[:3]] == ["3 passed", "1 failed", "started"]
+    assert written[3]["summary"].split(":")[:2] == [str(gpu.ROOT), str(tmp_path / "peers")]
+    assert "first\n3 passed" in (tmp_path / "gpu.log").read_text()
+
+
+def test_all_well(tmp_path: Path) -> None:
+    assert gpu.run([gpu.Step("good", lambda _: _python("print(1)"), 1.0)], tmp_path / "new", 10.0) == 0
+
+
+def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the benchmarks and the report, with no case to run; the tests that the first step names are there."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    tests, attention, kernels, told = gpu.steps(tmp_path)
+    paths = [word for word in tests.command(1.0) if word.removeprefix("--ignore=").startswith("tests/")]
+    assert len(paths) == 4
+    assert all((gpu.ROOT / path.removeprefix("--ignore=")).exists() for path in paths)
+    nothing = ["--only", "no such case", "--device", "cpu", "--repeats", "2"]
+    (tmp_path / "gpu.json").write_text(json.dumps({"steps": []}))
+    for step, module, arguments in (
+        (attention, bench_attention, nothing),
+        (kernels, bench_kernels, nothing),
+        (told, report, []),
+    ):
+        python, flag, name, *words = step.command(50.0)
+        assert (python, flag, name) == (sys.executable, "-m", module.__name__)
+        assert module.main([*words, *arguments], lambda _: None) == 0
+    assert "20.0" in attention.command(50.0)
+    assert (tmp_path / "report.md").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_machine_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path)])
+    assert "torch sees no GPU" in capsys.readouterr().err

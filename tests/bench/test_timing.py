@@ -1,0 +1,94 @@
+"""How calls are timed on a GPU, with a clock in its place that the calls advance."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bench.timing import host_seconds, sampler
+
+CUDA = torch.device("cuda")
+
+
+class _Clock:
+    """Events that read a clock; a graph whose replay does again what was done during its capture."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.captured: list[float] | None = None
+
+    def call(self, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            self.now += seconds
+            if self.captured is not None:
+                self.captured.append(seconds)
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.time = clock.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.time - self.time) * 1e3
+
+    class Graph:
+        def replay(self) -> None:
+            clock.now += sum(self.calls)
+
+    @contextlib.contextmanager
+    def capture(graph: Any) -> Iterator[None]:
+        clock.captured = graph.calls = []
+        yield
+        clock.captured = None
+
+    for name, fake in (("Event", Event), ("CUDAGraph", Graph), ("graph", capture), ("synchronize", lambda *_: None)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("num_sets", "seconds", "num_calls"),
+    [(1, 1e-5, 8), (3, 1e-5, 8), (31, 1e-5, 31), (1, 1e-3, 4), (1, 0.2, 1), (2, 0.2, 2)],
+)
+def test_short_calls_share_a_graph(clock: _Clock, num_sets: int, seconds: float, num_calls: int) -> None:
+    captured: list[int] = []
+    call = clock.call(seconds)
+
+    def counted() -> None:
+        captured.append(clock.captured is not None)
+        call()
+
+    method, sample = sampler([counted] * num_sets, CUDA)
+    assert method == "graph"
+    assert sum(captured) == num_calls
+    assert sample() == pytest.approx(seconds)
+
+
+def test_what_a_graph_cannot_take_is_timed_by_events(clock: _Clock) -> None:
+    method, sample = sampler([clock.call(1e-3), clock.call(3e-3)], CUDA, capturable=False)
+    assert (method, sample()) == ("events", pytest.approx(2e-3))
+
+
+@pytest.mark.usefixtures("clock")
+def test_host_time_takes_the_calls_in_turns() -> None:
+    order: list[str] = []
+    samples = host_seconds([lambda: order.append("a"), lambda: order.append("b")], CUDA, 5)
+    assert order == list("ababa")
+    assert len(samples) == 5
+    assert all(0 < seconds < 1 for seconds in samples)

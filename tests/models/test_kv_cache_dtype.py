@@ -1,0 +1,178 @@
+"""Models over a KV cache of 8-bit floats, and the scales that their checkpoints hold for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged.batch import UnifiedBatchItem
+from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.executors.llm_executor import LlmExecutor
+from paged.models.layers import Attention
+from paged.models.llama import Llama
+from paged.models.paged_lm import PagedCausalLM
+from paged.models.registry import load_model
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+
+FP8 = torch.float8_e4m3fn
+LAYER = "model.layers.{}.self_attn."
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(llama_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
+
+
+def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def add(folder: Path, **scales: torch.Tensor) -> None:
+    """Scales of layer 0, by name with __ for a dot."""
+    edit(folder, lambda t: t.update({LAYER.format(0) + name.replace("__", "."): s for name, s in scales.items()}))
+
+
+def attention(model: PagedCausalLM, layer: int = 0) -> Attention:
+    assert isinstance(model.network, Llama)
+    return model.network.layers[layer].self_attn
+
+
+def test_dtype_of_the_cache(llama_folder: Path) -> None:
+    assert load_model(llama_folder, dtype=torch.bfloat16).kv_manager.k_cache(0).dtype == torch.bfloat16
+    executor = LlmExecutor.from_pretrained(llama_folder, dtype=torch.bfloat16, kv_cache_dtype=FP8, block_size=8)
+    assert executor.kv_manager is not None
+    assert executor.kv_manager.k_cache(0).dtype == executor.kv_manager.v_cache(1).dtype == FP8
+    assert executor.info().dtype == torch.bfloat16
+    # K and V of 2 heads of 32 in one byte.
+    assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 2 * 32
+    assert executor.kv_manager.stats().bytes_per_block == 2 * 8 * 2 * 2 * 32
+    with pytest.raises(
+        InvalidInputError, match=r"kv_cache_dtype: torch\.float16, expected torch\.bfloat16 or torch\.f"
+    ):
+        load_model(llama_folder, dtype=torch.bfloat16, kv_cache_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", ["{}_scale", "{}_proj__{}_scale", "{}_proj__output_scale"])
+def test_scales_are_found_under_every_name(name: str, folder: Path) -> None:
+    add(folder, **{name.format("k", "k"): torch.tensor(0.25), name.format("v", "v"): torch.tensor([0.5]).bfloat16()})
+    model = load_model(folder, kv_cache_dtype=FP8)
+    k_scale, v_scale = attention(model).k_scale, attention(model).v_scale
+    assert k_scale is not None
+    assert v_scale is not None
+    assert (k_scale.tolist(), v_scale.tolist()) == ([0.25], [0.5])
+    assert k_scale.dtype == v_scale.dtype == torch.float32
+    assert k_scale.device == v_scale.device == model.device
+    assert attention(model, 1).k_scale is attention(model, 1).v_scale is None
+    # They are those of an 8-bit cache.
+    assert attention(load_model(folder)).k_scale is None
+
+
+def test_a_scale_a_head(folder: Path) -> None:
+    add(folder, v_scale=torch.tensor([0.25, 2.0]).view(2, 1, 1))
+    layer = attention(load_model(folder, kv_cache_dtype=FP8))
+    assert layer.v_scale is not None
+    assert layer.v_scale.tolist() == [0.25, 2.0]
+    assert layer.k_scale is None
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"k_scale": torch.ones(3)}, r"self_attn.k_scale: \[1.0, 1.0, 1.0\] in .*, expected 1 or 2 above 0"),
+        ({"k_scale": torch.zeros(1)}, r"self_attn.k_scale: \[0.0\]"),
+        ({"v_scale": torch.tensor([1.0, torch.nan])}, r"self_attn.v_scale: \[1.0, nan\]"),
+        ({"v_scale": torch.tensor([torch.inf])}, r"self_attn.v_scale: \[inf\]"),
+        ({"v_scale": torch.ones(1).int()}, "self_attn.v_scale: dtype I32"),
+        ({"v_scale": torch.ones(1), "v_proj__v_scale": torch.ones(1)}, "v_scale: a second v_scale, again in"),
+    ],
+)
+def test_wrong_scales(scales: Tensors, message: str, folder: Path) -> None:
+    load_model(folder, kv_cache_dtype=FP8)
+    add(folder, **scales)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, kv_cache_dtype=FP8)
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.k_scale", "model.layers.0.self_attn.k_proj.v_scale"])
+def test_scales_of_nothing(name: str, folder: Path) -> None:
+    edit(folder, lambda t: t.update({name: torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=f"{name}: unexpected tensor in"):
+        load_model(folder, kv_cache_dtype=FP8)
+
+
+def test_a_configuration_that_quantises_the_cache_alone(folder: Path) -> None:
+    file, scheme = folder / "config.json", {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config = json.loads(file.read_text())
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    file.write_text(json.dumps(config | {"quantization_config": quantization}))
+    load_model(folder, kv_cache_dtype=FP8)
+    for change in (
+        {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+        {"kv_cache_scheme": None},
+        {"kv_cache_scheme": scheme | {"type": "int"}},
+    ):
+        file.write_text(json.dumps(config | {"quantization_config": quantization | change}))
+        with pytest.raises(UnsupportedError, match="quantised weights"):
+            load_model(folder, kv_cache_dtype=FP8)
+
+
+def _amplify(tensors: Tensors, factors: torch.Tensor) -> None:
+    """Give every KV head keys and values `factors` times as large, and take that back behind the cache."""
+    rows = factors.repeat_interleave(32).unsqueeze(1)
+    columns = factors.repeat_interleave(2 * 32).unsqueeze(0)  # two query heads share a KV head
+    for layer in range(2):
+        names = {part: f"{LAYER.format(layer)}{part}_proj.weight" for part in "qkvo"}
+        tensors[names["k"]] *= rows
+        tensors[names["v"]] *= rows
+        tensors[names["q"]] /= columns.T
+        tensors[names["o"]] /= columns
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("factors", [(4096.0,), (1024.0, 16384.0)])
+def test_scales_keep_large_keys_and_values_in_range(factors: tuple[float, ...], folder: Path) -> None:
+    """Powers of two, so that the scaled cache holds the very codes of the checkpoint as it was."""
+    scale = torch.tensor(factors)
+    expected = load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40))
+    edit(folder, lambda t: _amplify(t, scale.expand(2)))
+    saturated = load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40))
+    assert float((saturated - expected).abs().max() / expected.abs().max()) > 0.1
+    names = [f"{LAYER.format(layer)}{kind}_scale" for layer in range(2) for kind in "kv"]
+    edit(folder, lambda t: t.update({name: scale.clone() for name in names}))
+    assert_same_logits(load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40)), expected)
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "qwen3_moe"])
+def test_logits_over_an_8_bit_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own logits, once its keys and values are rounded too; however the prompt is cut."""
+    theirs = save_checkpoint(FAMILIES[family], tmp_path)
+    module = sys.modules[type(theirs).__module__]
+    exact = module.eager_attention_forward
+
+    def rounded(layer: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return exact(layer, query, *(x.to(FP8).to(x.dtype) for x in (key, value)), *rest, **options)
+
+    prompt = tokens(40)
+    with torch.no_grad():
+        unrounded = theirs(torch.tensor([prompt])).logits[0, -1]
+        monkeypatch.setattr(module, "eager_attention_forward", rounded)
+        expected = theirs(torch.tensor([prompt])).logits[0, -1]
+    assert not torch.allclose(unrounded, expected, atol=1e-2)
+    model = load_model(tmp_path, kv_cache_dtype=FP8, block_size=8)
+    assert_same_logits(model.prefill("whole", prompt), expected)
+    model.unified_forward([UnifiedBatchItem("cut", prompt[:21], is_final_chunk=False)])
+    model.unified_forward([UnifiedBatchItem("cut", prompt[21:39], pos_offset=21, is_final_chunk=False)])
+    assert_same_logits(model.decode("cut", prompt[39], 39), expected)
