@@ -272,19 +272,40 @@ def _moe_align_block_size(
 ) -> Work:
     ids = _routed_ids(device, tokens, num_experts, top_k)
     num_blocks = max_num_blocks(ids.numel(), block_size, num_experts)
+    call = lambda: paged.moe_align_block_size(ids, block_size, num_experts)  # noqa: E731
+    expected = lambda: _alignment(ids, block_size, num_experts, num_blocks)  # noqa: E731
+    return Work(call, expected, Cost(0, _bytes(ids) + 4 * (num_blocks * block_size + num_blocks + 1)))
+
+
+def _alignment(ids: torch.Tensor, block_size: int, num_experts: int, num_blocks: int) -> list[torch.Tensor]:
+    """The reference's alignment as the operation returns it."""
+    blocks, experts, num_padded = reference.moe_align_block_size(ids, block_size, num_experts)
+    unused = num_blocks - len(experts)
+    return [
+        functional.pad(torch.tensor(blocks).flatten(), (0, unused * block_size), value=ids.numel()),
+        functional.pad(torch.tensor(experts), (0, unused), value=-1),
+        torch.tensor([num_padded]),
+    ]
+
+
+def _route_and_align(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, num_experts: int, top_k: int, block_size: int
+) -> Work:
+    logits = torch.randn(tokens, num_experts, device=device, dtype=dtype)
+    ticket = torch.zeros(1, dtype=torch.int32, device=device)
+    num_blocks = max_num_blocks(tokens * top_k, block_size, num_experts)
+    routing = paged.Routing(top_k)
+
+    def call() -> list[torch.Tensor]:
+        weights, ids, aligned = paged.route_and_align(logits, routing, block_size, ticket=ticket)
+        return [weights, ids, *aligned]
 
     def expected() -> list[torch.Tensor]:
-        blocks, experts, num_padded = reference.moe_align_block_size(ids, block_size, num_experts)
-        entries = torch.tensor(blocks).flatten()
-        unused = num_blocks - len(experts)
-        return [
-            functional.pad(entries, (0, unused * block_size), value=ids.numel()),
-            functional.pad(torch.tensor(experts), (0, unused), value=-1),
-            torch.tensor([num_padded]),
-        ]
+        weights, ids = reference.route_tokens(logits, top_k)
+        return [weights, ids, *_alignment(ids, block_size, num_experts, num_blocks)]
 
-    call = lambda: paged.moe_align_block_size(ids, block_size, num_experts)  # noqa: E731
-    return Work(call, expected, Cost(0, _bytes(ids) + 4 * (num_blocks * block_size + num_blocks + 1)))
+    moved = 8 * tokens * top_k + 4 * (num_blocks * block_size + num_blocks + 1)
+    return Work(call, expected, Cost(0, _bytes(logits) + moved))
 
 
 def _fused_moe(
@@ -362,6 +383,7 @@ CASES = (
     Case("greedy_argmax", _greedy_argmax, {"rows": (128, 16, 2), "vocab_size": (151936, 32000, 9000)}),
     Case("route_tokens", _route_tokens, {"tokens": _TOKENS, **_EXPERTS}),
     Case("moe_align_block_size", _moe_align_block_size, {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}),
+    Case("route_and_align", _route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
     Case("fused_moe", _fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
     Case("fused_moe", _fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),
 )
