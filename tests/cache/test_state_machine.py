@@ -599,20 +599,27 @@ class WindowMachine(CacheMachine):
 @pytest.mark.usefixtures("torch_backend")
 @pytest.mark.parametrize(("machine", "max_examples"), [(CacheMachine, 60), (CollidingMachine, 45), (WindowMachine, 45)])
 def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
-    """The same examples every time, so that they can be held to have met what they are about; the soak takes others."""
+    """Further rounds of examples where one has not met what it is about: Hypothesis also draws from the constants of
+    whatever modules are loaded, so that one round may go by without. The soak takes many.
+    """
     machine.seen.clear()
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=50,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )
-    assert machine.seen["steps"] > 1500
     # Hits are rare where all hashes collide or blocks soon leave the window; test_prefix_index.py provokes them.
-    often = ("prefix_hits", "evictions") if machine is CacheMachine else ()
-    for event in ("refused", "injected", "cow_copies", "swapped_in_blocks", *often):
-        assert machine.seen[event] > 0, machine.seen
+    events = {"refused", "injected", "cow_copies", "swapped_in_blocks"}
+    if machine is CacheMachine:
+        events |= {"prefix_hits", "evictions"}
+    for examples in range(4):
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=max_examples,
+                stateful_step_count=50,
+                deadline=None,
+                derandomize=examples == 0,
+                database=None,
+                suppress_health_check=[HealthCheck.too_slow],
+            ),
+        )
+        if events <= (+machine.seen).keys():
+            break
+    assert machine.seen["steps"] > 1500
+    assert events <= (+machine.seen).keys(), machine.seen
