@@ -4,7 +4,7 @@
 
 Needs torch, triton and pytest, and installs nothing. Each step is a process of its own with a share of the time left;
 when one fails or runs out of time the others follow all the same, and what it wrote so far stays. DIR gets gpu.json
-(the steps), gpu.log (all output), attention.json, kernels.json, report.md and roofline.png.
+(the steps), gpu.log (all output), attention.json, moe.json, kernels.json, report.md and roofline.png.
 """
 
 from __future__ import annotations
@@ -55,25 +55,31 @@ class Outcome:
 
 
 def steps(out: Path) -> list[Step]:
-    """Correctness, attention, all kernels, report: 200, 250, 75 and 15 of 540 seconds, or more where one is early."""
+    """Correctness, attention, MoE, all kernels, report: 200, 190, 75, 60 and 15 of 540 seconds, or more where one is
+    early.
+    """
     python = [sys.executable, "-m"]
     ignored = [f"--ignore={path}" for path in _CPU_ONLY_TESTS]
     parallel = ["-n", str(_TEST_PROCESSES)] if importlib.util.find_spec("xdist") else []
     tests = [*python, "pytest", "tests/kernels", "tests/cache", "-q", "-p", "no:cacheprovider", *ignored, *parallel]
-    attention, kernels = out / "attention.json", out / "kernels.json"
+    attention, moe, kernels = (out / f"{name}.json" for name in ("attention", "moe", "kernels"))
 
-    def bench_attention(seconds: float) -> list[str]:
-        budget = str(max(0.0, seconds - _LAST_CASE_SECONDS))
-        return [*python, "bench.bench_attention", "--json", str(attention), "--budget", budget]
+    def bench(module: str, path: Path) -> Callable[[float], list[str]]:
+        def command(seconds: float) -> list[str]:
+            budget = str(max(0.0, seconds - _LAST_CASE_SECONDS))
+            return [*python, module, "--json", str(path), "--budget", budget]
+
+        return command
 
     def report(_: float) -> list[str]:
-        written = [str(path) for path in (attention, kernels, out / "gpu.json") if path.exists()]
+        written = [str(path) for path in (attention, moe, kernels, out / "gpu.json") if path.exists()]
         return [*python, "bench.report", *written, "--out", str(out)]
 
     return [
         Step("tests", lambda _: tests, 0.37),
-        Step("attention", bench_attention, 0.73),
-        Step("kernels", lambda _: [*python, "bench.bench_kernels", "--json", str(kernels)], 0.83),
+        Step("attention", bench("bench.bench_attention", attention), 0.56),
+        Step("moe", bench("bench.bench_moe", moe), 0.5),
+        Step("kernels", lambda _: [*python, "bench.bench_kernels", "--json", str(kernels)], 0.8),
         Step("report", report, 1.0),
     ]
 

@@ -2,8 +2,8 @@
 
     python -m bench.report RESULTS.json [RESULTS.json ...] --out DIR
 
-Takes what bench_attention, bench_kernels and bench.gpu write with --json, and writes DIR/report.md and DIR/roofline.png
-(where matplotlib is installed). What did not run stands in no table.
+Takes what bench_attention, bench_moe, bench_kernels and bench.gpu write with --json, and writes DIR/report.md and
+DIR/roofline.png (where matplotlib is installed). What did not run stands in no table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
-_KINDS = ("prefill", "decode", "mixed")
 
 
 def environment_text(results: Results) -> str:
@@ -55,14 +54,36 @@ _LIMIT_HEADER = ["case", "us, median (p20 to p80)", "limit, us", "share of limit
 
 def attention_section(results: Results) -> str:
     """A table of times, peers and goals for each kind of batch, then what is wrong or did not run."""
-    parts = ["## Paged attention", environment_text(results)]
-    for kind in _KINDS:
-        rows = [row for row in results["rows"] if row["kind"] == kind]
+
+    def more(row: Results) -> list[str]:
+        host = "" if row["host_us"] is None else f"{row['host_us']:,.1f}"
+        return [f"{row['per_sequence_bound_us']:,.1f}", f"{row['planning_us']:,.1f}", host]
+
+    return _compared("Paged attention", results, "kind", ["limit by sequence, us", "planning, us", "host, us"], more)
+
+
+def moe_section(results: Results) -> str:
+    """As `attention_section`, a table for each model."""
+
+    def more(row: Results) -> list[str]:
+        return [f"{row['active_experts']} of {row['local_experts']}"]
+
+    return _compared("Fused MoE", results, "model", ["experts hit"], more)
+
+
+def _compared(
+    title: str, results: Results, key: str, more_header: list[str], more: Callable[[Results], list[str]]
+) -> str:
+    parts = [f"## {title}", environment_text(results)]
+    for group in dict.fromkeys(row[key] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row[key] == group]
         peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-        header = [*_LIMIT_HEADER, "limit by sequence, us", "planning, us", "host, us"]
-        header += [*(f"{name}, us (ratio)" for name in peers), "goals"]
-        if rows:
-            parts += [f"### {kind}", table(header, ([*_attention_cells(row, peers)] for row in rows))]
+        header = [*_LIMIT_HEADER, *more_header, *(f"{name}, us (ratio)" for name in peers), "goals"]
+        cells = [
+            [row["name"] + ("" if row["cold"] else " (warm)"), *_limit(row), *more(row), *_peer_cells(row, peers)]
+            for row in rows
+        ]
+        parts += [f"### {group}", table(header, cells)]
     judged = [goal["met"] for row in results["rows"] for goal in row["goals"] if goal["met"] is not None]
     if judged:
         parts.insert(2, f"Goals met: {sum(judged)} of {len(judged)}.")
@@ -75,12 +96,7 @@ def attention_section(results: Results) -> str:
     return "\n\n".join([*parts, *_outside(results, faults)])
 
 
-def _attention_cells(row: Results, peers: Sequence[str]) -> Iterable[str]:
-    yield row["name"] + ("" if row["cold"] else " (warm)")
-    yield from _limit(row)
-    yield f"{row['per_sequence_bound_us']:,.1f}"
-    yield f"{row['planning_us']:,.1f}"
-    yield "" if row["host_us"] is None else f"{row['host_us']:,.1f}"
+def _peer_cells(row: Results, peers: Sequence[str]) -> Iterable[str]:
     for name in peers:
         peer = row["peers"].get(name)
         yield "" if peer is None else f"{peer['median_us']:,.1f} ({peer['ratio']:.2f}x)"
@@ -119,6 +135,8 @@ def section_of(results: Results) -> Callable[[Results], str]:
     """How a file is told, from what stands in it."""
     if "steps" in results:
         return run_section
+    if "geometric_means" in results:
+        return moe_section
     return attention_section if "not_run" in results else kernel_section
 
 
