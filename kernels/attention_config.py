@@ -67,9 +67,10 @@ def decode_tile(
     rows: the most that any sequence of the batch has. Where those are verify rows beyond 16, one tile of 32 or 64 reads
     K and V once; a batch with prompts has 16-row tiles.
 
-    BLOCK_N rows of K are 16 KB, as many of V again. At 3 stages and head_dim 128 Triton 3.7.1 makes of it 168 registers
-    and 39 KB of shared memory on sm_90 (158 and 55 KB with boxes), so that three programs share an SM; of 32 rows 214
-    registers, of 64 rows 238, two programs.
+    BLOCK_N rows of K are 16 KB, as many of V again. Gathered ones take two stages for each tile ahead, as a load of the
+    table comes before theirs: 5 stages, two tiles ahead. At head_dim 128 Triton 3.7.1 makes of it 168 registers and 72
+    KB of shared memory on sm_90 (158 and 55 KB with boxes at 3 stages), so that three programs share an SM; of 32 rows
+    216 registers, of 64 rows 238, two programs.
     """
     width = padded_head_dim(head_dim) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
@@ -86,7 +87,8 @@ def decode_tile(
         return AttentionTile(block_m, block_n, num_warps, 3, 1 if is_large else 2)
     by_tma = box >= block_n
     lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
-    return AttentionTile(block_m, block_n, 4, 3, 3 if lean and block_m == 16 else 2, by_tma)
+    num_stages = 3 if by_tma or block_m == 64 else 5
+    return AttentionTile(block_m, block_n, 4, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
 
 
 def prefill_tile(
