@@ -49,6 +49,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.copy_blocks": ("copy_blocks",),
     "paged.kernels.fused_moe": ("fused_moe",),
     "paged.kernels.greedy_argmax": ("greedy_argmax",),
+    "paged.kernels.lora": ("LoraWeights", "add_lora"),
+    "paged.kernels.lora_batch": ("LoraBatch",),
     "paged.kernels.merge_attn_states": ("merge_attn_states",),
     "paged.kernels.moe_align_block_size": ("moe_align_block_size",),
     "paged.kernels.paged_attention": ("paged_attention",),
