@@ -19,7 +19,7 @@ from paged.kernels.torch_ops import lora as torch_op
 MAX_PARTS = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoraWeights:
     """The adapters of one linear layer, which may hold several projections of one input side by side: its parts.
 

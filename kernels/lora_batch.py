@@ -13,7 +13,7 @@ from paged.kernels.checks import check_tensor
 FEW_ROWS, MANY_ROWS = 16, 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoraBatch:
     """Rows in blocks of one adapter each; rows without an adapter stand in none.
 

@@ -376,6 +376,16 @@ class PagedKvCacheManager:
             if self._guard.has_event_listeners:
                 self._guard.add(CacheCleared())
 
+    def namespaces(self) -> tuple[Hashable, ...]:
+        """Those in which blocks have been published, as far as they were not forgotten."""
+        with self._guard:
+            return tuple(self._index.namespaces)
+
+    def forget_namespace(self, namespace: Hashable) -> None:
+        """Let no new sequence of a namespace begin with what was published in it so far; those blocks age and go."""
+        with self._guard:
+            self._index.forget_root(namespace)
+
     @property
     def pressure(self) -> MemoryPressure:
         """How much of the pool can still be handed out, evictable blocks included."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.lora_batch import LoraBatch
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class AttentionMetadata:
     positions: int64 [num_tokens].
     max_seqlen_q: longest query.
     plan: how attention cuts the batch into tiles and splits, made once a step and shared by all layers.
+    lora: which rows an adapter changes; None where there are none.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -29,3 +31,4 @@ class AttentionMetadata:
     positions: torch.Tensor
     max_seqlen_q: int
     plan: AttentionPlan
+    lora: LoraBatch | None = None

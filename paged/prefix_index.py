@@ -120,6 +120,16 @@ class PrefixIndex:
             link = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
         return link
 
+    @property
+    def namespaces(self) -> KeysView[Hashable]:
+        """Those with a root; a view that changes with the index."""
+        return self._roots.keys()
+
+    def forget_root(self, namespace: Hashable) -> None:
+        """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
+        from this one never match, though their hashes may."""
+        self._roots.pop(namespace, None)
+
     def match(self, tokens: TokenArray, namespace: Hashable) -> tuple[list[int], list[Link]]:
         """The longest published chain of full blocks that `tokens` begins with: block ids and links."""
         count = len(tokens) // self._block_size
