@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from paged.kernels.checks import check_device, check_last_dim_contiguous, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.device import device_of
 from paged.kernels.dot import dot
-from paged.kernels.errors import InvalidInputError
+from paged.kernels.launch import Launch, signature
 from paged.kernels.lora_batch import LoraBatch
-from paged.kernels.lora_config import ExpandTile, ShrinkTile, expand_tile, shrink_tile
+from paged.kernels.lora_config import expand_tile, shrink_tile
+from paged.kernels.lora_weights import MAX_PARTS, LoraWeights
 from paged.kernels.torch_ops import lora as torch_op
-
-MAX_PARTS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class LoraWeights:
-    """The adapters of one linear layer, which may hold several projections of one input side by side: its parts.
-
-    What lies beyond an adapter's rank is never read.
-
-    a: [num_slots, num_parts, max_rank, in_features], contiguous.
-    b: [num_slots, max_rank, out_features], contiguous: the B of each part transposed, in the columns of its part.
-    ranks: int32 [num_slots, num_parts], contiguous; 0 where the adapter leaves the part alone.
-    scales: float32 [num_slots, num_parts], contiguous.
-    part_sizes: out_features of each part, up to three.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    ranks: torch.Tensor
-    scales: torch.Tensor
-    part_sizes: tuple[int, ...]
 
 
 @triton.jit
@@ -172,98 +149,86 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
-    _check(out, x, weights, batch)
-    if not use_triton(x):
-        return torch_op.add_lora(
-            out, x, weights.a, weights.b, weights.ranks, weights.scales, weights.part_sizes, batch.rows, batch.slots
-        )
-    if batch.rows.numel() == 0 or out.numel() == 0:
-        return out
-    num_blocks, block_m = batch.rows.shape
-    _, num_parts, max_rank, in_features = weights.a.shape
-    device = device_of(x.device)
-    shrink = shrink_tile(num_blocks, block_m, num_parts, max_rank, in_features, x.element_size(), device)
-    expand = expand_tile(block_m, x.element_size())
-    shrunk = x.new_empty((shrink.num_splits, batch.rows.numel(), num_parts * max_rank), dtype=torch.float32)
-    _launch_shrink(shrunk, x, weights, batch, shrink)
-    _launch_expand(out, shrunk, weights, batch, expand)
+    key = (signature(x), signature(out), weights.signature)
+    launches = batch.launches.get(key)
+    if launches is None:
+        _check(out, x, weights, batch)
+        if not use_triton(x):
+            return torch_op.add_lora(
+                out, x, weights.a, weights.b, weights.ranks, weights.scales, weights.part_sizes, batch.rows, batch.slots
+            )
+        if batch.rows.numel() == 0:
+            return out
+        launches = batch.launches[key] = _prepare(out, x, weights, batch)
+    tensors = {
+        "x_ptr": x,
+        "out_ptr": out,
+        "a_ptr": weights.a,
+        "b_ptr": weights.b,
+        "ranks_ptr": weights.ranks,
+        "scales_ptr": weights.scales,
+    }
+    for launch in launches:
+        launch(tensors)
     return out
 
 
 def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
-    device, part_sizes = x.device, weights.part_sizes
-    check_tensor("x", x, ("num_rows", "in_features"), FLOAT_DTYPES, device)
-    if not 1 <= len(part_sizes) <= MAX_PARTS or min(part_sizes) < 1:
-        raise InvalidInputError(f"part_sizes: {part_sizes}, expected 1 to {MAX_PARTS} sizes above 0")
-    out_features = sum(part_sizes)
-    check_tensor("out", out, (x.shape[0], out_features), (x.dtype,), device)
-    check_tensor("a", weights.a, ("num_slots", len(part_sizes), "max_rank", x.shape[1]), (x.dtype,), device)
-    num_slots, num_parts, max_rank, _ = weights.a.shape
-    check_tensor("b", weights.b, (num_slots, max_rank, out_features), (x.dtype,), device)
-    check_tensor("ranks", weights.ranks, (num_slots, num_parts), (torch.int32,), device)
-    check_tensor("scales", weights.scales, (num_slots, num_parts), (torch.float32,), device)
-    check_tensor("rows", batch.rows, ("num_blocks", "rows_per_block"), (torch.int32,), device)
-    check_tensor("slots", batch.slots, (batch.rows.shape[0],), (torch.int32,), device)
+    dtype, device, in_features = weights.a.dtype, weights.a.device, weights.a.shape[3]
+    check_tensor("x", x, ("num_rows", in_features), (dtype,), device)
+    check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)
+    check_device("batch", batch.rows, device)
     check_last_dim_contiguous("out", out)
     check_last_dim_contiguous("x", x)
-    contiguous = {"a": weights.a, "b": weights.b, "ranks": weights.ranks, "scales": weights.scales}
-    for name, tensor in (contiguous | {"rows": batch.rows, "slots": batch.slots}).items():
-        if not tensor.is_contiguous():
-            raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
 
 
-def _launch_shrink(
-    shrunk: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch, tile: ShrinkTile
-) -> None:
+def _prepare(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> tuple[Launch, Launch]:
+    """The two launches for layers of this shape, with one intermediate result for all of them, as they take turns."""
     num_blocks, block_m = batch.rows.shape
     _, num_parts, max_rank, in_features = weights.a.shape
-    split_size = triton.cdiv(triton.cdiv(in_features, tile.block_k), tile.num_splits) * tile.block_k
-    _lora_shrink_kernel[(num_parts * triton.cdiv(max_rank, tile.block_r), num_blocks, tile.num_splits)](
-        x_ptr=x,
-        a_ptr=weights.a,
-        ranks_ptr=weights.ranks,
-        rows_ptr=batch.rows,
-        slots_ptr=batch.slots,
-        shrunk_ptr=shrunk,
-        num_places=num_blocks * block_m,
-        stride_x_row=x.stride(0),
-        max_rank=max_rank,
-        K=in_features,
-        split_size=split_size,
-        NUM_PARTS=num_parts,
-        EVEN_K=split_size * tile.num_splits == in_features,
-        BLOCK_M=block_m,
-        BLOCK_R=tile.block_r,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def _launch_expand(
-    out: torch.Tensor, shrunk: torch.Tensor, weights: LoraWeights, batch: LoraBatch, tile: ExpandTile
-) -> None:
-    num_blocks, block_m = batch.rows.shape
+    shrink = shrink_tile(num_blocks, block_m, num_parts, max_rank, in_features, x.element_size(), device_of(x.device))
+    expand = expand_tile(block_m, x.element_size())
     sizes = (*weights.part_sizes, 0, 0)[:MAX_PARTS]
-    _lora_expand_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes), num_blocks)](
-        shrunk_ptr=shrunk,
-        b_ptr=weights.b,
-        ranks_ptr=weights.ranks,
-        scales_ptr=weights.scales,
-        rows_ptr=batch.rows,
-        slots_ptr=batch.slots,
-        out_ptr=out,
-        num_places=num_blocks * block_m,
-        stride_out_row=out.stride(0),
-        max_rank=weights.b.shape[1],
-        N_0=sizes[0],
-        N_1=sizes[1],
-        N_2=sizes[2],
-        NUM_PARTS=len(weights.part_sizes),
-        NUM_SPLITS=shrunk.shape[0],
-        BLOCK_M=block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_R=tile.block_r,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    split_size = triton.cdiv(triton.cdiv(in_features, shrink.block_k), shrink.num_splits) * shrink.block_k
+    shared = {
+        "rows_ptr": batch.rows,
+        "slots_ptr": batch.slots,
+        "shrunk_ptr": x.new_empty((shrink.num_splits, num_blocks * block_m, num_parts * max_rank), dtype=torch.float32),
+        "num_places": num_blocks * block_m,
+        "max_rank": max_rank,
+        "NUM_PARTS": num_parts,
+        "BLOCK_M": block_m,
+    }
+    return (
+        Launch(
+            _lora_shrink_kernel,
+            (num_parts * triton.cdiv(max_rank, shrink.block_r), num_blocks, shrink.num_splits),
+            shared
+            | {
+                "stride_x_row": x.stride(0),
+                "K": in_features,
+                "split_size": split_size,
+                "EVEN_K": split_size * shrink.num_splits == in_features,
+                "BLOCK_R": shrink.block_r,
+                "BLOCK_K": shrink.block_k,
+            },
+            num_warps=shrink.num_warps,
+            num_stages=shrink.num_stages,
+        ),
+        Launch(
+            _lora_expand_kernel,
+            (sum(triton.cdiv(size, expand.block_n) for size in sizes), num_blocks),
+            shared
+            | {
+                "stride_out_row": out.stride(0),
+                "N_0": sizes[0],
+                "N_1": sizes[1],
+                "N_2": sizes[2],
+                "NUM_SPLITS": shrink.num_splits,
+                "BLOCK_N": expand.block_n,
+                "BLOCK_R": expand.block_r,
+            },
+            num_warps=expand.num_warps,
+            num_stages=expand.num_stages,
+        ),
     )

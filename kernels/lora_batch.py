@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 
-from paged.kernels.checks import check_tensor
+from paged.kernels.checks import check_contiguous, check_tensor
+from paged.kernels.launch import Launch
 
 # Up to this many rows an adapter reading its weights is all the work, and 16 rows are the least a tensor core takes.
 # More rows share one read of the weights in tiles of 64.
@@ -19,10 +21,21 @@ class LoraBatch:
 
     rows: int32 [num_blocks, rows_per_block], contiguous; -1 is a place without a row, and no row stands twice.
     slots: int32 [num_blocks], where the weights of a block's adapter lie; a block of -1 is padding, and skipped.
+    launches: what layers of one shape launch over this batch, prepared by the first of them.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
+    launches: dict[Hashable, tuple[Launch, Launch]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_tensor("rows", self.rows, ("num_blocks", "rows_per_block"), (torch.int32,), self.rows.device)
+        check_tensor("slots", self.slots, (self.rows.shape[0],), (torch.int32,), self.rows.device)
+        check_contiguous("rows", self.rows)
+        check_contiguous("slots", self.slots)
 
     @staticmethod
     def group(slots: torch.Tensor) -> LoraBatch:

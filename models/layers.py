@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from paged.kernels.fused_moe import fused_moe
-from paged.kernels.lora import LoraWeights, add_lora
+from paged.kernels.lora import add_lora
 from paged.kernels.lora_batch import LoraBatch
+from paged.kernels.lora_weights import LoraWeights
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.rms_norm import fused_add_rms_norm, rms_norm

@@ -13,8 +13,8 @@ import torch
 
 from paged.batch import SeqId
 from paged.errors import InvalidInputError
-from paged.kernels.lora import LoraWeights
 from paged.kernels.lora_batch import LoraBatch
+from paged.kernels.lora_weights import LoraWeights
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.kv_cache_tensors import to_device

@@ -6,9 +6,10 @@ from typing import Any
 
 from bench.compile import TARGETS, CompileCase
 from paged.kernels.device import Device
-from paged.kernels.lora import MAX_PARTS, _lora_expand_kernel, _lora_shrink_kernel
+from paged.kernels.lora import _lora_expand_kernel, _lora_shrink_kernel
 from paged.kernels.lora_batch import FEW_ROWS, MANY_ROWS
 from paged.kernels.lora_config import expand_tile, shrink_tile
+from paged.kernels.lora_weights import MAX_PARTS
 
 # in_features and the sizes of the parts.
 QKV, GATE_UP, DOWN = (4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))

@@ -137,6 +137,18 @@ def test_padding_blocks_are_skipped(device: torch.device) -> None:
     assert torch.equal(add_lora(out, problem.x, problem.weights, padded), want)
 
 
+def test_layers_of_one_shape_share_their_launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """And one of another shape in between has its own."""
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    problems = [Problem.make(device, [[4, 4, 4], [20, 0, 7]], in_features=size) for size in (48, 64, 48)]
+    row_slots = [1, 0, -1] * 4
+    batch = problems[0].batch(row_slots)
+    for problem in problems:
+        want = reference.add_lora(problem.base, problem.x, problem.adapters, problem.weights.part_sizes, row_slots)
+        assert_close(add_lora(problem.base, problem.x, problem.weights, batch), want)
+    assert len(batch.launches) == 2
+
+
 @pytest.mark.usefixtures("backend")
 def test_nan_stays_in_its_row(device: torch.device) -> None:
     """Row 0 stands in for the places of a block that have no row."""
@@ -221,7 +233,8 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
     }
     add_lora(problem.base, problem.x, LoraWeights(**good), batch)
     for name, bad, message in (
-        ("a", weights.a[..., 1:], r"a: shape \[2, 3, 20, 47\], expected \[num_slots, 3, max_rank, 48\]"),
+        ("a", weights.a[..., 1:].contiguous(), r"x: shape \[12, 48\], expected \[num_rows, 47\]"),
+        ("a", weights.a[:, 1:], r"a: shape \[2, 2, 20, 48\], expected \[num_slots, 3, max_rank, in_features\]"),
         ("a", weights.a.mT.contiguous().mT, "a: strides"),
         ("b", weights.b[:, 1:], r"b: shape \[2, 19, 88\], expected \[2, 20, 88\]"),
         ("b", weights.b.half(), "b: dtype"),
@@ -229,13 +242,17 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         ("scales", weights.scales[:1], "scales: shape"),
         ("part_sizes", (40, 24, 12, 12), "part_sizes"),
         ("part_sizes", (40, 48), "a: shape"),
-        ("part_sizes", (40, 24, 23), "out: shape"),
+        ("part_sizes", (40, 24, 23), "b: shape"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             add_lora(problem.base, problem.x, LoraWeights(**(good | {name: bad})), batch)
     with pytest.raises(InvalidInputError, match=r"out: shape \[11, 88\], expected \[12, 88\]"):
         add_lora(problem.base[1:], problem.x, weights, batch)
+    with pytest.raises(InvalidInputError, match="x: dtype"):
+        add_lora(problem.base, problem.x.half(), weights, batch)
     with pytest.raises(InvalidInputError, match="slots: shape"):
-        add_lora(problem.base, problem.x, weights, LoraBatch(batch.rows, batch.slots[1:]))
+        LoraBatch(batch.rows, batch.slots[1:])
+    with pytest.raises(InvalidInputError, match="rows: strides"):
+        LoraBatch(batch.rows.T.contiguous().T, batch.slots)
     with pytest.raises(InvalidInputError, match="slots: dtype"):
         LoraBatch.group(torch.zeros(3, dtype=torch.int64))
