@@ -382,8 +382,15 @@ class PagedKvCacheManager:
             return tuple(self._index.namespaces)
 
     def forget_namespace(self, namespace: Hashable) -> None:
-        """Let no new sequence of a namespace begin with what was published in it so far; those blocks age and go."""
+        """Let no sequence of a namespace begin with what was published in it so far; those blocks age and go.
+
+        Raises:
+            InvalidInputError: a live sequence of the namespace holds tokens, and would publish them again.
+        """
         with self._guard:
+            for handle in self._handles.values():
+                if handle.namespace == namespace and handle.num_tokens:
+                    raise InvalidInputError(f"namespace: {namespace!r} is in use by {handle.request_id!r}")
             self._index.forget_root(namespace)
 
     @property
