@@ -17,9 +17,9 @@ from paged.kernels.lora_batch import LoraBatch
 from paged.kernels.lora_weights import LoraWeights
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.kv_cache_tensors import to_device
 from paged.models.layers import Linear
 from paged.models.lora_checkpoint import TARGET_MODULES, LowRank, read_adapter
+from paged.staging import to_device
 
 
 class HasModules(Protocol):
