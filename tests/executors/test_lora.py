@@ -10,8 +10,11 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.executors.engine import Engine
+from paged.executors.engine_config import EngineConfig
 from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
+from paged.executors.sampling_params import SamplingParams
 from tests.executors.oracle import batch, prompt, step
 from tests.executors.test_llm_executor import Parrot, other_executor
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
@@ -107,3 +110,31 @@ def test_errors(executor: LlmExecutor, folders: dict[str, Path]) -> None:
     executor.shutdown()
     with pytest.raises(ExecutorShutDownError):
         executor.load_lora("french", folders["french"])
+
+
+def test_requests_of_an_engine(executor: LlmExecutor, merged: LlmExecutor, folders: dict[str, Path]) -> None:
+    """Chunks, forks, cached prefixes and decodes of an adapter's requests beside the base model's, with an adapter that
+    is replaced by another of the same name between them."""
+    plain = LlmExecutor.from_pretrained(folders["base"], device=executor.info().device, num_blocks=16, block_size=8)
+    executor.load_lora("french", folders["french"])
+    params, metadata = SamplingParams(temperature=0.0, max_tokens=4, n=2), {"lora_adapter": "french"}
+    engine = Engine(executor, EngineConfig(chunk_size=5))
+
+    def run(metadata: dict[str, str]) -> list[list[int]]:
+        outputs = [engine.add_request(IDS, params, metadata=one) for one in (metadata, {})]
+        while engine.num_unfinished:
+            engine.step()
+        assert all(output.outputs[0].token_ids == output.outputs[1].token_ids for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    french, base = (list(Engine(one).generate([IDS], params)[0].outputs[0].token_ids) for one in (merged, plain))
+    assert french != base
+    for _ in range(2):
+        assert run(metadata) == [french, base]
+    assert executor.kv_manager is not None
+    assert executor.kv_manager.stats().prefix_hits >= 2
+    executor.unload_lora("french")
+    executor.load_lora(
+        "french", Adapter(("q_proj",), alpha=1e-9, seed=1).save(folders["base"].parent / "nothing", folders["base"])
+    )
+    assert run(metadata) == [base, base]
