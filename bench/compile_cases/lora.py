@@ -30,7 +30,7 @@ def cases() -> list[CompileCase]:
         for block_m in (FEW_ROWS, MANY_ROWS):
             found += [_shrink(target, dtype, block_m, *layer) for target in TARGETS for layer in (QKV, GATE_UP, DOWN)]
             found.append(_shrink("sm_90", dtype, block_m, 4100, (4096,)))  # with a last step that is a tail
-            for num_splits in (1, 8 if block_m == FEW_ROWS else 2):
+            for num_splits in (1, 2, 4, 8) if block_m == FEW_ROWS else (1, 2):
                 found.append(_expand(dtype, block_m, num_splits, QKV[1]))
         found += [_expand(dtype, MANY_ROWS, 1, part_sizes) for part_sizes in (GATE_UP[1], DOWN[1])]
     return found
