@@ -336,6 +336,44 @@ def _fused_moe(
     return Work(lambda: paged.fused_moe(*arguments), lambda: reference.fused_moe(*arguments), cost)
 
 
+def _add_lora(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    num_adapters: int,
+    rank: int,
+    in_features: int,
+    part_sizes: tuple[int, ...],
+) -> Work:
+    """Every fifth row is the base model's, the others take the adapters in turn, each of which changes every part."""
+    row_slots = [-1 if row % 5 == 0 else row % num_adapters for row in range(tokens)]
+    x = torch.randn(tokens, in_features, device=device, dtype=dtype)
+    out = torch.randn(tokens, sum(part_sizes), device=device, dtype=dtype)
+    a = torch.randn(num_adapters, len(part_sizes), rank, in_features, device=device, dtype=dtype)
+    b = torch.randn(num_adapters, rank, sum(part_sizes), device=device, dtype=dtype)
+    a.div_(math.sqrt(in_features))
+    b.div_(math.sqrt(rank))
+    ranks = torch.full((num_adapters, len(part_sizes)), rank, dtype=torch.int32, device=device)
+    weights = paged.LoraWeights(a, b, ranks, torch.ones(ranks.shape, device=device), part_sizes)
+    grouped = paged.LoraBatch.group(torch.tensor(row_slots, dtype=torch.int32))
+    batch = paged.LoraBatch(grouped.rows.to(device), grouped.slots.to(device))
+
+    def expected() -> torch.Tensor:
+        columns = [part.mT for part in b.split(part_sizes, dim=-1)]
+        adapters = [
+            {part: (a[slot, part], columns[part][slot], 1.0) for part in range(len(part_sizes))}
+            for slot in range(num_adapters)
+        ]
+        return reference.add_lora(out, x, adapters, part_sizes, row_slots)
+
+    adapted = sum(slot >= 0 for slot in row_slots)
+    products = adapted * rank * (len(part_sizes) * in_features + sum(part_sizes))
+    moved = adapted * (in_features + 2 * sum(part_sizes)) * dtype.itemsize
+    cost = Cost(2 * products, moved + _bytes(a, b, ranks, weights.scales) + 4 * adapted)
+    return Work(lambda: paged.add_lora(out, x, weights, batch), expected, cost)
+
+
 # Heads and widths of Qwen3-8B, experts of Qwen3-30B-A3B (Qwen, 2025).
 _TOKENS = (4096, 256, 19)
 _HEADS, _DIM = ((32, 8), (8, 2), (8, 2)), (128, 64, 128)
@@ -343,6 +381,7 @@ _ROTARY = {"tokens": _TOKENS, "heads": _HEADS, "dim": _DIM}
 _KV = {"num_kv_heads": (8, 2, 2), "dim": _DIM}
 _NORM = {"tokens": _TOKENS, "hidden_size": (4096, 1024, 4096)}
 _EXPERTS = {"num_experts": (128, 16, 16), "top_k": (8, 4, 4)}
+_QKV = {"in_features": (4096, 1024, 4096), "part_sizes": ((4096, 1024, 1024), (1024, 256, 256), (4096, 1024, 1024))}
 _MOE = {**_EXPERTS, "hidden_size": (2048, 256, 256), "intermediate_size": (768, 128, 128)}
 
 _Lengths = list[tuple[int, int]]
@@ -386,4 +425,13 @@ CASES = (
     Case("route_and_align", _route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
     Case("fused_moe", _fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
     Case("fused_moe", _fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),
+    Case(
+        "add_lora", _add_lora, {"tokens": (64, 32, 19), "num_adapters": (8, 4, 3), "rank": (16,) * 3, **_QKV}, "decode"
+    ),
+    Case(
+        "add_lora",
+        _add_lora,
+        {"tokens": (4096, 256, 80), "num_adapters": (4, 2, 3), "rank": (64,) * 3, **_QKV},
+        "prefill",
+    ),
 )

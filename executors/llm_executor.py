@@ -17,6 +17,8 @@ from paged.executors.unified_executor import UnifiedExecutor, cache_id_of, is_de
 from paged.kv_cache import KvCacheHandle
 from paged.models.base import DecoderOnlyLLM
 from paged.models.logits_policy import apply_policies
+from paged.models.lora import LoraAdapters
+from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
@@ -46,7 +48,8 @@ class LlmExecutor(UnifiedExecutor):
     that a model keeps by itself are kept here, and after a failed call it is told to release the new sequences and to
     truncate the others, if it can.
 
-    metadata["lora_adapter"] of an item names the adapter its sequence runs with from there on.
+    metadata["lora_adapter"] of an item names the adapter its sequence runs with from there on. For models of this
+    package that is settled with its first token: K/V depend on it, and so does their namespace, the adapter's name.
     """
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
@@ -75,6 +78,8 @@ class LlmExecutor(UnifiedExecutor):
         num_swap_blocks: int = 0,
         enable_prefix_cache: bool = True,
         kv_cache_dtype: torch.dtype | None = None,
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
     ) -> LlmExecutor:
         """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
 
@@ -92,6 +97,8 @@ class LlmExecutor(UnifiedExecutor):
             num_swap_blocks=num_swap_blocks,
             enable_prefix_cache=enable_prefix_cache,
             kv_cache_dtype=kv_cache_dtype,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
         )
         config = model.config
         info = ModelInfo(
@@ -140,6 +147,31 @@ class LlmExecutor(UnifiedExecutor):
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
         return self.model.lora_metrics_snapshot()
 
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load a low-rank adapter from a folder that PEFT saved, beside those that are running.
+
+        Raises:
+            InvalidInputError: the name is taken, there is no free slot, or its rank is above max_lora_rank.
+            CheckpointError: files or tensors are missing or malformed.
+            UnsupportedError: a setting of it is not known here, or the model takes no adapters.
+        """
+        with self._call():
+            self._adapters().load(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter, and what the prefix cache holds of it.
+
+        Raises:
+            InvalidInputError: it is not loaded, or sequences hold it.
+            UnsupportedError: the model takes no adapters.
+        """
+        with self._call():
+            self._adapters().unload(name)
+
+    def list_loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters; none where the model takes none."""
+        return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
+
     def warmup(self) -> None:
         with self._call():
             self.model.prepare()
@@ -148,6 +180,11 @@ class LlmExecutor(UnifiedExecutor):
         super().shutdown()
         self.model.reset()
         self._model_caches.clear()
+
+    def _adapters(self) -> LoraAdapters:
+        if not isinstance(self.model, PagedCausalLM):
+            raise UnsupportedError(f"{type(self.model).__name__} takes no adapters")
+        return self.model.adapters
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         for item in items:

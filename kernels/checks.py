@@ -43,6 +43,12 @@ def check_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise InvalidInputError(f"{name}: last dimension has stride {tensor.stride(-1)}, expected 1")
 
 
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
+
+
 def check_tensor(
     name: str, tensor: torch.Tensor, expected: Sequence[int | str], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:

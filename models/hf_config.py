@@ -20,13 +20,13 @@ class HfConfig:
         self.source = source
 
     @classmethod
-    def read(cls, folder: Path) -> HfConfig:
-        """The folder's config.json.
+    def read(cls, folder: Path, name: str = "config.json") -> HfConfig:
+        """The folder's config.json, or another file of its kind.
 
         Raises:
             CheckpointError: it is missing, or not a JSON object.
         """
-        file = folder / "config.json"
+        file = folder / name
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:

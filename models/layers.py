@@ -9,6 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from paged.kernels.fused_moe import fused_moe, moe_block_size
+from paged.kernels.lora import add_lora
+from paged.kernels.lora_batch import LoraBatch
+from paged.kernels.lora_weights import LoraWeights
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -29,7 +32,12 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """One product for several projections of the same input; `parts` maps their checkpoint names to output sizes."""
+    """One product for several projections of the same input; `parts` maps their checkpoint names to output sizes.
+
+    adapters: low-rank changes of it, for the rows of a batch that have some.
+    """
+
+    adapters: LoraWeights | None = None
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__()
@@ -38,8 +46,14 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Output features of each part."""
+        return tuple(self.parts.values())
+
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
+        out = functional.linear(x, self.weight, self.bias)
+        return out if lora is None or self.adapters is None else add_lora(out, x, self.adapters, lora)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots, start = {}, 0
@@ -95,7 +109,7 @@ class Attention(nn.Module):
         self.k_cache, self.v_cache, self.cos_sin_cache = k_cache, v_cache, cos_sin_cache
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden).split(list(self.sizes.values()), dim=-1)
+        qkv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
         q = qk_norm_rope_and_cache(
             q,
@@ -127,7 +141,7 @@ class Attention(nn.Module):
             plan=metadata.plan,
             out=out,
         )
-        projected: torch.Tensor = self.o_proj(out.flatten(-2))
+        projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)
         return projected
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -146,8 +160,8 @@ class GatedMlp(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
+        projected: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x, lora)), lora)
         return projected
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -155,7 +169,7 @@ class GatedMlp(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """A router that sends every token to a few of many gated MLPs."""
+    """A router that sends every token to a few of many gated MLPs, which take no adapters."""
 
     def __init__(self, hidden_size: int, config: MoeConfig) -> None:
         super().__init__()
@@ -166,7 +180,7 @@ class SparseMoe(nn.Module):
         self.routing = Routing(config.top_k, config.renormalize)
         self.ticket: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
         logits = self.router(x)
         block_size = moe_block_size(len(x), self.routing.top_k, self.w2)
         if block_size is None:

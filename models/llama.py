@@ -38,7 +38,7 @@ class DecoderLayer(nn.Module):
         hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, metadata)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        return self.mlp(hidden, metadata.lora), residual
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {

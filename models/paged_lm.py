@@ -17,6 +17,7 @@ from paged.metadata import AttentionMetadata
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_config import DecoderConfig
 from paged.models.logits_policy import answer_items
+from paged.models.lora import LoraAdapters
 
 _WARMUP_ID = "paged.prepare"
 
@@ -36,6 +37,8 @@ class DecoderNetwork(Protocol):
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+
 
 class PagedCausalLM(DecoderOnlyLLM):
     """A network with the KV caches of its sequences in one manager, each under its cache_id.
@@ -49,9 +52,12 @@ class PagedCausalLM(DecoderOnlyLLM):
         OutOfBlocksError, SequenceTooLongError: the cache has no room, or a sequence grows too long; nothing was run.
     """
 
-    def __init__(self, network: DecoderNetwork, kv_manager: PagedKvCacheManager) -> None:
+    def __init__(
+        self, network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, max_loras: int = 8, max_lora_rank: int = 64
+    ) -> None:
         self.network = network
         self.kv_manager = kv_manager
+        self.adapters = LoraAdapters(network, kv_manager, max_loras=max_loras, max_rank=max_lora_rank)
         self.model_type = network.config.model_type
         self.num_attention_heads = network.config.num_attention_heads
         parameter = next(network.parameters())
@@ -115,6 +121,17 @@ class PagedCausalLM(DecoderOnlyLLM):
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         return self.kv_manager.metrics_snapshot()
 
+    def lora_metrics_snapshot(self) -> dict[str, Any]:
+        return self.adapters.metrics_snapshot()
+
+    def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
+        """Run the sequence with a loaded adapter, or with none; before its first token, as its K/V depend on it.
+
+        Raises:
+            InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
+        """
+        self.adapters.choose(cache_id, adapter)
+
     def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
         handle = self.kv_manager.get_handle(cache_id)
         if handle is None:
@@ -140,8 +157,11 @@ class PagedCausalLM(DecoderOnlyLLM):
             length_of=self._length,
         )
         with torch.no_grad(), forward_step(self.kv_manager, items) as step:
-            hidden = self.network(step.input_ids, step.metadata.positions, step.metadata)
+            counts = [len(item.q_tokens) for item in items]
+            metadata = replace(step.metadata, lora=self.adapters.batch(step.handles, counts))
+            hidden = self.network(step.input_ids, metadata.positions, metadata)
             yield self.network.logits(hidden if all_rows else hidden[step.sample_rows])
+        self.adapters.count(step.handles, counts)
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)

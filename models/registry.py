@@ -45,6 +45,8 @@ def load_model(
     num_swap_blocks: int = 0,
     enable_prefix_cache: bool = True,
     kv_cache_dtype: torch.dtype | None = None,
+    max_loras: int = 8,
+    max_lora_rank: int = 64,
 ) -> PagedCausalLM:
     """The model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
@@ -60,6 +62,8 @@ def load_model(
         enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
         kv_cache_dtype: that of the weights where None, or torch.float8_e4m3fn, half of 16 bits: then with the scales
             that the checkpoint holds for it, else with 1.
+        max_loras: how many adapters can be loaded at once.
+        max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
@@ -104,7 +108,7 @@ def load_model(
         max_seq_len=max_seq_len,
         sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,
     )
-    return PagedCausalLM(network, PagedKvCacheManager(kv_config))
+    return PagedCausalLM(network, PagedKvCacheManager(kv_config), max_loras=max_loras, max_lora_rank=max_lora_rank)
 
 
 def _network_class(hf: HfConfig) -> type[Llama]:

@@ -32,7 +32,7 @@ def load_weights(folder: Path, slots: Mapping[str, torch.Tensor], *, tied_head: 
     """
     pending = dict(slots)
     for file, promised in _files(folder).items():
-        with _open(file) as tensors:
+        with open_tensors(file) as tensors:
             names = sorted(tensors.keys())
             if absent := sorted(promised - set(names)):
                 raise CheckpointError(f"{absent[0]}: not in {file}, where the index says it is")
@@ -60,7 +60,7 @@ def load_kv_scales(
     """
     scales: list[dict[str, torch.Tensor]] = [{} for _ in range(num_layers)]
     for file in _files(folder):
-        with _open(file) as tensors:
+        with open_tensors(file) as tensors:
             for name in sorted(tensors.keys()):
                 match = _KV_SCALE.fullmatch(name)
                 if match is None:
@@ -69,7 +69,7 @@ def load_kv_scales(
                 if layer >= num_layers or kind in scales[layer]:
                     problem = "unexpected tensor in" if layer >= num_layers else f"a second {kind}, again in"
                     raise CheckpointError(f"{name}: {problem} {file}")
-                _check_floating(name, tensors, file)
+                check_floating(name, tensors, file)
                 scale = tensors.get_tensor(name).float().flatten()
                 if scale.numel() not in (1, num_kv_heads) or not (scale.isfinite() & (scale > 0)).all():
                     raise CheckpointError(f"{name}: {scale.tolist()} in {file}, expected 1 or {num_kv_heads} above 0")
@@ -78,7 +78,12 @@ def load_kv_scales(
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or truncated.
+    """
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -90,11 +95,12 @@ def _fill(slot: torch.Tensor, name: str, tensors: Any, file: Path) -> None:
     shape = tensors.get_slice(name).get_shape()
     if shape != list(slot.shape):
         raise CheckpointError(f"{name}: shape {shape} in {file}, expected {list(slot.shape)}")
-    _check_floating(name, tensors, file)
+    check_floating(name, tensors, file)
     slot.copy_(tensors.get_tensor(name))
 
 
-def _check_floating(name: str, tensors: Any, file: Path) -> None:
+def check_floating(name: str, tensors: Any, file: Path) -> None:
+    """Raise CheckpointError unless a tensor of an open file is floating point."""
     dtype = tensors.get_slice(name).get_dtype()
     if dtype not in _FLOATING:
         raise CheckpointError(f"{name}: dtype {dtype} in {file}, expected {', '.join(_FLOATING)}")

@@ -346,6 +346,23 @@ class PagedKvCacheManager:
         with self._guard:
             self._prefixes.clear([handle._state for handle in self._handles.values()])
 
+    def namespaces(self) -> tuple[Hashable, ...]:
+        """Those in which blocks have been published, as far as they were not forgotten."""
+        with self._guard:
+            return tuple(self._prefixes.index.namespaces)
+
+    def forget_namespace(self, namespace: Hashable) -> None:
+        """Let no sequence of a namespace begin with what was published in it so far; those blocks age and go.
+
+        Raises:
+            InvalidInputError: a live sequence of the namespace holds tokens, and would publish them again.
+        """
+        with self._guard:
+            for handle in self._handles.values():
+                if handle.namespace == namespace and handle.num_tokens:
+                    raise InvalidInputError(f"namespace: {namespace!r} is in use by {handle.request_id!r}")
+            self._prefixes.index.forget_root(namespace)
+
     @property
     def pressure(self) -> MemoryPressure:
         """How much of the pool can still be handed out, evictable blocks included."""

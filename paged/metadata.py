@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.lora_batch import LoraBatch
 from paged.staging import to_device
 
 
@@ -23,6 +24,7 @@ class AttentionMetadata:
     positions: int64 [num_tokens].
     max_seqlen_q: longest query.
     plan: how attention cuts the batch into tiles and splits, made once a step and shared by all layers.
+    lora: which rows an adapter changes; None where there are none.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -32,6 +34,7 @@ class AttentionMetadata:
     positions: torch.Tensor
     max_seqlen_q: int
     plan: AttentionPlan
+    lora: LoraBatch | None = None
 
 
 def make_metadata(

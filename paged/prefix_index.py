@@ -113,6 +113,16 @@ class PrefixIndex:
         """The hash under which `block` is published."""
         return self._hash_of[block]
 
+    @property
+    def namespaces(self) -> KeysView[Hashable]:
+        """Those with a root; a view that changes with the index."""
+        return self._roots.keys()
+
+    def forget_root(self, namespace: Hashable) -> None:
+        """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
+        from this one never match, though their hashes may."""
+        self._roots.pop(namespace, None)
+
     def root(self, namespace: Hashable) -> tuple[Hash, int]:
         """Hash and serial number of what the first block of a namespace follows."""
         root = self._roots.get(namespace)

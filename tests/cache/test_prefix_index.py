@@ -239,6 +239,24 @@ def test_clear_prefix_cache(cache: Cache) -> None:
     cache.check()
 
 
+def test_forgotten_namespace(cache: Cache) -> None:
+    """What was run there before is not found, what is run afterwards is; a live sequence would mix the two."""
+    first = cache.run("a", range(9), "x")
+    cache.free(cache.run("b", range(9), "y"))
+    with pytest.raises(InvalidInputError, match="'x' is in use by 'a'"):
+        cache.manager.forget_namespace("x")
+    assert (cache.found(range(9), "x"), cache.found(range(9), "y")) == (8, 8)
+    cache.free(first)
+    assert set(cache.manager.namespaces()) == {"x", "y"}
+    cache.manager.forget_namespace("x")
+    cache.manager.forget_namespace("never used")
+    assert cache.manager.namespaces() == ("y",)
+    assert (cache.found(range(9), "x"), cache.found(range(9), "y")) == (0, 8)
+    assert cache.run("c", range(9), "x").num_cached_tokens == 0
+    assert cache.found(range(9), "x") == 8
+    cache.manager.check_integrity()
+
+
 def test_without_prefix_cache(device: torch.device) -> None:
     cache = Cache(device=device, enable_prefix_cache=False)
     first = cache.run("a", range(8))

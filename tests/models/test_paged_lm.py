@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem
-from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError, UnsupportedError
+from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import VOCAB_SIZE, tokens
@@ -169,9 +169,9 @@ def test_capacity_metrics_and_adapters(model: PagedCausalLM) -> None:
     after = model.cache_metrics_snapshot()
     assert (before["used_blocks"], after["used_blocks"], after["num_tokens"]) == (0, 3, 20)
     json.dumps(after)
-    assert model.lora_metrics_snapshot() is None
+    assert model.lora_metrics_snapshot()["adapters"] == {}
     model.set_lora_adapter_for_cache("a", None)
-    with pytest.raises(UnsupportedError, match="'poetry'"):
+    with pytest.raises(InvalidInputError, match="'poetry': not loaded"):
         model.set_lora_adapter_for_cache("a", "poetry")
 
 
