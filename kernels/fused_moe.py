@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.dot import dot
 from paged.kernels.errors import InvalidInputError, UnsupportedError
@@ -148,6 +149,11 @@ def fused_moe(
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
         UnsupportedError: the activation is another one.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            return ops.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, activation, expert_map)
+        ops.fused_moe_out(hidden_states, w1, w2, topk_weights, topk_ids, out, activation, expert_map)
+        return out
     _check(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, ACTIVATIONS))}")

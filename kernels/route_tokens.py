@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_shape
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.torch_ops import route_tokens as torch_op
 
@@ -82,6 +83,8 @@ def route_tokens(
     Raises:
         InvalidInputError: shape or dtype does not fit, top_k is out of range, or scoring is another word.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return ops.route_tokens(router_logits, top_k, renormalize, scoring)
     check_shape("router_logits", router_logits, ("num_tokens", "num_experts"))
     check_dtype("router_logits", router_logits, *FLOAT_DTYPES)
     num_tokens, num_experts = router_logits.shape
