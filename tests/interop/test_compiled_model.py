@@ -59,3 +59,17 @@ def test_forward_is_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.M
         _step(models, {"a": 1, "b": 17, "c": 1, "d": 1, "f": 1, "g": 13})
     _step(models, dict.fromkeys("abc", 1))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn])
+def test_layers_hold_whole_storages(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """inductor copies a cache that is a part of a larger storage before every write: 2 copies a layer and step."""
+    save_checkpoint(FAMILIES["llama"], tmp_path)
+    model = load_model(tmp_path, block_size=8, num_blocks=32, kv_cache_dtype=dtype)
+    for index, layer in enumerate(model.network.layers):
+        manager = model.kv_manager
+        pairs = ((layer.self_attn.k_cache, manager.k_cache(index)), (layer.self_attn.v_cache, manager.v_cache(index)))
+        for held, given in pairs:
+            assert (held.data_ptr(), held.shape, held.stride()) == (given.data_ptr(), given.shape, given.stride())
+            assert held.untyped_storage().nbytes() == held.nbytes
+            assert given.untyped_storage().nbytes() > given.nbytes
