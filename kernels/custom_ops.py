@@ -1,9 +1,12 @@
 """Every operation as a `torch.library` custom op, `torch.ops.paged.<operation>`: what torch.compile sees of it.
 
 A plain call goes straight to the operation. One that Dynamo traces goes to the op, so that a graph holds one node where
-the operation checks, plans and launches. The arguments are the operation's, with these differences: tensors that are
-written and returned are only written; operations that may write to `out` are two ops, one of them `<operation>_out`;
-attention always gives (out, lse), and takes a flag for each sequence as `is_causal`.
+the operation checks, plans and launches. `is_dynamo_compiling` tells them apart, not `is_compiling`, which holds in all
+threads while one compiles: an op that runs meanwhile would call itself.
+
+The arguments are the operation's, with these differences: tensors that are written and returned are only written;
+operations that may write to `out` are two ops, one of them `<operation>_out`; attention always gives (out, lse), and
+takes a flag for each sequence as `is_causal`.
 
 No plan crosses the border: the op makes its own, one launch more a layer. A plan holds the schedule of one step, so a
 graph, a captured one above all, that held on to it would run later steps on the lengths of the first.

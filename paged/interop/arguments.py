@@ -50,7 +50,7 @@ def refuse(function: str, arguments: dict[str, Any]) -> None:
 
 
 def one_for_all_sequences(name: str, values: torch.Tensor | None) -> torch.Tensor | None:
-    """What [num_seqs, num_heads] says of every sequence, as float32 [num_heads]; other shapes stay as they are.
+    """The row of [num_seqs, num_heads] that stands for every sequence; what has fewer dimensions stays as it is.
 
     Raises:
         UnsupportedError: the rows are not one in memory, so that they may differ.
