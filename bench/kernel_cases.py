@@ -16,6 +16,7 @@ from bench.attention_cases import AttentionCase, expected, ours
 from bench.limits import Cost, moe_cost
 from bench.timing import Call
 from paged.kernels import reference
+from paged.kernels.cascade_attention import cascade_plans
 from paged.kernels.moe_align_block_size import max_num_blocks
 
 BLOCK_SIZE = 16
@@ -71,6 +72,26 @@ def _paged_attention(
     case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
     step, (layer,) = case.tensors(device, dtype, 1)
     return Work(ours(step, [layer])[0], lambda: expected(step, layer), case.cost(dtype))
+
+
+def _cascade_attention(
+    device: torch.device, dtype: torch.dtype, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int
+) -> Work:
+    """A decode step of sequences with their own tokens after a shared prefix, whose K and V count once."""
+    case = AttentionCase("kernels", "cascade", ((sequences, 1, prefix + own),), heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(device, dtype, 1)
+    num_blocks = prefix // BLOCK_SIZE
+    step.block_table[:, :num_blocks] = step.block_table[0, :num_blocks]
+    lengths = {"shared_prefix_len": prefix, "max_seqlen_q": 1, "max_seqlen_k": step.max_seqlen_k}
+    plan, prefix_plan = cascade_plans(step.cu_seqlens_q, step.seq_lens, num_tokens=sequences, **lengths)
+    tensors = {**vars(layer), **step.arguments, "plan": plan, "prefix_plan": prefix_plan}
+    cost = case.cost(dtype)
+    repeated = 2 * (sequences - 1) * prefix * heads[1] * dim * dtype.itemsize
+    return Work(
+        lambda: paged.cascade_attention(**tensors, shared_prefix_len=prefix),
+        lambda: expected(step, layer),
+        Cost(cost.flops, cost.num_bytes - repeated),
+    )
 
 
 @dataclass(frozen=True)
@@ -251,19 +272,40 @@ def _moe_align_block_size(
 ) -> Work:
     ids = _routed_ids(device, tokens, num_experts, top_k)
     num_blocks = max_num_blocks(ids.numel(), block_size, num_experts)
+    call = lambda: paged.moe_align_block_size(ids, block_size, num_experts)  # noqa: E731
+    expected = lambda: _alignment(ids, block_size, num_experts, num_blocks)  # noqa: E731
+    return Work(call, expected, Cost(0, _bytes(ids) + 4 * (num_blocks * block_size + num_blocks + 1)))
+
+
+def _alignment(ids: torch.Tensor, block_size: int, num_experts: int, num_blocks: int) -> list[torch.Tensor]:
+    """The reference's alignment as the operation returns it."""
+    blocks, experts, num_padded = reference.moe_align_block_size(ids, block_size, num_experts)
+    unused = num_blocks - len(experts)
+    return [
+        functional.pad(torch.tensor(blocks).flatten(), (0, unused * block_size), value=ids.numel()),
+        functional.pad(torch.tensor(experts), (0, unused), value=-1),
+        torch.tensor([num_padded]),
+    ]
+
+
+def _route_and_align(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, num_experts: int, top_k: int, block_size: int
+) -> Work:
+    logits = torch.randn(tokens, num_experts, device=device, dtype=dtype)
+    ticket = torch.zeros(1, dtype=torch.int32, device=device)
+    num_blocks = max_num_blocks(tokens * top_k, block_size, num_experts)
+    routing = paged.Routing(top_k)
+
+    def call() -> list[torch.Tensor]:
+        weights, ids, aligned = paged.route_and_align(logits, routing, block_size, ticket=ticket)
+        return [weights, ids, *aligned]
 
     def expected() -> list[torch.Tensor]:
-        blocks, experts, num_padded = reference.moe_align_block_size(ids, block_size, num_experts)
-        entries = torch.tensor(blocks).flatten()
-        unused = num_blocks - len(experts)
-        return [
-            functional.pad(entries, (0, unused * block_size), value=ids.numel()),
-            functional.pad(torch.tensor(experts), (0, unused), value=-1),
-            torch.tensor([num_padded]),
-        ]
+        weights, ids = reference.route_tokens(logits, top_k)
+        return [weights, ids, *_alignment(ids, block_size, num_experts, num_blocks)]
 
-    call = lambda: paged.moe_align_block_size(ids, block_size, num_experts)  # noqa: E731
-    return Work(call, expected, Cost(0, _bytes(ids) + 4 * (num_blocks * block_size + num_blocks + 1)))
+    moved = 8 * tokens * top_k + 4 * (num_blocks * block_size + num_blocks + 1)
+    return Work(call, expected, Cost(0, _bytes(logits) + moved))
 
 
 def _fused_moe(
@@ -316,6 +358,17 @@ CASES = (
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
     ),
+    Case(
+        "cascade_attention",
+        _cascade_attention,
+        {
+            "prefix": (32768, 1024, 64),
+            "own": (512, 64, 20),
+            "sequences": (64, 8, 3),
+            "heads": _HEADS,
+            "dim": _DIM,
+        },
+    ),
     Case("reshape_and_cache", _reshape_and_cache, {"tokens": _TOKENS, **_KV}),
     Case("reshape_and_cache", partial(_reshape_and_cache, is_fp8=True), {"tokens": _TOKENS, **_KV}, "fp8"),
     # The addresses of all layers' caches travel to the device in the call, which a graph cannot capture.
@@ -330,6 +383,7 @@ CASES = (
     Case("greedy_argmax", _greedy_argmax, {"rows": (128, 16, 2), "vocab_size": (151936, 32000, 9000)}),
     Case("route_tokens", _route_tokens, {"tokens": _TOKENS, **_EXPERTS}),
     Case("moe_align_block_size", _moe_align_block_size, {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}),
+    Case("route_and_align", _route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
     Case("fused_moe", _fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
     Case("fused_moe", _fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),
 )

@@ -156,61 +156,56 @@ def _run(
 ) -> tuple[list[Answer], Summary]:
     from tqdm import tqdm
 
-    from paged.executors.generate import Generation, generate_steps
+    from paged.executors.engine import Engine
+    from paged.executors.engine_config import EngineConfig
+    from paged.executors.sampling_params import SamplingParams
 
-    assert executor.kv_manager is not None  # from_pretrained's models keep their KV in a manager
-    generations = [
-        Generation(f"prompt-{index}", tokenizer.encode(prompt).ids, args.max_new_tokens)
-        for index, prompt in enumerate(prompts)
-    ]
-    eos_token_ids = _eos_token_ids(args.model)
-    steps, peak_blocks, start = [], 0, time.perf_counter()
-    total = sum(len(generation.prompt_token_ids) for generation in generations)
+    manager = executor.kv_manager
+    assert manager is not None  # from_pretrained's models keep their KV in one
+    config = EngineConfig(token_budget=args.token_budget, chunk_size=args.chunk_size)
+    engine = Engine(executor, config, tokenizer=tokenizer, eos_token_ids=_eos_token_ids(args.model))
+    params = SamplingParams(temperature=0, max_tokens=args.max_new_tokens)
+    outputs = [engine.add_request(tokenizer.encode(prompt).ids, params) for prompt in prompts]
+    metrics, peak_blocks, start = engine.metrics, 0, time.perf_counter()
+    total = sum(len(output.prompt_token_ids) for output in outputs)
     with tqdm(total=total, unit="tok", desc="prefill and decode", disable=args.json) as bar:
-        for step in generate_steps(
-            executor,
-            generations,
-            eos_token_ids=eos_token_ids,
-            chunk_size=args.chunk_size,
-            token_budget=args.token_budget,
-            block_size=args.block_size,
-        ):
-            steps.append(step)
-            stats = executor.kv_manager.stats()
-            peak_blocks = max(peak_blocks, stats.used_blocks)
-            bar.total += step.decode_tokens
-            bar.set_postfix(blocks=stats.used_blocks, done=sum(generation.done for generation in generations))
-            bar.update(step.prefill_tokens + step.decode_tokens)
+        while engine.num_unfinished:
+            before = metrics.decode_tokens
+            engine.step()
+            used = manager.stats().used_blocks
+            peak_blocks = max(peak_blocks, used)
+            bar.total += metrics.decode_tokens - before
+            bar.set_postfix(blocks=used, done=len(prompts) - engine.num_unfinished)
+            bar.update(metrics.prefill_tokens + metrics.decode_tokens - bar.n)
     seconds = time.perf_counter() - start
 
     answers = []
-    for index, (prompt, generation) in enumerate(zip(prompts, generations, strict=True)):
-        kept = [token for token in generation.token_ids if token not in eos_token_ids]
-        text = tokenizer.decode(kept).strip()
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if output.error is not None:
+            raise PagedError(f"prompt {index}: {output.error}")
+        text = output.outputs[0].text.strip()
         want = None if expected is None else expected[index]
         answers.append(
             Answer(
                 prompt=prompt,
-                prompt_tokens=len(generation.prompt_token_ids),
+                prompt_tokens=len(output.prompt_token_ids),
                 text=text,
-                new_tokens=len(generation.token_ids),
+                new_tokens=len(output.outputs[0].token_ids),
                 expected=want,
                 correct=None if want is None else text == want,
             )
         )
-    prefill_tokens = sum(step.prefill_tokens for step in steps)
-    decode_tokens = sum(step.decode_tokens for step in steps)
     return answers, Summary(
         prompts=len(prompts),
         correct=None if expected is None else sum(bool(answer.correct) for answer in answers),
-        steps=len(steps),
-        mixed_steps=sum(step.prefill_tokens > 0 and step.decode_tokens > 0 for step in steps),
-        prefill_tokens=prefill_tokens,
-        decode_tokens=decode_tokens,
+        steps=metrics.steps,
+        mixed_steps=metrics.mixed_steps,
+        prefill_tokens=metrics.prefill_tokens,
+        decode_tokens=metrics.decode_tokens,
         seconds=seconds,
-        tokens_per_second=(prefill_tokens + decode_tokens) / seconds,
+        tokens_per_second=(metrics.prefill_tokens + metrics.decode_tokens) / seconds,
         peak_blocks=peak_blocks,
-        num_blocks=executor.kv_manager.config.num_blocks,
+        num_blocks=manager.config.num_blocks,
         block_size=args.block_size,
     )
 

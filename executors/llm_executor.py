@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import torch
 
-from paged.batch import SeqId, UnifiedBatchItem
+from paged.batch import SeqId, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor, cache_id_of, is_decode_step
 from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.base import DecoderOnlyLLM
 from paged.models.logits_policy import apply_policies
 from paged.models.registry import load_model
@@ -52,7 +51,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
         self.model = model
-        self.kv_manager: PagedKvCacheManager | None = getattr(model, "kv_manager", None)
+        self.kv_manager = getattr(model, "kv_manager", None)
         self._model_caches: dict[SeqId, ModelCacheHandle] = {}
         self._is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
         kv_dtype = info.dtype if self.kv_manager is None else self.kv_manager.k_cache(0).dtype
@@ -156,7 +155,8 @@ class LlmExecutor(UnifiedExecutor):
                 self.model.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        if self._is_native:
+        # A model of another kind need not know VerifyLogits.
+        if self._is_native and (self.kv_manager is not None or not any(map(_is_verified, items))):
             try:
                 return self.model.unified_forward(items)
             except UnsupportedError:
@@ -165,7 +165,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def _run_apart(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """Decode steps in one `decode_batch`, then prompts one `prefill` each."""
-        decodes = [item for item in items if is_decode_step(item)]
+        decodes = [item for item in items if is_decode_step(item) and not _is_verified(item)]
         steps = [(cache_id_of(item), item.q_tokens[0], item.pos_offset) for item in decodes]
         decoded: Sequence[torch.Tensor] | torch.Tensor = self.model.decode_batch(steps) if steps else []
         if len(decoded) != len(steps):
@@ -173,6 +173,9 @@ class LlmExecutor(UnifiedExecutor):
         decoded_rows = iter(decoded)
         results: list[torch.Tensor | None] = []
         for item in items:
+            if _is_verified(item):
+                results.append(self._run_verify(item))
+                continue
             logits = (
                 next(decoded_rows) if is_decode_step(item) else self.model.prefill(cache_id_of(item), item.q_tokens)
             )
@@ -229,3 +232,7 @@ class LlmExecutor(UnifiedExecutor):
             return needed.weight_bytes + stats.used_blocks * stats.bytes_per_block
         num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
         return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer
+
+
+def _is_verified(item: UnifiedBatchItem) -> bool:
+    return isinstance(item.logits_policy, VerifyLogits)

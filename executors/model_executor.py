@@ -12,6 +12,7 @@ import torch
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
+from paged.kv_cache_manager import PagedKvCacheManager
 
 
 class ExecutorShutDownError(PagedError):
@@ -24,7 +25,11 @@ class ModelExecutor(ABC):
     Calls are synchronous and come one at a time; `AsyncModelExecutor` queues them. After a call that raised, every
     cache is as it was before. After `shutdown`, calls that work raise ExecutorShutDownError, and those that only report
     still answer.
+
+    kv_manager: where sequences live in a cache manager, that; the items' `kv_cache` are its handles.
     """
+
+    kv_manager: PagedKvCacheManager | None = None
 
     @abstractmethod
     def info(self) -> ModelInfo:

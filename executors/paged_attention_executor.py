@@ -20,7 +20,7 @@ from paged.kernels.paged_attention import paged_attention
 from paged.kernels.reshape_and_cache import reshape_and_cache
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.models.logits_policy import apply_policies
+from paged.models.logits_policy import answer_items
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
     Raises:
         InvalidInputError: the manager's layers, KV heads, head_dim or dtype are not those of the configuration.
     """
+
+    kv_manager: PagedKvCacheManager
 
     def __init__(self, config: PagedExecutorConfig, kv_manager: PagedKvCacheManager) -> None:
         self.config = config
@@ -120,9 +122,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         with forward_step(self.kv_manager, items) as step:
-            logits = self._logits(self._attend(step)[step.sample_rows])
-            rows = iter(apply_policies(logits, [item.logits_policy for item in items if item.is_final_chunk]))
-            return [next(rows) if item.is_final_chunk else None for item in items]
+            return answer_items(self._logits(self._attend(step)[step.sample_rows]), items)
 
     def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
         with forward_step(self.kv_manager, [item]) as step:

@@ -10,7 +10,16 @@ from weakref import WeakSet
 
 import torch
 
-from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch, UnifiedBatchItem
+from paged.batch import (
+    DecodeInput,
+    DecodeOutput,
+    PrefillInput,
+    PrefillOutput,
+    SeqId,
+    UnifiedBatch,
+    UnifiedBatchItem,
+    VerifyLogits,
+)
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.row_batches import decode_items, prefill_items, verify_item
@@ -120,8 +129,9 @@ class UnifiedExecutor(ModelExecutor):
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         with self._call():
-            decodes = sum(is_decode_step(item) and not self._is_unfinished(item) for item in batch.items)
-            work = ForwardWork(batch.num_sampled_items - decodes, batch.total_q_tokens - decodes, decodes)
+            decodes = [item for item in batch.items if is_decode_step(item) and not self._is_unfinished(item)]
+            rows = sum(len(item.q_tokens) for item in decodes)
+            work = ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
             results = self._forward_items(batch.items, work)
             for item in batch.items:
                 if not item.is_final_chunk:
@@ -253,5 +263,6 @@ def cache_id_of(item: UnifiedBatchItem) -> SeqId:
 
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:
-    """One token after others, with logits: what a decode is."""
-    return item.is_final_chunk and len(item.q_tokens) == 1 and item.pos_offset > 0
+    """One token after others, with logits, or several that are verified: what a decode is."""
+    is_one = len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
+    return item.is_final_chunk and is_one and item.pos_offset > 0

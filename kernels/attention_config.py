@@ -53,12 +53,23 @@ def box_keys(cache: torch.Tensor, arch: str) -> int:
 
 
 def decode_tile(
-    head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False, fp8: bool = False
+    head_dim: int,
+    element_size: int,
+    arch: str,
+    box: int = 0,
+    *,
+    rows: int = 16,
+    more_scores: bool = False,
+    fp8: bool = False,
 ) -> AttentionTile:
     """Tile of sequences of at most DECODE_MAX_ROWS rows: the smallest that tensor cores take, as the time is K and V's.
 
+    rows: the most that any sequence of the batch has. Where those are verify rows beyond 16, one tile of 32 or 64 reads
+    K and V once; a batch with prompts has 16-row tiles.
+
     BLOCK_N rows of K are 16 KB, as many of V again. At 3 stages and head_dim 128 Triton 3.7.1 makes of it 168 registers
-    and 39 KB of shared memory on sm_90 (158 and 55 KB with boxes), so that three programs share an SM.
+    and 39 KB of shared memory on sm_90 (158 and 55 KB with boxes), so that three programs share an SM; of 32 rows 214
+    registers, of 64 rows 238, two programs.
     """
     width = padded_head_dim(head_dim) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
@@ -66,12 +77,16 @@ def decode_tile(
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         return AttentionTile(16, min(block_n, 64), 4, 1, 2)
+    block_m = 16
+    if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
+        block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
     if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
         num_warps = 4 if more_scores and width <= 256 else 8
-        return AttentionTile(16, block_n, num_warps, 3, 1 if more_scores and width > 256 else 2)
+        is_large = block_m == 64 or (width > 256 and (more_scores or block_m == 32))
+        return AttentionTile(block_m, block_n, num_warps, 3, 1 if is_large else 2)
     by_tma = box >= block_n
-    lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 216 registers
-    return AttentionTile(16, block_n, 4, 3, 3 if lean else 2, by_tma)
+    lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
+    return AttentionTile(block_m, block_n, 4, 3, 3 if lean and block_m == 16 else 2, by_tma)
 
 
 def prefill_tile(

@@ -100,8 +100,9 @@ class AttentionPlan:
         key = shape, id(is_causal)
         if key not in self._schedules:
             sizes = shape.head_dim, shape.element_size, device_of(self.seq_lens.device).arch, shape.box
-            tiles = {"decode": decode_tile(*sizes, more_scores=shape.more_scores, fp8=shape.fp8)}
-            if self.max_seqlen_q * shape.group > DECODE_MAX_ROWS:
+            rows = self.max_seqlen_q * shape.group
+            tiles = {"decode": decode_tile(*sizes, rows=rows, more_scores=shape.more_scores, fp8=shape.fp8)}
+            if rows > DECODE_MAX_ROWS:
                 tiles["prefill"] = prefill_tile(*sizes, more_scores=shape.more_scores)
             schedules = [self._schedule(kind, tile, shape, is_causal) for kind, tile in tiles.items()]
             self._schedules[key] = schedules, is_causal

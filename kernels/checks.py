@@ -14,12 +14,15 @@ CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     """Raise InvalidInputError unless `tensor` has the expected shape; a str stands for any size and names the axis."""
-    matches = tensor.dim() == len(expected) and all(
-        isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)
-    )
-    if not matches:
-        wanted = ", ".join(str(size) for size in expected)
-        raise InvalidInputError(f"{name}: shape {list(tensor.shape)}, expected [{wanted}]")
+    shape = tensor.shape
+    if len(shape) == len(expected):
+        for have, want in zip(shape, expected, strict=True):
+            if have != want and not isinstance(want, str):
+                break
+        else:
+            return
+    wanted = ", ".join(str(size) for size in expected)
+    raise InvalidInputError(f"{name}: shape {list(shape)}, expected [{wanted}]")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:

@@ -14,11 +14,13 @@ from paged.kernels.errors import UnsupportedError
 if TYPE_CHECKING:
     triton: Any
     tl: Any
+    TensorDescriptor: Any
     HAS_TRITON: bool
 else:
     try:
         import triton
         import triton.language as tl
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         HAS_TRITON = True
     except ImportError:
@@ -32,6 +34,8 @@ else:
 
             def __getitem__(self, grid):
                 raise UnsupportedError(f"{self.fn.__name__} needs triton, which is not installed here")
+
+        TensorDescriptor = None
 
         class triton:  # noqa: N801
             @staticmethod

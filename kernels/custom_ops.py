@@ -6,7 +6,7 @@ threads while one compiles: an op that runs meanwhile would call itself.
 
 The arguments are the operation's, with these differences: tensors that are written and returned are only written;
 operations that may write to `out` are two ops, one of them `<operation>_out`; attention always gives (out, lse), and
-takes a flag for each sequence as `is_causal`.
+takes a flag for each sequence as `is_causal`; an alignment is three tensors, and a `Routing` its fields.
 
 No plan crosses the border: the op makes its own, one launch more a layer. A plan holds the schedule of one step, so a
 graph, a captured one above all, that held on to it would run later steps on the lengths of the first.
@@ -14,6 +14,7 @@ graph, a captured one above all, that held on to it would run later steps on the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -21,9 +22,20 @@ from typing import Any
 
 import torch
 
+from paged.kernels.routing import Routing, new_routes
+
 ops = torch.ops.paged
 
 _CACHE_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
+_ROUTING = (
+    "SymInt top_k, bool renormalize=True, str scoring='softmax', Tensor? correction_bias=None, "
+    "SymInt num_expert_groups=1, SymInt topk_groups=1, float routed_scaling_factor=1.0, SymInt num_shared_experts=0"
+)
+_EXPERTS = (
+    "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, {}str activation='silu', "
+    "Tensor? expert_map=None, Tensor? w1_bias=None, Tensor? w2_bias=None, bool interleaved=False, "
+    "Tensor[]? aligned=None, Tensor? w1_scale=None, Tensor? w2_scale=None"
+)
 _SEQUENCES = "Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, SymInt max_seqlen_q, float? softmax_scale=None"
 _ATTENTION = (
     f"Tensor q, Tensor k_cache, Tensor v_cache, {{}}{_SEQUENCES}, bool causal=True, Tensor? is_causal=None, "
@@ -45,11 +57,22 @@ def _run(op: str, *args: Any, **kwargs: Any) -> Any:
     schema = getattr(ops, op).default._schema
     arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     name = op.removesuffix("_out")
-    if name in ("paged_attention", "cascade_attention"):
-        arguments["return_lse"] = True
-    if (flags := arguments.pop("is_causal", None)) is not None:
-        arguments["causal"] = flags
+    match name:
+        case "paged_attention" | "cascade_attention":
+            arguments["return_lse"] = True
+            if (flags := arguments.pop("is_causal", None)) is not None:
+                arguments["causal"] = flags
+        case "fused_moe":
+            from paged.kernels import moe_align_block_size
+
+            if (aligned := arguments.get("aligned")) is not None:
+                arguments["aligned"] = moe_align_block_size.MoeAlignment(*aligned)
+        case "route_and_align":
+            names = [field.name for field in dataclasses.fields(Routing)]
+            arguments["routing"] = Routing(**{each: arguments.pop(each) for each in names if each in arguments})
     result = _operation(name)(**arguments)
+    if name == "route_and_align":
+        return *result[:2], *result[2]
     if name == op:
         return result if schema.returns else None
     return result[1] if schema.returns else None
@@ -102,8 +125,7 @@ def _merge_attn_states(
 
 
 @_define("rms_norm", "Tensor x, Tensor weight, float eps=1e-06", "Tensor")
-@_define("fused_moe", "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
-         "str activation='silu', Tensor? expert_map=None", "Tensor")  # fmt: skip
+@_define("fused_moe", _EXPERTS.format(""), "Tensor")
 def _like_the_first(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     return _like(x)
 
@@ -113,22 +135,43 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
 
 
-@_define("route_tokens", "Tensor router_logits, SymInt top_k, bool renormalize=True, str scoring='softmax'",
-         "(Tensor topk_weights, Tensor topk_ids)")  # fmt: skip
-def _route_tokens(
-    router_logits: torch.Tensor, top_k: int, *_args: Any, **_kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape, device = (router_logits.shape[0], top_k), router_logits.device
-    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+@_define("route_tokens", f"Tensor router_logits, {_ROUTING}", "(Tensor topk_weights, Tensor topk_ids)")
+def _route_tokens(router_logits: torch.Tensor, *routing: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_routes(router_logits, Routing(*routing, **named))
 
 
-@_define("moe_align_block_size", "Tensor topk_ids, SymInt block_size, SymInt num_experts",
+@_define("moe_align_block_size", "Tensor topk_ids, SymInt block_size, SymInt num_experts, Tensor? expert_map=None",
          "(Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)")  # fmt: skip
-def _moe_align_block_size(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[torch.Tensor, ...]:
-    from paged.kernels.moe_align_block_size import max_num_blocks
+def _moe_align_block_size(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, *_args: Any, **_kwargs: Any
+) -> tuple[torch.Tensor, ...]:
+    from paged.kernels.moe_align_block_size import new_alignment
 
-    num_blocks = max_num_blocks(topk_ids.numel(), block_size, num_experts)
-    return tuple(topk_ids.new_empty(size) for size in (num_blocks * block_size, num_blocks, 1))
+    return new_alignment(topk_ids.numel(), block_size, num_experts, topk_ids.device)
+
+
+@_define(
+    "route_and_align",
+    "Tensor router_logits, SymInt block_size, Tensor? expert_map, SymInt? num_local_experts, Tensor(a!)? ticket, "
+    f"{_ROUTING}",
+    "(Tensor topk_weights, Tensor topk_ids, Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
+    mutates=("ticket",),
+)
+def _route_and_align(
+    router_logits: torch.Tensor,
+    block_size: int,
+    _expert_map: torch.Tensor | None,
+    num_local_experts: int | None,
+    _ticket: torch.Tensor | None,
+    *routing: Any,
+    **named: Any,
+) -> tuple[torch.Tensor, ...]:
+    from paged.kernels.moe_align_block_size import new_alignment
+
+    weights, ids = _route_tokens(router_logits, *routing, **named)
+    num_columns = router_logits.shape[1] + Routing(*routing, **named).num_shared_experts
+    num_experts = num_columns if num_local_experts is None else num_local_experts
+    return weights, ids, *new_alignment(ids.numel(), block_size, num_experts, ids.device)
 
 
 @_define("greedy_argmax", "Tensor logits, Tensor? token_mask=None, Tensor? repetition_penalty=None", "Tensor")
@@ -138,12 +181,7 @@ def _greedy_argmax(logits: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.T
 
 _define("rms_norm_out", "Tensor x, Tensor weight, Tensor(a!) out, float eps=1e-06", mutates=("out",))(_writes_only)
 _define("silu_and_mul_out", "Tensor x, Tensor(a!) out", mutates=("out",))(_writes_only)
-_define(
-    "fused_moe_out",
-    "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, "
-    "str activation='silu', Tensor? expert_map=None",
-    mutates=("out",),
-)(_writes_only)
+_define("fused_moe_out", _EXPERTS.format("Tensor(a!) out, "), mutates=("out",))(_writes_only)
 _define(
     "fused_add_rms_norm",
     "Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps=1e-06",

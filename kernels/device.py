@@ -14,10 +14,12 @@ LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """What choices depend on: the architecture ("sm_90", "gfx942", "cpu") and how many programs run side by side."""
+    """What choices depend on: the architecture ("sm_90", "gfx942", "cpu"), how many programs run side by side, and the
+    chip's name for tuned tables, "" where there are none."""
 
     arch: str
     num_sms: int
+    name: str = ""
 
 
 @functools.cache
@@ -27,5 +29,7 @@ def device_of(device: torch.device) -> Device:
         return Device("cpu", 8)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return Device(str(properties.gcnArchName).split(":")[0], properties.multi_processor_count)
-    return Device(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+        arch = str(properties.gcnArchName).split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    return Device(arch, properties.multi_processor_count, properties.name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import check_dtype
+from paged.kernels.checks import check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
@@ -18,13 +20,35 @@ _TILE = 2048
 _MAX_CHUNKS = 16
 
 
+class MoeAlignment(NamedTuple):
+    """Routed entries sorted into blocks of one expert each; see `moe_align_block_size`."""
+
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.sorted_token_ids.numel() // max(self.expert_ids.numel(), 1)
+
+
+@triton.jit
+def expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS: tl.constexpr):
+    """Rows of the weights for expert ids, -1 for experts that are not here."""
+    if expert_map_ptr is not None:
+        ids = tl.load(expert_map_ptr + ids, mask=(ids >= 0) & (ids < num_mapped), other=-1)
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1)
+
+
 @triton.jit
 def _count_kernel(
     topk_ids_ptr,  # [num_entries]
+    expert_map_ptr,  # [num_mapped], or None
     counts_ptr,  # [num_chunks, NUM_EXPERTS]
     sorted_token_ids_ptr,  # [num_places]
     expert_ids_ptr,  # [max_num_blocks]
     num_entries,
+    num_mapped,
     num_places,
     max_num_blocks,
     chunk_size,
@@ -39,7 +63,8 @@ def _count_kernel(
     for start in range(0, chunk_size, TILE):
         entries = chunk * chunk_size + start + tl.arange(0, TILE)
         ids = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1)
-        counts += tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < NUM_EXPERTS))
+        rows = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS)
+        counts += tl.histogram(rows, BLOCK_E, mask=rows >= 0)
     tl.store(counts_ptr + chunk * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
     for start in range(chunk * TILE, num_places, tl.num_programs(0) * TILE):
         places = start + tl.arange(0, TILE)
@@ -50,11 +75,13 @@ def _count_kernel(
 @triton.jit
 def _place_kernel(
     topk_ids_ptr,  # [num_entries]
+    expert_map_ptr,  # [num_mapped], or None
     counts_ptr,  # [num_chunks, NUM_EXPERTS]
     sorted_token_ids_ptr,  # [num_places]
     expert_ids_ptr,  # [max_num_blocks]
     num_tokens_post_padded_ptr,  # [1]
     num_entries,
+    num_mapped,
     num_chunks,
     chunk_size,
     NUM_EXPERTS: tl.constexpr,
@@ -92,7 +119,8 @@ def _place_kernel(
     place = first_block * BLOCK_SIZE + num_before
     for start in range(0, chunk_size, TILE):
         entries = chunk * chunk_size + start + tl.arange(0, TILE)
-        chosen = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1) == expert
+        ids = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1)
+        chosen = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS) == expert
         ranks = tl.cumsum(chosen.to(tl.int32), axis=0)
         tl.store(sorted_token_ids_ptr + place + ranks - 1, entries, mask=chosen)
         place += tl.max(ranks, axis=0)
@@ -104,9 +132,16 @@ def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
     return -(-(num_entries + min(num_experts, num_entries) * (block_size - 1)) // block_size)
 
 
+def new_alignment(num_entries: int, block_size: int, num_experts: int, device: torch.device) -> MoeAlignment:
+    """Memory for an alignment, enough for the worst spread of entries."""
+    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    sizes = (num_blocks * block_size, num_blocks, 1)
+    return MoeAlignment(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+
+
 def moe_align_block_size(
-    topk_ids: torch.Tensor, block_size: int, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, *, expert_map: torch.Tensor | None = None
+) -> MoeAlignment:
     """Each expert's entries of the flattened topk_ids in rising order, padded to whole blocks, expert after expert.
 
     Nothing waits for the device: the results have the sizes that the worst spread of entries needs.
@@ -115,6 +150,8 @@ def moe_align_block_size(
         topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
         block_size: entries a block, at least 1.
         num_experts: at least 1.
+        expert_map: int32 [num_global_experts], contiguous: what to take in place of each id, -1 for no expert; ids
+            outside of it are no expert.
 
     Returns:
         sorted_token_ids: int32 [max_num_blocks * block_size], indices into the flattened topk_ids; topk_ids.numel()
@@ -123,55 +160,57 @@ def moe_align_block_size(
         num_tokens_post_padded: int32 [1], block_size times the number of blocks in use.
 
     Raises:
-        InvalidInputError: dtype or strides do not fit, or a size is below 1.
+        InvalidInputError: dtype, device or strides do not fit, or a size is below 1.
     """
     if torch.compiler.is_dynamo_compiling():
-        return ops.moe_align_block_size(topk_ids, block_size, num_experts)
+        return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
     check_dtype("topk_ids", topk_ids, torch.int32)
     if not topk_ids.is_contiguous():
         raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")
     if block_size < 1 or num_experts < 1:
         raise InvalidInputError(f"block_size, num_experts: {block_size}, {num_experts}, expected at least 1")
     num_entries, device = topk_ids.numel(), topk_ids.device
-    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    check_expert_map(expert_map, device)
     if num_entries == 0 or not use_triton(topk_ids):
-        return torch_op.moe_align_block_size(topk_ids, block_size, num_experts, num_blocks)
+        num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+        rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)
+        return MoeAlignment(*torch_op.moe_align_block_size(rows, block_size, num_experts, num_blocks))
     num_tiles = triton.cdiv(num_entries, _TILE)
     chunk_size = triton.cdiv(num_tiles, _MAX_CHUNKS) * _TILE
     num_chunks = triton.cdiv(num_entries, chunk_size)
     counts = torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device)
-    sorted_token_ids = torch.empty(num_blocks * block_size, dtype=torch.int32, device=device)
-    expert_ids = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    num_tokens_post_padded = torch.empty(1, dtype=torch.int32, device=device)
-    block_e = triton.next_power_of_2(num_experts)
+    aligned = new_alignment(num_entries, block_size, num_experts, device)
+    arguments = {
+        "topk_ids_ptr": topk_ids,
+        "expert_map_ptr": expert_map,
+        "counts_ptr": counts,
+        "sorted_token_ids_ptr": aligned.sorted_token_ids,
+        "expert_ids_ptr": aligned.expert_ids,
+        "num_entries": num_entries,
+        "num_mapped": 0 if expert_map is None else expert_map.numel(),
+        "chunk_size": chunk_size,
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "TILE": _TILE,
+        "num_warps": 4,
+    }
     _count_kernel[(num_chunks,)](
-        topk_ids_ptr=topk_ids,
-        counts_ptr=counts,
-        sorted_token_ids_ptr=sorted_token_ids,
-        expert_ids_ptr=expert_ids,
-        num_entries=num_entries,
-        num_places=sorted_token_ids.numel(),
-        max_num_blocks=num_blocks,
-        chunk_size=chunk_size,
-        NUM_EXPERTS=num_experts,
-        BLOCK_E=block_e,
-        TILE=_TILE,
-        num_warps=4,
+        **arguments, num_places=aligned.sorted_token_ids.numel(), max_num_blocks=aligned.expert_ids.numel()
     )
     _place_kernel[(num_experts, num_chunks)](
-        topk_ids_ptr=topk_ids,
-        counts_ptr=counts,
-        sorted_token_ids_ptr=sorted_token_ids,
-        expert_ids_ptr=expert_ids,
-        num_tokens_post_padded_ptr=num_tokens_post_padded,
-        num_entries=num_entries,
+        **arguments,
+        num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
         num_chunks=num_chunks,
-        chunk_size=chunk_size,
-        NUM_EXPERTS=num_experts,
         BLOCK_SIZE=block_size,
         BLOCK_C=_MAX_CHUNKS,
-        BLOCK_E=block_e,
-        TILE=_TILE,
-        num_warps=4,
     )
-    return sorted_token_ids, expert_ids, num_tokens_post_padded
+    return aligned
+
+
+def check_expert_map(expert_map: torch.Tensor | None, device: torch.device) -> None:
+    """Raise InvalidInputError unless the map can be read as int32 [num_global_experts]."""
+    if expert_map is None:
+        return
+    check_tensor("expert_map", expert_map, ("num_global_experts",), (torch.int32,), device)
+    if not expert_map.is_contiguous():
+        raise InvalidInputError(f"expert_map: strides {expert_map.stride()}, expected a contiguous tensor")

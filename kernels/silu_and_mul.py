@@ -9,6 +9,7 @@ from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.moe_activation import gated_activation
 from paged.kernels.reshape_and_cache import tile
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import silu_and_mul as torch_op
@@ -32,7 +33,7 @@ def _silu_and_mul_kernel(
     gate_ptrs = x_ptr + rows * stride_x_row + columns
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = gated_activation(gate, up, "silu")
     tl.store(out_ptr + rows * stride_out_row + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -9,11 +9,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from paged.kernels.fused_moe import fused_moe
+from paged.kernels.fused_moe import fused_moe, moe_block_size
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from paged.kernels.route_and_align import route_and_align
 from paged.kernels.route_tokens import route_tokens
+from paged.kernels.routing import Routing
 from paged.kernels.silu_and_mul import silu_and_mul
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, MoeConfig
@@ -169,10 +171,19 @@ class SparseMoe(nn.Module):
         self.router = Linear(hidden_size, {"gate": config.num_experts})
         self.w1 = empty_parameter(config.num_experts, 2 * config.intermediate_size, hidden_size)
         self.w2 = empty_parameter(config.num_experts, hidden_size, config.intermediate_size)
+        self.routing = Routing(config.top_k, config.renormalize)
+        self.ticket: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        topk_weights, topk_ids = route_tokens(self.router(x), self.config.top_k, renormalize=self.config.renormalize)
-        return fused_moe(x, self.w1, self.w2, topk_weights, topk_ids)
+        logits = self.router(x)
+        block_size = moe_block_size(len(x), self.routing.top_k, self.w2)
+        if block_size is None:
+            topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
+            return fused_moe(x, self.w1, self.w2, topk_weights, topk_ids)
+        if self.ticket is None:  # made with the weights it would be memory without a value
+            self.ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
+        topk_weights, topk_ids, aligned = route_and_align(logits, self.routing, block_size, ticket=self.ticket)
+        return fused_moe(x, self.w1, self.w2, topk_weights, topk_ids, aligned=aligned)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         names = self.config

@@ -6,9 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.batch import GreedyArgmax, LogitsPolicy
+from paged.batch import GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.kernels.checks import check_tensor
 from paged.kernels.greedy_argmax import greedy_argmax
+
+
+def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+    """One entry an item, from the logits of the rows that were wanted: None where the chunk is not final."""
+    final = [item for item in items if item.is_final_chunk]
+    if not any(isinstance(item.logits_policy, VerifyLogits) for item in final):
+        answers = iter(apply_policies(logits, [item.logits_policy for item in final]))
+    else:
+        sizes = [len(item.q_tokens) if isinstance(item.logits_policy, VerifyLogits) else 1 for item in final]
+        answers = iter(
+            rows if isinstance(item.logits_policy, VerifyLogits) else apply_policies(rows, [item.logits_policy])[0]
+            for item, rows in zip(final, logits.split(sizes), strict=True)
+        )
+    return [next(answers) if item.is_final_chunk else None for item in items]
 
 
 def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_config import DecoderConfig
-from paged.models.logits_policy import apply_policies
+from paged.models.logits_policy import answer_items
 
 _WARMUP_ID = "paged.prepare"
 
@@ -99,8 +99,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         if len(items) == 0:
             return []
         with self._logits(items) as logits:
-            answers = iter(apply_policies(logits, [item.logits_policy for item in items if item.is_final_chunk]))
-        return [next(answers) if item.is_final_chunk else None for item in items]
+            return answer_items(logits, items)
 
     def prepare(self) -> None:
         """Run a prompt and a decode step once, so that no request waits for kernels to compile."""

@@ -34,7 +34,12 @@ class GreedyArgmax:
     repetition_penalty: torch.Tensor | None = None
 
 
-LogitsPolicy = FullLogits | GreedyArgmax
+@dataclass(frozen=True)
+class VerifyLogits:
+    """The item returns the logits after each of its tokens, float32 [n, vocab_size]: drafts are verified by them."""
+
+
+LogitsPolicy = FullLogits | GreedyArgmax | VerifyLogits
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class UnifiedBatchItem:
     q_tokens: the token ids to run, at least one.
     kv_cache: the handle of the sequence, where the caller owns it.
     pos_offset: position of the first of q_tokens; it must be the number of tokens the cache holds.
-    is_final_chunk: whether the last token's logits are wanted.
+    is_final_chunk: whether the last token's logits are wanted, or under VerifyLogits those of all.
     metadata: "lora_adapter" names a loaded adapter.
     """
 

@@ -32,14 +32,16 @@ class BlockAges:
 
     def freed(self, blocks: Iterable[int]) -> None:
         """The last references of `blocks` were dropped."""
-        self._count(self.lifetimes, blocks)
+        if self._since:
+            self._count(self.lifetimes, blocks)
 
     def revived(self, blocks: Iterable[int]) -> None:
         """They were taken up again while they were free."""
-        self._count(self.reuse_gaps, blocks)
+        if self._since:
+            self._count(self.reuse_gaps, blocks)
 
     def _count(self, histogram: list[int], blocks: Iterable[int]) -> None:
-        if not self._since or self._since.keys().isdisjoint(blocks):
+        if self._since.keys().isdisjoint(blocks):
             return
         now = time.monotonic()
         for block in self._since.keys() & blocks:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from paged.batch import KvSlotRequest, UnifiedBatchItem
+from paged.batch import KvSlotRequest, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.kv_cache_tensors import to_device
 from paged.metadata import AttentionMetadata
+from paged.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class ForwardStep:
 
     input_ids: int64 [num_tokens], the items' tokens one after the other.
     handles: one an item.
-    sample_rows: int64 [num_sampled_items], the row of the last token of every item with `is_final_chunk`, in order.
+    sample_rows: int64 [num_sampled_rows], the row of the last token of every item with `is_final_chunk`, in order; all
+        rows of those under VerifyLogits.
     """
 
     input_ids: torch.Tensor
@@ -63,15 +65,27 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
         with manager.reserve(requests) as reservation:
             metadata = manager.build_metadata(zip(handles, counts, strict=True))
             tokens = np.fromiter((token for item in items for token in item.q_tokens), np.int64, sum(counts))
-            last_rows = np.cumsum(counts, dtype=np.int64) - 1
-            final = np.array([item.is_final_chunk for item in items], bool)
-            input_ids, sample_rows = to_device((tokens, last_rows[final]), manager.device)
+            input_ids, sample_rows = to_device((tokens, _sample_rows(items, counts)), manager.device)
             yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
             reservation.commit([item.q_tokens for item in items])
     except BaseException:
         for handle in made:
             manager.free(handle)
         raise
+
+
+def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> NDArray[np.int64]:
+    ends: NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
+    final = np.array([item.is_final_chunk for item in items], bool)
+    verified = [i for i, item in enumerate(items) if isinstance(item.logits_policy, VerifyLogits) and final[i]]
+    last_rows: NDArray[np.int64] = ends[final] - 1
+    if not verified:
+        return last_rows
+    wanted = np.zeros(sum(counts), bool)
+    wanted[last_rows] = True
+    for index in verified:
+        wanted[ends[index] - counts[index] : ends[index]] = True
+    return np.flatnonzero(wanted)
 
 
 def validate_items(

@@ -14,7 +14,7 @@ from paged.batch import SeqId
 from paged.block_pool import BlockPool
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
-from paged.prefix_index import Link
+from paged.token_chain import TokenChain
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,12 @@ class PagedKvCacheConfig:
             raise InvalidInputError(f"prefix_hash: {self.prefix_hash!r}, expected 'fast' or 'sha256'")
 
 
+_INTEGERS = (int, np.integer)
+
+
 def check_count(name: str, value: int) -> None:
     """Raise InvalidInputError unless `value` is an integer of at least 0."""
-    if not isinstance(value, int | np.integer) or value < 0:
+    if not isinstance(value, _INTEGERS) or value < 0:
         raise InvalidInputError(f"{name}: {value!r}, expected an integer of at least 0")
 
 
@@ -132,7 +135,7 @@ class SequenceState:
 
     num_written: positions below it were written through write_kv, without a gap after num_tokens.
     blocks is replaced, never changed in place, so an old value can be kept to go back to.
-    token_ids: the ids at positions 0.. as far as they are known. links: the chain of the blocks published so far.
+    chain: what is known of the tokens, and published of them.
     host_blocks: while swapped out, the host block by index in `blocks`, where 0 stands meanwhile.
     row, row_blocks: the sequence's row in the manager's table, and the blocks that stand there.
     """
@@ -145,8 +148,7 @@ class SequenceState:
     num_written: int = 0
     is_valid: bool = True
     reservation: KvSlotReservation | None = None
-    token_ids: list[int] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    chain: TokenChain = field(default_factory=TokenChain)
     host_blocks: dict[int, int] | None = None
     row: int = 0
     row_blocks: tuple[int, ...] = ()
@@ -154,6 +156,8 @@ class SequenceState:
 
 class KvCacheHandle:
     """One sequence in the cache. Read-only: it changes through the manager that made it."""
+
+    __slots__ = ("__weakref__", "_block_size", "_pool", "_state")
 
     def __init__(self, state: SequenceState, pool: BlockPool, block_size: int) -> None:
         self._state = state
@@ -256,9 +260,12 @@ class KvSlotReservation:
         self._undo = undo
         self._on_commit = on_commit
         self._is_open = True
+        self._is_whole = True
         for state, target in zip(states, targets, strict=True):
-            if target > state.num_tokens:  # one that grows by nothing has nothing to keep or to take back
+            if target > state.num_tokens:
                 state.reservation = self
+            else:  # one that grows by nothing has nothing to keep or to take back
+                self._is_whole = False
 
     @property
     def is_open(self) -> bool:
@@ -269,6 +276,10 @@ class KvSlotReservation:
     def kept_blocks(self) -> list[int]:
         """Shared blocks that copies replaced, kept to go back to."""
         return [block for undo in self._undo.values() for block in undo.replaced.values()]
+
+    def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
+        """Whether exactly these sequences have room for exactly these lengths, and none has changed since."""
+        return self._is_whole and states == self._states and targets == self._targets
 
     def commit(self, token_ids: Sequence[Sequence[int]] | None = None) -> None:
         """Every sequence now holds valid K/V up to its target length.
@@ -289,7 +300,9 @@ class KvSlotReservation:
             self._on_commit(grown, None if token_ids is None else list(compress(token_ids, is_ours)))
 
     def rollback(self) -> None:
-        """Blocks, reference counts and lengths are again as before the reservation. Does nothing once it is closed."""
+        """Blocks, reference counts and lengths of sequences that were to grow are again as before the reservation. Does
+        nothing once it is closed.
+        """
         with self._guard:
             for state in self._states:
                 undo = self._undo.get(state.request_id) if state.reservation is self else None
@@ -309,6 +322,7 @@ class KvSlotReservation:
     def settle(self, state: SequenceState) -> None:
         """Leave one sequence as it stands: its room stays, and so does its length."""
         state.reservation = None
+        self._is_whole = False
         undo = self._undo.pop(state.request_id, None)
         if undo is not None:
             self._pool.release(list(undo.replaced.values()))
@@ -321,7 +335,7 @@ class KvSlotReservation:
             for undo in self._undo.values():
                 self._pool.release(list(undo.replaced.values()))
             self._undo = {}
-            self._is_open = False
+            self._is_open = self._is_whole = False
 
     def __enter__(self) -> KvSlotReservation:
         return self

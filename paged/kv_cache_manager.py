@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,8 @@ from numpy.typing import NDArray
 from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTable
-from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, CacheEvent, MemoryPressure, Notifier
-from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError, StaleHandleError
-from paged.kernels.attention_plan import AttentionPlan
+from paged.cache_events import CacheEvent, MemoryPressure, Notifier
+from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
 from paged.kv_cache import (
     CacheStats,
     KvCacheHandle,
@@ -28,9 +25,10 @@ from paged.kv_cache import (
     Undo,
     check_count,
 )
-from paged.kv_cache_tensors import KvCacheTensors, to_device
-from paged.metadata import AttentionMetadata
-from paged.prefix_index import PrefixIndex, TokenArray
+from paged.kv_cache_tensors import KvCacheTensors
+from paged.metadata import AttentionMetadata, make_metadata
+from paged.prefix_cache import PrefixCache
+from paged.token_chain import as_list
 
 _Span = tuple[SequenceState, int, int]
 """A sequence, the first position that will be written, and the end of those."""
@@ -58,19 +56,14 @@ class PagedKvCacheManager:
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
-        self._index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash)
-        self._pool = BlockPool(config.num_blocks, self._index.published, self._forget_evicted)
+        self._guard = Notifier(self._measure_pressure)
+        self._prefixes = PrefixCache(config, self._guard)
+        self._index, self._pool = self._prefixes.index, self._prefixes.pool
         self._host_pool = BlockPool(config.num_swap_blocks)
         self._tensors = KvCacheTensors(config)
         self._table = BlockTable()
         self._handles: dict[SeqId, KvCacheHandle] = {}
-        self._guard = Notifier(self._measure_pressure)
         self._cow_copies = 0
-        self._allocation_failures = 0
-        self._prefix_hits = 0
-        self._prefix_misses = 0
-        self._prefix_hit_tokens = 0
-        self._evictions = 0
         self._num_swapped = 0
         self._swapped_out_blocks = 0
         self._swapped_in_blocks = 0
@@ -94,22 +87,22 @@ class PagedKvCacheManager:
         the last of `token_ids` is always left to compute, as its logits are wanted.
 
         Raises:
-            InvalidInputError: `request_id` names a live sequence, `num_tokens` is negative, or an id exceeds int32.
+            InvalidInputError: `request_id` names a live sequence, `num_tokens` is negative, or an id that was looked up
+                exceeds int32; the others are refused by `commit`.
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
         check_count("num_tokens", num_tokens)
-        room = max(num_tokens, 0 if token_ids is None else len(token_ids))
+        room = num_tokens if token_ids is None else max(num_tokens, len(token_ids))
         with self._guard:
             self._check_new(request_id)
             self._check_length(room)
             state = SequenceState(request_id, namespace)
             if token_ids is None or not self.config.enable_prefix_cache:
-                needed = self._blocks_for(room)
-                self._check_free(needed)
-                state.blocks = tuple(self._pool.allocate(needed))
+                state.blocks = tuple(self._pool.allocate(self._blocks_for(room)))
             else:
-                self._begin_with_prefix(state, _token_list(token_ids), room)
+                self._prefixes.begin(state, as_list(token_ids), self._blocks_for(room))
+                self._drop_unseen([state])
             return self._add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
@@ -156,19 +149,7 @@ class PagedKvCacheManager:
         """
         with self._guard:
             state = self._state(handle)
-            given = _token_list(token_ids)[: state.num_tokens]
-            both = min(len(given), len(state.token_ids))
-            if given[:both] != state.token_ids[:both]:
-                raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
-            # Those of the last, partial block are checked here, the others when they are published.
-            _token_array(given[len(given) // self.config.block_size * self.config.block_size :])
-            known = len(state.token_ids)
-            state.token_ids += given[both:]
-            try:
-                self._publish(state)
-            except InvalidInputError:
-                del state.token_ids[known:]
-                raise
+            self._prefixes.commit(state, token_ids)
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
         """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
@@ -177,7 +158,7 @@ class PagedKvCacheManager:
         """
         with self._guard:
             for handle, token_ids in items:
-                self._append_tokens(self._state(handle), token_ids)
+                self._prefixes.append(self._state(handle), token_ids)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Roll back to the first `num_tokens` positions; blocks beyond them are given back.
@@ -199,7 +180,7 @@ class PagedKvCacheManager:
             self._release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
-            del state.token_ids[num_tokens:], state.links[num_tokens // self.config.block_size :]
+            state.chain.cut(num_tokens, num_tokens // self.config.block_size)
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
         """A second sequence with the same tokens, over the same blocks until either writes to one.
@@ -214,7 +195,7 @@ class PagedKvCacheManager:
             blocks = source.blocks[: self._blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
             twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            twin.token_ids, twin.links = source.token_ids.copy(), source.links.copy()
+            twin.chain = source.chain.copy(source.num_tokens, len(blocks))
             return self._add(twin)
 
     def free(self, handle: KvCacheHandle) -> None:
@@ -234,7 +215,7 @@ class PagedKvCacheManager:
                 self._num_swapped -= 1
             state.blocks, state.host_blocks, state.is_valid = (), None, False
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
-            state.token_ids, state.links = [], []
+            state.chain.cut(0, 0)
             self._table.remove(state)
             del self._handles[state.request_id]
 
@@ -253,9 +234,6 @@ class PagedKvCacheManager:
             # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
             kept = self._blocks_for(state.num_tokens)
             moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in self._pool.shared]
-            if len(moved) > self._host_pool.num_free:
-                self._allocation_failures += 1
-                raise OutOfBlocksError(len(moved), self._host_pool.num_free)
             host_blocks = self._host_pool.allocate(len(moved))
             try:
                 self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
@@ -284,7 +262,6 @@ class PagedKvCacheManager:
             if state.host_blocks is None:
                 return
             moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
-            self._check_free(len(moved))
             taken = self._pool.allocate(len(moved))
             try:
                 self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
@@ -299,8 +276,8 @@ class PagedKvCacheManager:
             self._num_swapped -= 1
             self._swapped_in_blocks += len(moved)
             # What it had published may have been evicted meanwhile.
-            del state.links[min(moved, default=len(state.links)) :]
-            self._publish(state)
+            state.chain.withdraw(min(moved, default=len(blocks)))
+            self._prefixes.publish(state)
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Room for every sequence up to its `target_len`, for all of them or for none.
@@ -321,7 +298,7 @@ class PagedKvCacheManager:
                     (state, state.num_tokens, target if admission is None else admission)
                     for state, target, admission in zip(states, targets, admissions, strict=True)
                 ]
-                self._check_free(_blocks_needed(self._needs(highest)))
+                self._pool.require(_blocks_needed(self._needs(highest)))
             return self._reserve(states, targets)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
@@ -352,7 +329,7 @@ class PagedKvCacheManager:
             self._pool.release(dropped)
             taker.blocks = shared + taker.blocks[num_blocks:]
             taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
-            taker.token_ids, taker.links = giver.token_ids[:num_tokens], giver.links[:num_blocks]
+            taker.chain = giver.chain.copy(num_tokens, num_blocks)
 
     def evict(self, num_blocks: int) -> int:
         """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
@@ -367,14 +344,7 @@ class PagedKvCacheManager:
     def clear_prefix_cache(self) -> None:
         """Withdraw every published block; those in use stay with their sequences."""
         with self._guard:
-            published = list(self._index.published)
-            self._index.forget(published)
-            for block in published:
-                self._pool.unpublished(block)
-            for handle in self._handles.values():
-                handle._state.links = []
-            if self._guard.has_event_listeners:
-                self._guard.add(CacheCleared())
+            self._prefixes.clear([handle._state for handle in self._handles.values()])
 
     @property
     def pressure(self) -> MemoryPressure:
@@ -423,7 +393,9 @@ class PagedKvCacheManager:
         self._check_layer(layer)
         return self._tensors.v_cache(layer)
 
-    def build_metadata(self, items: Iterable[UnifiedBatchItem | tuple[KvCacheHandle, int]]) -> AttentionMetadata:
+    def build_metadata(
+        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
+    ) -> AttentionMetadata:
         """One forward's view of its sequences, whose new tokens stand right after the `num_tokens` they hold.
 
         Args:
@@ -434,37 +406,11 @@ class PagedKvCacheManager:
             OutOfBlocksError: a shared block would have to be copied, and none is free; not after `reserve`.
         """
         with self._guard:
-            states, counts = self._new_tokens(items)
-            lengths_list = [state.num_tokens for state in states]
-            targets = list(map(add, lengths_list, counts))
-            unready = self._unready(states, targets)
-            for state, _, target in unready:
-                if target > len(state.blocks) * self.config.block_size:
-                    raise InvalidInputError(
-                        f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
-                    )
-            self._make_exclusive(unready)
+            states, query_lens = self._new_tokens(items)
+            lengths = np.array([state.num_tokens for state in states], np.int64)
+            self._make_ready(states, (lengths + query_lens).tolist())
             table = self._table.gather(states)
-        lengths, query_lens = np.array(lengths_list, np.int64), np.array(counts, np.int64)
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(query_lens, out=offsets[1:])
-        positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
-        blocks, within = np.divmod(positions, self.config.block_size)
-        slots = table[np.repeat(np.arange(len(counts)), query_lens), blocks] * np.int64(self.config.block_size) + within
-        seq_lens = lengths + query_lens
-        max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
-        slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = to_device(
-            (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table), self.device
-        )
-        return AttentionMetadata(
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens_there,
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-            positions=positions_there,
-            max_seqlen_q=max_seqlen_q,
-            plan=AttentionPlan(cu_seqlens_q, seq_lens_there, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
-        )
+        return make_metadata(lengths, query_lens, table, self.config.block_size, self.device)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
@@ -492,7 +438,7 @@ class PagedKvCacheManager:
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 self._settle(state)
             if len(key):  # what is written here need not be the K/V of the ids at these positions
-                del state.token_ids[position:], state.links[position // self.config.block_size :]
+                state.chain.cut(position, position // self.config.block_size)
             self._tensors.write(layer, self._slots(state, position, end), key, value)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
@@ -533,14 +479,14 @@ class PagedKvCacheManager:
                 capacity_tokens=total * self.config.block_size,
                 utilization=(total - free) / total,
                 cow_copies=self._cow_copies,
-                allocation_failures=self._allocation_failures,
+                allocation_failures=self._pool.num_refused + self._host_pool.num_refused,
                 bytes_per_block=self._tensors.bytes_per_block,
                 cached_blocks=self._pool.num_cached,
                 published_blocks=len(self._index.published),
-                prefix_hits=self._prefix_hits,
-                prefix_misses=self._prefix_misses,
-                prefix_hit_tokens=self._prefix_hit_tokens,
-                evictions=self._evictions,
+                prefix_hits=self._prefixes.num_hits,
+                prefix_misses=self._prefixes.num_misses,
+                prefix_hit_tokens=self._prefixes.num_hit_tokens,
+                evictions=self._prefixes.num_evictions,
                 swapped_out_blocks=self._swapped_out_blocks,
                 swapped_in_blocks=self._swapped_in_blocks,
                 swap_blocks_free=self._host_pool.num_free,
@@ -689,9 +635,7 @@ class PagedKvCacheManager:
         needs = self._needs(spans)
         if not needs:
             return {}
-        needed = _blocks_needed(needs)
-        self._check_free(needed)
-        taken = self._pool.allocate(needed)
+        taken = self._pool.allocate(_blocks_needed(needs))
         used = 0
         pairs: list[tuple[int, int]] = []
         grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
@@ -711,79 +655,40 @@ class PagedKvCacheManager:
             self._pool.release(taken)
             raise
         for state, shared, stale, _ in needs:
-            self._withdraw([state.blocks[index] for index in stale])
+            self._prefixes.withdraw([state.blocks[index] for index in stale])
             # A copy is not published, and neither is what will change: the chain goes on from before them.
-            del state.links[min([*shared, *stale], default=len(state.links)) :]
+            state.chain.withdraw(min([*shared, *stale], default=len(state.blocks)))
         for state, new_blocks, _ in grown:
             state.blocks = new_blocks
         self._cow_copies += len(pairs)
         return {state.request_id: undo for state, _, undo in grown}
+
+    def _make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
+        """See that every sequence can be written from its length to its target without new room, and make it so where
+        a block is shared or published.
+        """
+        reservation = states[0].reservation if states else None
+        if reservation is not None and reservation.covers(states, targets):
+            return
+        unready = self._unready(states, targets)
+        for state, _, target in unready:
+            if target > len(state.blocks) * self.config.block_size:
+                raise InvalidInputError(
+                    f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
+                )
+        self._make_exclusive(unready)
 
     def _make_exclusive(self, spans: Sequence[_Span]) -> None:
         """Make room, and keep nothing of the shared blocks that copies replaced."""
         for undo in self._make_room(spans).values():
             self._pool.release(list(undo.replaced.values()))
 
-    def _begin_with_prefix(self, state: SequenceState, token_ids: list[int], room: int) -> None:
-        """Give a new sequence the published blocks that `token_ids` begin with, and room beyond them."""
-        matched, links = self._index.match(_token_array(token_ids), state.namespace)
-        length = min(len(matched) * self.config.block_size, max(len(token_ids) - 1, 0))
-        fresh = max(0, self._blocks_for(room) - len(matched))
-        # Free blocks that are revived can no longer be handed out.
-        self._check_free(fresh + self._pool.count_cached(matched))
-        self._pool.share(matched)
-        state.blocks = (*matched, *self._pool.allocate(fresh))
-        state.num_tokens = state.num_cached_tokens = state.num_written = length
-        state.token_ids, state.links = token_ids[:length], links[: length // self.config.block_size]
-        self._prefix_hits += length > 0
-        self._prefix_misses += length == 0
-        self._prefix_hit_tokens += length
-        self._drop_unseen([state])
-
-    def _publish(self, state: SequenceState) -> None:
-        """Make the full blocks findable whose token ids are known and that are not published yet."""
-        block_size, first = self.config.block_size, len(state.links)
-        last = min(len(state.token_ids), state.num_tokens) // block_size
-        if last <= first or not self.config.enable_prefix_cache:
-            return
-        blocks = state.blocks[first:last]
-        if 0 in blocks:  # behind the sliding window: the chain is broken
-            return
-        previous = state.links[-1] if state.links else self._index.root(state.namespace)
-        tokens = _token_array(state.token_ids[first * block_size : last * block_size])
-        links, displaced = self._index.publish(blocks, tokens.reshape(-1, block_size), previous)
-        state.links += links
-        for block, _ in displaced:
-            self._pool.unpublished(block)
-        if self._guard.has_event_listeners:
-            hashes = tuple(hash_ for hash_, _ in links)
-            for _, hash_ in displaced:
-                if hash_ not in hashes:
-                    self._guard.add(BlockRemoved(hash_))
-            self._guard.add(BlocksStored(hashes, previous[0], tuple(tokens.tolist()), state.namespace))
-
-    def _append_tokens(self, state: SequenceState, token_ids: Sequence[int]) -> None:
-        if len(state.token_ids) + len(token_ids) == state.num_tokens:
-            state.token_ids += token_ids
-            if state.num_tokens // self.config.block_size > len(state.links):
-                self._publish(state)
-
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[Sequence[int]] | None) -> None:
         """After a reservation was committed: publish first, as blocks behind the window are given back then."""
         if token_ids is not None and self.config.enable_prefix_cache:
             for state, ids in zip(states, token_ids, strict=True):
-                self._append_tokens(state, ids)
+                self._prefixes.append(state, ids)
         self._drop_unseen(states)
-
-    def _withdraw(self, blocks: Sequence[int]) -> None:
-        hashes = self._index.forget(blocks)
-        if self._guard.has_event_listeners:
-            for hash_ in hashes:
-                self._guard.add(BlockRemoved(hash_))
-
-    def _forget_evicted(self, blocks: list[int]) -> None:
-        self._evictions += len(blocks)
-        self._withdraw(blocks)
 
     def _drop_unseen(self, states: Iterable[SequenceState]) -> None:
         """Give back blocks that lie behind the sliding window of every later token."""
@@ -813,11 +718,6 @@ class PagedKvCacheManager:
             return MemoryPressure.CRITICAL
         return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
 
-    def _check_free(self, needed: int) -> None:
-        if needed > self._pool.num_free:
-            self._allocation_failures += 1
-            raise OutOfBlocksError(needed, self._pool.num_free)
-
     def _check_new(self, request_id: SeqId) -> None:
         if request_id in self._handles:
             raise InvalidInputError(f"request_id: {request_id!r} names a live sequence")
@@ -839,20 +739,22 @@ class PagedKvCacheManager:
         return np.array(state.blocks, np.int64)[blocks] * self.config.block_size + within
 
     def _new_tokens(
-        self, items: Iterable[UnifiedBatchItem | tuple[KvCacheHandle, int]]
-    ) -> tuple[list[SequenceState], list[int]]:
+        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
+    ) -> tuple[list[SequenceState], NDArray[np.int64]]:
         """The sequences of a step, all of them able to run, and how many tokens each gets."""
-        pairs = [item if isinstance(item, tuple) else self._item_tokens(item) for item in items]
-        states, counts = [handle._state for handle, _ in pairs], [count for _, count in pairs]
-        if not self._table.owns(states):
+        pairs: list[Any] = list(items)
+        if pairs and isinstance(pairs[0], UnifiedBatchItem):
+            pairs = [self._item_tokens(item) for item in pairs]
+        states = [handle._state for handle, _ in pairs]
+        is_owned = self._table.owns(states)
+        if not is_owned or self._num_swapped:
             for handle, _ in pairs:
                 self._state(handle)
+        if not is_owned:
             raise InvalidInputError("items: a sequence is given twice")
-        if self._num_swapped:
-            for handle, _ in pairs:
-                self._state(handle)
-        if min(counts, default=0) < 0:
-            raise InvalidInputError(f"items: {min(counts)} new tokens, expected at least 0")
+        counts = np.array([count for _, count in pairs], np.int64)
+        if counts.min(initial=0) < 0:
+            raise InvalidInputError(f"items: {counts.min()} new tokens, expected at least 0")
         return states, counts
 
     def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
@@ -864,16 +766,3 @@ class PagedKvCacheManager:
 
 def _blocks_needed(needs: Iterable[_Need]) -> int:
     return sum(len(shared) + fresh for _, shared, _, fresh in needs)
-
-
-def _token_list(token_ids: Sequence[int]) -> list[int]:
-    if isinstance(token_ids, list):
-        return token_ids
-    return list(token_ids) if isinstance(token_ids, tuple) else np.asarray(token_ids).tolist()
-
-
-def _token_array(token_ids: list[int]) -> TokenArray:
-    try:  # twice as fast as numpy's own conversions, and refuses floats
-        return np.frombuffer(struct.pack(f"={len(token_ids)}i", *token_ids), np.int32)
-    except struct.error as error:
-        raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error

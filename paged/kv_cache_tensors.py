@@ -1,10 +1,8 @@
-"""The cache's memory, and the way of host arrays to the device."""
+"""The cache's memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -131,25 +129,3 @@ def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
         else:
             runs.append((source, target, 1))
     return runs
-
-
-def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory where that is a GPU. On the CPU
-    the tensors are the arrays.
-
-    Every tensor starts at a multiple of 64 bytes: Triton compiles a kernel anew for pointers not aligned to 16.
-    """
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts = [0]
-    for array in arrays:
-        starts.append(starts[-1] + math.ceil(array.nbytes / 64) * 64)
-    host = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    host_bytes = host.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        host_bytes[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-    moved = host.to(device, non_blocking=True)
-    return [
-        moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
-    ]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.kernels.attention_plan import AttentionPlan
+from paged.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,40 @@ class AttentionMetadata:
     positions: torch.Tensor
     max_seqlen_q: int
     plan: AttentionPlan
+
+
+def make_metadata(
+    lengths: NDArray[np.int64],
+    query_lens: NDArray[np.int64],
+    table: NDArray[np.int32],
+    block_size: int,
+    device: torch.device,
+) -> AttentionMetadata:
+    """A forward of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
+
+    table: block ids [num_seqs, max_blocks_per_seq], which have room for the new tokens.
+    """
+    seq_lens = lengths + query_lens
+    max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
+    if max_seqlen_q == 1 and query_lens.all():  # a decode step needs no sums and repeats: 15 us of 90
+        offsets = np.arange(len(lengths) + 1)
+        rows, positions = offsets[:-1], lengths
+    else:
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        query_lens.cumsum(out=offsets[1:])
+        rows = np.repeat(np.arange(len(lengths)), query_lens)
+        positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
+    blocks = positions // block_size
+    slots = (table[rows, blocks] - blocks) * block_size + positions
+    slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = to_device(
+        (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table), device
+    )
+    return AttentionMetadata(
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens_there,
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        positions=positions_there,
+        max_seqlen_q=max_seqlen_q,
+        plan=AttentionPlan(cu_seqlens_q, seq_lens_there, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
+    )

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, KeysView, Sequence
+from contextlib import suppress
 from operator import mul
-from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paged.errors import PagedError
-
-Hash = int | bytes
-TokenArray = NDArray[np.int32]
+from paged.token_chain import Hash, TokenArray, TokenChain, pack
 
 _MASK = (1 << 64) - 1
 # Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
@@ -22,6 +19,9 @@ _CHAIN_FACTOR = 6364136223846793005
 _CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
 # Up to this many blocks plain integers are faster than setting up arrays.
 _FEW_BLOCKS = 4
+# A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
+# Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
+_LOOKUP_GROWTH = 256
 
 
 class ChainHash:
@@ -35,6 +35,7 @@ class ChainHash:
         digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
         self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
         self._factor_array = np.array(self._factors, np.uint64)
+        self._factor_sum = sum(self._factors) & _MASK  # of the ones in token + 1
         self._powers = np.empty(0, np.uint64)
         self._inverse_powers = np.empty(0, np.uint64)
 
@@ -44,16 +45,19 @@ class ChainHash:
         if len(blocks) <= _FEW_BLOCKS:
             hashes: list[Hash] = []
             for block in blocks.tolist():
-                content = sum(map(mul, block, self._factors)) + sum(self._factors)
+                content = sum(map(mul, block, self._factors)) + self._factor_sum
                 previous = (_CHAIN_FACTOR * previous + content) & _MASK
                 hashes.append(previous)
             return hashes
         while len(self._powers) < len(blocks):
             self._grow()
-        powers, inverse_powers = self._powers[: len(blocks)], self._inverse_powers[: len(blocks)]
-        contents = (blocks.astype(np.uint64) + np.uint64(1)) @ self._factor_array
-        sums = np.cumsum(contents * inverse_powers, dtype=np.uint64) + np.uint64(previous)
-        chain: list[Hash] = (powers * sums).tolist()
+        sums = blocks.astype(np.uint64) @ self._factor_array
+        sums += np.uint64(self._factor_sum)
+        sums *= self._inverse_powers[: len(blocks)]
+        sums.cumsum(out=sums)
+        sums += np.uint64(previous)
+        sums *= self._powers[: len(blocks)]
+        chain: list[Hash] = sums.tolist()
         return chain
 
     def _grow(self) -> None:
@@ -83,13 +87,9 @@ class Sha256Chain:
         return hashlib.sha256(repr(namespace).encode()).digest()
 
 
-Link = tuple[Hash, int]
-"""One published block's place in a chain: its hash, and a serial number that no other publication ever has."""
-
-
 class PrefixIndex:
-    """Published blocks. A hit compares the token ids again, and the serial number of the block before it, so that two
-    chains whose hashes collide can never serve each other's K/V, nor two namespaces.
+    """Published blocks. A hit compares the token ids again, and the serial number of the block before it, which only
+    that publication has, so that two chains whose hashes collide can never serve each other's K/V, nor two namespaces.
     """
 
     def __init__(self, num_blocks: int, block_size: int, algorithm: str) -> None:
@@ -102,7 +102,7 @@ class PrefixIndex:
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
-        self._roots: dict[Hashable, Link] = {}
+        self._roots: dict[Hashable, tuple[Hash, int]] = {}
 
     @property
     def published(self) -> KeysView[int]:
@@ -113,80 +113,114 @@ class PrefixIndex:
         """The hash under which `block` is published."""
         return self._hash_of[block]
 
-    def root(self, namespace: Hashable) -> Link:
-        """The link before the first block of a namespace."""
-        link = self._roots.get(namespace)
-        if link is None:
-            link = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
-        return link
-
-    def match(self, tokens: TokenArray, namespace: Hashable) -> tuple[list[int], list[Link]]:
-        """The longest published chain of full blocks that `tokens` begins with: block ids and links."""
-        count = len(tokens) // self._block_size
+    def root(self, namespace: Hashable) -> tuple[Hash, int]:
+        """Hash and serial number of what the first block of a namespace follows."""
         root = self._roots.get(namespace)
-        if count == 0 or root is None or not self._block_of:
-            return [], []
-        wanted = tokens[: count * self._block_size].reshape(count, self._block_size)
-        hashes = self._chain.extend(root[0], wanted)
-        candidates = list(map(self._block_of.get, hashes))
-        end = candidates.index(None) if None in candidates else count
-        found = cast("list[int]", candidates[:end])
-        ids = np.array(found, np.int64)
-        serials = self._serials[ids]
-        same = (self._tokens[ids] == wanted[: len(found)]).all(axis=1)
-        same[:1] &= self._parents[ids[:1]] == root[1]
-        same[1:] &= self._parents[ids[1:]] == serials[:-1]
-        length = len(found) if same.all() else int(same.argmin())
-        return found[:length], list(zip(hashes, serials[:length].tolist(), strict=False))
+        if root is None:
+            root = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
+        return root
 
-    def publish(
-        self, blocks: Sequence[int], tokens: TokenArray, previous: Link
-    ) -> tuple[list[Link], list[tuple[int, Hash]]]:
-        """Make `blocks`, which hold `tokens` [n, block_size] and follow `previous`, findable.
+    def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
+        """The longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
+
+        Raises:
+            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return [], TokenChain()
+        previous, parent = root
+        found: list[int] = []
+        hashes: list[Hash] = []
+        wanted = b""
+        num_blocks, size = len(token_ids) // self._block_size, 1
+        while len(found) == len(hashes) < num_blocks:
+            tokens = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
+            wanted += tokens.tobytes()
+            hashes += self._chain.extend(previous, tokens)
+            with suppress(KeyError):  # what comes before the first miss stays in the list
+                found.extend(map(self._block_of.__getitem__, hashes[len(found) :]))
+            previous = hashes[-1]
+            size *= _LOOKUP_GROWTH
+        if not found:
+            return [], TokenChain()
+        ids = np.array(found, np.int64)
+        tokens = self._tokens.take(ids, axis=0)
+        serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
+        length, wanted = len(found), wanted[: tokens.nbytes]
+        # As lists and bytes: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
+        if parents != [parent, *serials[:-1]] or tokens.tobytes() != wanted:
+            is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
+            is_next = np.array(parents) == [parent, *serials[:-1]]
+            length = int((is_same & is_next).argmin())
+        del found[length:], hashes[length:], serials[length:]
+        return found, TokenChain(token_ids[: length * self._block_size], hashes, serials)
+
+    def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
+        """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
 
         Where a chain's tokens are published already that publication stays, and the chain goes on from it. One of the
         same hash but another content gives way.
 
         Returns:
-            the links of the chain, and the blocks whose publication gave way, with their hashes.
+            the blocks whose publication gave way, with their hashes.
+
+        Raises:
+            InvalidInputError: an id is not an integer of 32 bits.
         """
-        hashes = self._chain.extend(previous[0], tokens)
-        is_new = self._block_of.keys().isdisjoint(hashes) and self._hash_of.keys().isdisjoint(blocks)
-        if len(blocks) > _FEW_BLOCKS and is_new and len(set(hashes)) == len(hashes):
-            return self._publish_new(blocks, tokens, hashes, previous), []
-        links: list[Link] = []
+        first = len(chain.serials)
+        tokens = self._pack(chain.ids, first, first + len(blocks))
+        previous_hash, previous = (chain.hashes[-1], chain.serials[-1]) if first else self.root(namespace)
+        hashes = self._chain.extend(previous_hash, tokens)
+        chain.hashes += hashes
+        if len(blocks) > _FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
+            # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
+            present = list(map(self._block_of.setdefault, hashes, blocks))
+            if present == list(blocks):
+                chain.serials += self._publish_new(blocks, tokens, hashes, previous)
+                return []
+        serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+        chain.serials += serials
+        return displaced
+
+    def _publish_new(
+        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
+    ) -> Sequence[int]:
+        """What a new prompt mostly is, all of it at once: no hash was taken, and `_block_of` has them. The serials."""
+        first = self._last_serial + 1
+        self._last_serial += len(blocks)
+        ids = np.array(blocks, np.int64)
+        serials = np.arange(first, first + len(blocks))
+        self._tokens[ids], self._serials[ids] = tokens, serials
+        self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
+        self._hash_of.update(zip(blocks, hashes, strict=True))
+        return range(first, first + len(blocks))
+
+    def _publish_each(
+        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
+    ) -> tuple[list[int], list[tuple[int, Hash]]]:
+        """One block after the other: the serials, and what gave way."""
+        serials: list[int] = []
         displaced: list[tuple[int, Hash]] = []
         for block, row, hash_ in zip(blocks, tokens, hashes, strict=True):
             present = self._block_of.get(hash_)
-            if present is not None:
-                if self._parents[present] == previous[1] and (self._tokens[present] == row).all():
-                    previous = (hash_, int(self._serials[present]))
-                    links.append(previous)
+            if present is not None and present in self._hash_of:
+                if self._parents[present] == previous and (self._tokens[present] == row).all():
+                    previous = int(self._serials[present])
+                    serials.append(previous)
                     continue
                 displaced.append((present, self.forget([present])[0]))
             if block in self._hash_of:  # with what it held before its sequence was told to advance over it
                 displaced.append((block, self.forget([block])[0]))
             # The same content keeps its number, so that longer chains which go on from it are found again: the tail of
             # a whole prompt is withdrawn while its last token is computed.
-            is_same = self._parents[block] == previous[1] and (self._tokens[block] == row).all()
+            is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
             serial = int(self._serials[block]) if is_same else self._next_serial()
             self._block_of[hash_], self._hash_of[block] = block, hash_
-            self._tokens[block], self._parents[block], self._serials[block] = row, previous[1], serial
-            previous = (hash_, serial)
-            links.append(previous)
-        return links, displaced
-
-    def _publish_new(self, blocks: Sequence[int], tokens: TokenArray, hashes: list[Hash], previous: Link) -> list[Link]:
-        """`publish` where no hash is taken: what a new prompt mostly is, and all of it at once."""
-        first = self._last_serial + 1
-        self._last_serial += len(blocks)
-        serials = np.arange(first, first + len(blocks))
-        ids = np.array(blocks, np.int64)
-        self._tokens[ids], self._serials[ids] = tokens, serials
-        self._parents[ids[:1]], self._parents[ids[1:]] = previous[1], serials[:-1]
-        self._block_of.update(zip(hashes, blocks, strict=True))
-        self._hash_of.update(zip(blocks, hashes, strict=True))
-        return list(zip(hashes, serials.tolist(), strict=True))
+            self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
+            previous = serial
+            serials.append(previous)
+        return serials, displaced
 
     def check(self) -> None:
         """Both directions of the index say the same.
@@ -206,6 +240,11 @@ class PrefixIndex:
         for hash_ in hashes:
             del self._block_of[hash_]
         return hashes
+
+    def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
+        """Blocks `first` up to `last`, [n, block_size]."""
+        size = self._block_size
+        return pack(token_ids[first * size : last * size]).reshape(-1, size)
 
     def _next_serial(self) -> int:
         self._last_serial += 1

@@ -31,6 +31,10 @@ def cases() -> list[CompileCase]:
     """Head sizes 64 to 256, gathered and in boxes, fp8 caches, and all options at once, for each target's own tiles."""
     found = [_plan_case(), _mask_case(), _merge_case(128), _merge_case(256)]
     for target in TARGETS:
+        for head_dim in (128, 256):
+            found += [_attention_case(target, "decode", head_dim, rows=rows, box=64) for rows in (32, 64)]
+        found.append(_attention_case(target, "decode", 128, rows=64))
+        found.append(_attention_case(target, "decode", 128, rows=64, window=True, options=tuple(_OPTIONS)))
         boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
         for kind in ("decode", "prefill"):
             for box in boxes:
@@ -53,6 +57,7 @@ def _attention_case(
     dtype: str = "bf16",
     cache: str | None = None,
     box: int = 0,
+    rows: int = 16,
     window: bool = False,
     softcap: bool = False,
     options: tuple[str, ...] = (),
@@ -60,7 +65,7 @@ def _attention_case(
     sizes = head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
     if kind == "decode":
-        tile = decode_tile(*sizes, more_scores=more_scores, fp8=cache is not None)
+        tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, fp8=cache is not None)
     else:
         tile = prefill_tile(*sizes, more_scores=more_scores)
     by_tma = tile.by_tma
@@ -92,17 +97,13 @@ def _attention_case(
     copies = ("UTMALDG" if by_tma else "LDGSTS.128",) if target.startswith("sm") else ("load_dwordx4",)
     if dtype == "fp32":
         expect = {}
-    elif kind == "decode" and target.startswith("sm"):
+    elif tile.block_m < 64 and target.startswith("sm"):
         expect = {target: ("HMMA", *copies)}
     else:
         expect = {target: (_TENSOR_CORES[target], *copies)}
-    words = [
-        f"D={head_dim}",
-        dtype,
-        *([f"{cache} cache"] if cache else []),
-        *([f"boxes of {tile.block_n}"] if by_tma else []),
-    ]
-    words += [*(["window"] if window else []), *(["softcap"] if softcap else []), *(["options"] if options else [])]
+    words = [f"{tile.block_m} x {tile.block_n}", f"D={head_dim}", dtype, *([f"{cache} cache"] if cache else [])]
+    flags = {"boxes": by_tma, "window": window, "softcap": softcap, "options": bool(options)}
+    words += [word for word, is_set in flags.items() if is_set]
     unaligned = (
         "stride_lse_head",
         "stride_table_seq",

@@ -25,3 +25,10 @@ def moe_align_block_size(
     expert_ids[: len(block_experts)] = block_experts
     num_tokens_post_padded = (num_blocks.sum(0, keepdim=True) * block_size).int()
     return sorted_token_ids, expert_ids, num_tokens_post_padded
+
+
+def expert_rows(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """What the map holds for each id; -1 for ids outside of it."""
+    last = expert_map.shape[0] - 1
+    is_known = (topk_ids >= 0) & (topk_ids <= last)
+    return torch.where(is_known, expert_map[topk_ids.clamp(0, last)], -1)

@@ -37,10 +37,10 @@ def paged_attention(call: AttentionCall) -> None:
 
         # What stands beyond seq_len in the table or in the last block is never used as a number, whatever it is.
         inside = offs_n < seq_len[:, None]  # [n, L]
-        table = call.block_table[seqs][:, offs_n // block_size].masked_fill(~inside, 0).long()
-        keys = k_cache[table, offs_n % block_size].float().permute(0, 2, 1, 3)  # [n, Hkv, L, D]
-        values = v_cache[table, offs_n % block_size].float().masked_fill(~inside[:, :, None, None], 0.0)
-        values = values.permute(0, 2, 1, 3)
+        table = call.block_table[seqs][:, : -(-len(offs_n) // block_size)]
+        table = table.masked_fill(~inside[:, ::block_size], 0).flatten()
+        keys, values = (_gather(cache, table, len(seqs), len(offs_n)) for cache in (k_cache, v_cache))
+        values.masked_fill_(~inside[:, None, :, None], 0.0)
         queries = q[rows].float().unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4)  # [n, Hkv, G, q_len, D]
 
         if call.k_scale is not None:
@@ -63,6 +63,12 @@ def paged_attention(call: AttentionCall) -> None:
         out[rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
         if lse is not None:
             lse[:, rows.flatten()] = row_lse.squeeze(-1).permute(1, 2, 0, 3).reshape(q.shape[1], -1)
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor, num_seqs: int, length: int) -> torch.Tensor:
+    """The first `length` keys of each sequence in float32, [n, Hkv, length, D]; copied by whole blocks."""
+    rows = cache.index_select(0, blocks).view(num_seqs, -1, *cache.shape[2:])
+    return rows[:, :length].float().transpose(1, 2)
 
 
 def _visible(

@@ -191,12 +191,11 @@ def fused_experts_forward(
     """An experts function of transformers on `fused_moe`; without gradients.
 
     Raises:
-        UnsupportedError: experts that are no gated SiLU MLPs without biases, or whose weights stand in another order.
+        UnsupportedError: experts that are no gated SiLU MLPs, or whose weights stand in another order.
     """
     wanted = {
         "has_gate": True,
         "is_concatenated": True,
-        "has_bias": False,
         "is_transposed": False,
         "has_post_expert_norm": False,
     }
@@ -215,4 +214,6 @@ def fused_experts_forward(
         self.down_proj,
         top_k_weights.float().contiguous(),
         top_k_index.to(torch.int32).contiguous(),
+        w1_bias=self.gate_up_proj_bias if self.has_bias else None,
+        w2_bias=self.down_proj_bias if self.has_bias else None,
     )

@@ -12,6 +12,8 @@ from paged.kernels.reshape_and_cache import reshape_and_cache
 
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 _E4M3_CACHES = ("fp8", "fp8_e4m3")
+# vLLM's names of gpt-oss's activation: rows of w1 that alternate, or all gate rows first.
+_SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
 
 
 def reshape_and_cache_flash(
@@ -74,27 +76,32 @@ def fused_experts(
     """`vllm...fused_moe.fused_experts`: `fused_moe` with the router's weights and ids of any float and integer dtype.
 
     Args:
-        activation: "silu", or the member of vLLM's enumeration with that value.
+        activation: "silu", "gelu", "gelu_tanh", "swigluoai" (w1's gate and up rows alternate) or
+            "swigluoai_uninterleave", or the member of vLLM's enumeration with that value.
         global_num_experts: experts that expert_map speaks of; its length says so.
-        quant_config: None, or vLLM's configuration of weights that are not quantised and have no biases.
+        quant_config: None, or vLLM's configuration of weights that are not quantised, whose biases are taken.
         inplace: the result goes to hidden_states.
 
     Raises:
-        UnsupportedError: another activation, router weights on the input, quantised experts, or biases.
+        UnsupportedError: another activation, router weights on the input, or quantised experts.
         InvalidInputError: as in `fused_moe`.
     """
     if apply_router_weight_on_input:
         raise UnsupportedError("apply_router_weight_on_input: True, router weights multiply the results here")
-    for name in ("quant_dtype", "weight_quant_dtype", "w1_bias", "w2_bias"):
+    for name in ("quant_dtype", "weight_quant_dtype"):
         if (value := getattr(quant_config, name, None)) is not None:
             raise UnsupportedError(f"quant_config: its {name} is {value}, expected None")
+    activation = getattr(activation, "value", activation)
     return fused_moe(
         hidden_states,
         w1,
         w2,
         topk_weights.float().contiguous(),
         topk_ids.to(torch.int32).contiguous(),
-        activation=getattr(activation, "value", activation),
+        activation="swiglu_oai" if activation in _SWIGLU else activation,
+        interleaved=_SWIGLU.get(activation, False),
+        w1_bias=getattr(quant_config, "w1_bias", None),
+        w2_bias=getattr(quant_config, "w2_bias", None),
         expert_map=expert_map,
         out=hidden_states if inplace else None,
     )

@@ -6,10 +6,8 @@ import hashlib
 import logging
 import random
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,108 +19,15 @@ from paged import (
     BlocksStored,
     CacheCleared,
     InvalidInputError,
-    KvCacheHandle,
     OutOfBlocksError,
-    PagedKvCacheConfig,
     PagedKvCacheManager,
-    UnifiedBatchItem,
 )
 from paged.cache_events import CacheEvent
-from paged.forward_step import forward_step
 from paged.prefix_index import ChainHash, PrefixIndex, Sha256Chain
+from paged.token_chain import TokenChain
+from tests.cache.prefix_cache import BLOCK, CONFIG, Cache
 
-BLOCK = 4
-CONFIG = PagedKvCacheConfig(num_layers=2, num_kv_heads=1, head_dim=8, block_size=BLOCK, num_blocks=12)
-
-
-@pytest.fixture(autouse=True)
-def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("PAGED_BACKEND", "torch")
-
-
-class Cache:
-    """A manager, and a forward whose K at a position is a number of the namespace, the layer and all tokens up to it.
-
-    V is the negative, so that any block in a wrong place, or of another prompt, is seen by `check`.
-    """
-
-    def __init__(self, **changes: Any) -> None:
-        self.manager = PagedKvCacheManager(replace(CONFIG, **changes))
-        self.tokens: dict[KvCacheHandle, list[int]] = {}
-
-    def begin(self, seq_id: str | int, tokens: Sequence[int], namespace: Hashable = None) -> KvCacheHandle:
-        """Allocate, and see that the cached prefix is right."""
-        handle = self.manager.allocate(seq_id, token_ids=tokens, namespace=namespace)
-        self.tokens[handle] = list(tokens[: handle.num_tokens])
-        self.check(handle)
-        return handle
-
-    def run(self, seq_id: str | int, tokens: Sequence[int], namespace: Hashable = None) -> KvCacheHandle:
-        """Allocate, and compute what is not cached."""
-        handle = self.begin(seq_id, tokens, namespace)
-        self.feed(handle, tokens[handle.num_tokens :])
-        return handle
-
-    def feed(self, handle: KvCacheHandle, tokens: Sequence[int]) -> None:
-        """One forward of one sequence."""
-        item = UnifiedBatchItem(handle.cache_id, tokens, kv_cache=handle, pos_offset=handle.num_tokens)
-        known = [*self.tokens[handle], *tokens]
-        with forward_step(self.manager, [item]) as step:
-            for layer in range(self.manager.config.num_layers):
-                rows = self.expected(handle.namespace, layer, known)[handle.num_tokens :]
-                slots = step.metadata.slot_mapping
-                self.manager.k_cache(layer).flatten(0, 1)[slots] = rows.to(slots.device)
-                self.manager.v_cache(layer).flatten(0, 1)[slots] = -rows.to(slots.device)
-        self.tokens[handle] = known
-
-    def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
-        self.manager.truncate(handle, num_tokens)
-        del self.tokens[handle][num_tokens:]
-
-    def free(self, handle: KvCacheHandle) -> None:
-        self.manager.free(handle)
-        del self.tokens[handle]
-
-    def found(self, tokens: Sequence[int], namespace: Hashable = None) -> int:
-        """Tokens that the index knows of a prompt; changes nothing."""
-        return BLOCK * len(self.manager._index.match(np.array(tokens, np.int32), namespace)[0])
-
-    def check(self, *handles: KvCacheHandle) -> None:
-        """The sequences, or all, hold their own data; of what lies behind a sliding window nothing is asked."""
-        for handle in handles or self.tokens:
-            start = handle.blocks.count(0) * BLOCK if self.manager.config.sliding_window else 0
-            count = handle.num_tokens
-            assert count == len(self.tokens[handle])
-            for layer in range(self.manager.config.num_layers):
-                key, value = self.manager.read_kv(handle, layer, start, count - start)
-                expected = self.expected(handle.namespace, layer, self.tokens[handle])[start:]
-                assert torch.equal(key.cpu(), expected)
-                assert torch.equal(value.cpu(), -expected)
-        self.manager.check_integrity()
-
-    @staticmethod
-    def expected(namespace: Hashable, layer: int, tokens: Sequence[int]) -> torch.Tensor:
-        digest, numbers = zlib.crc32(f"{namespace} {layer}".encode()), []
-        for token in tokens:
-            digest = zlib.crc32(token.to_bytes(4, "little"), digest)
-            numbers.append(digest % (1 << 24))  # exact in float32
-        return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1).expand(-1, 1, CONFIG.head_dim)
-
-    def hashes(self) -> set[int | bytes]:
-        """Of all published blocks."""
-        index = self.manager._index
-        return {index.hash_of(block) for block in index.published}
-
-    def snapshot(self) -> object:
-        """All that a failed call must leave alone."""
-        handles = [(h.cache_id, h.blocks, h.num_tokens, h.num_cached_tokens) for h in self.manager.handles()]
-        return (
-            handles,
-            self.hashes(),
-            list(self.manager._pool._cached),
-            replace(self.manager.stats(), allocation_failures=0),
-        )
+pytestmark = pytest.mark.usefixtures("torch_backend")
 
 
 @pytest.fixture
@@ -462,6 +367,28 @@ def test_random_calls_serve_right_data_and_tell_every_change(
     assert sum(isinstance(event, CacheCleared) for event in mirror.events) == done["clear"]
     assert min(done[name] for name in ("begin", "run", "feed", "truncate", "fork", "swap", "refused", "clear")) > 0
     assert done["hit"] > (5 if forged is None else 0)
+
+
+@pytest.mark.parametrize("forged", [None, _constant, _three_values, _ignores_parents])
+@pytest.mark.parametrize("seed", range(10))
+def test_publishing_many_blocks_is_publishing_one_after_the_other(
+    forged: Callable[..., list[int]] | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of up to nine blocks that begin alike, some in blocks of an earlier one."""
+    if forged is not None:
+        monkeypatch.setattr(ChainHash, "extend", forged)
+    rng = random.Random(seed)
+    at_once, in_turn = PrefixIndex(60, BLOCK, "fast"), PrefixIndex(60, BLOCK, "fast")
+    prompts = [[int(rng.random() < 0.05) for _ in range(rng.randrange(9 * BLOCK))] for _ in range(12)]
+    for prompt in prompts:
+        blocks = rng.sample(range(1, 61), len(prompt) // BLOCK)
+        first, second = TokenChain(prompt.copy()), TokenChain(prompt.copy())
+        displaced = at_once.publish(blocks, first, "x")
+        assert displaced == [entry for block in blocks for entry in in_turn.publish([block], second, "x")]
+        assert first == second
+        for index in (at_once, in_turn):
+            index.check()
+        assert all(at_once.match(known, "x") == in_turn.match(known, "x") for known in prompts)
 
 
 @pytest.mark.parametrize("algorithm", ["fast", "sha256"])

@@ -11,16 +11,12 @@ import torch
 from paged import InvalidInputError
 from paged.kv_cache_manager import ROLLBACK_SLACK
 from paged.models.registry import load_model
-from tests.cache.test_prefix_index import BLOCK, Cache
+from tests.cache.prefix_cache import BLOCK, Cache
 from tests.models.families import FAMILIES, WINDOW, Case, assert_same_logits, save_checkpoint, tokens
 
 SLIDING = 6
 
-
-@pytest.fixture(autouse=True)
-def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("PAGED_BACKEND", "torch")
+pytestmark = pytest.mark.usefixtures("torch_backend")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -27,9 +27,10 @@ from paged import (
     kv_cache_manager,
 )
 from paged.batch import KvSlotRequest
-from paged.kv_cache import KvCacheHandle, KvSlotReservation, PagedKvCacheConfig
+from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.prefix_index import ChainHash
+from tests.cache.cache_model import Model, Open
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 11
@@ -45,57 +46,6 @@ NAMESPACES = st.sampled_from([None, "adapter"])
 
 class InjectedError(Exception):
     """Stands for a copy that fails on the device."""
-
-
-@dataclass
-class Model:
-    """One sequence. `cells` are the numbers that fill the K of positions 0.. (V has the negatives), as far as written;
-    below `length`, and below `written`, they can be read.
-
-    `ids`: token ids of the positions from 0 whose cell is the number of (namespace, ids up to and including it).
-    `known`: how many of them the manager has been told. `first`: blocks behind the sliding window.
-    """
-
-    namespace: str | None
-    length: int = 0
-    written: int = 0
-    cells: list[int | None] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    known: int = 0
-    first: int = 0
-    is_swapped: bool = False
-
-    @property
-    def readable(self) -> int:
-        return max(self.length, self.written)
-
-    def put(self, position: int, numbers: Sequence[int], ids: Sequence[int] = ()) -> None:
-        """`numbers` stand at `position`..; with `ids`, they are those of these ids after the ones before."""
-        if numbers:
-            end = position + len(numbers)
-            self.cells += [None] * (end - len(self.cells))
-            self.cells[position:end] = numbers
-            self.ids[position:] = ids
-
-    def cut(self, length: int) -> None:
-        self.length = self.written = length
-        self.known = min(self.known, length)
-        del self.cells[length:], self.ids[length:]
-
-    def copy(self, length: int) -> Model:
-        twin = replace(self, cells=self.cells.copy(), ids=self.ids.copy())
-        twin.cut(length)
-        return twin
-
-
-@dataclass
-class Open:
-    """A reservation that has not ended: the length each sequence would commit to, and what a rollback goes back to."""
-
-    reservation: KvSlotReservation
-    targets: dict[int, int]
-    before: dict[int, tuple[tuple[int, ...], Model]]
-    replaced: dict[int, set[int]]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -561,7 +511,9 @@ class CacheMachine(RuleBasedStateMachine):
             else:
                 with pytest.raises(KeyError), entry.reservation:
                     raise KeyError
-            for seq_id in entry.targets:
+            for seq_id, target in entry.targets.items():
+                if target == entry.before[seq_id][1].length:  # grows by nothing: a write behind its end may copy blocks
+                    continue
                 assert self.lookup(seq_id).blocks == entry.before[seq_id][0]
                 if blocks_now[seq_id] != entry.before[seq_id][0]:
                     self.roll_back(seq_id, entry)
@@ -644,24 +596,30 @@ class WindowMachine(CacheMachine):
         stack.enter_context(mock.patch.object(kv_cache_manager, "ROLLBACK_SLACK", ROLLBACK_SLACK))
 
 
+@pytest.mark.usefixtures("torch_backend")
 @pytest.mark.parametrize(("machine", "max_examples"), [(CacheMachine, 60), (CollidingMachine, 45), (WindowMachine, 45)])
-def test_cache(machine: type[CacheMachine], max_examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same examples every time, so that they can be held to have met what they are about; the soak takes others."""
-    # Copies by PyTorch: thousands of launches of Triton's interpreter would take minutes.
-    monkeypatch.setenv("PAGED_BACKEND", "torch")
+def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
+    """Further rounds of examples where one has not met what it is about: Hypothesis also draws from the constants of
+    whatever modules are loaded, so that one round may go by without. The soak takes many.
+    """
     machine.seen.clear()
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=50,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )
-    assert machine.seen["steps"] > 1500
     # Hits are rare where all hashes collide or blocks soon leave the window; test_prefix_index.py provokes them.
-    often = ("prefix_hits", "evictions") if machine is CacheMachine else ()
-    for event in ("refused", "injected", "cow_copies", "swapped_in_blocks", *often):
-        assert machine.seen[event] > 0, machine.seen
+    events = {"refused", "injected", "cow_copies", "swapped_in_blocks"}
+    if machine is CacheMachine:
+        events |= {"prefix_hits", "evictions"}
+    for examples in range(4):
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=max_examples,
+                stateful_step_count=50,
+                deadline=None,
+                derandomize=examples == 0,
+                database=None,
+                suppress_health_check=[HealthCheck.too_slow],
+            ),
+        )
+        if events <= (+machine.seen).keys():
+            break
+    assert machine.seen["steps"] > 1500
+    assert events <= (+machine.seen).keys(), machine.seen

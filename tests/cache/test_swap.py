@@ -23,13 +23,9 @@ from paged import (
 )
 from paged.batch import KvSlotRequest
 from paged.kv_cache_tensors import _runs
-from tests.cache.test_prefix_index import BLOCK, Cache
+from tests.cache.prefix_cache import BLOCK, Cache
 
-
-@pytest.fixture(autouse=True)
-def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("PAGED_BACKEND", "torch")
+pytestmark = pytest.mark.usefixtures("torch_backend")
 
 
 @pytest.fixture

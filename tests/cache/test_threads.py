@@ -173,9 +173,8 @@ def _frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.usefixtures("_frequent_switches")
-def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "torch")
+@pytest.mark.usefixtures("_frequent_switches", "torch_backend")
+def test_threads_lose_nothing() -> None:
     manager = PagedKvCacheManager(CONFIG)
     levels = [MemoryPressure.LOW]
     manager.on_pressure(levels.append)

@@ -20,6 +20,7 @@ def make_executor(
     num_blocks: int = 32,
     block_size: int = 8,
     max_seq_len: int | None = None,
+    num_swap_blocks: int = 0,
     dtype: torch.dtype = torch.float32,
     **sizes: Any,
 ) -> PagedAttentionExecutor:
@@ -34,6 +35,7 @@ def make_executor(
         dtype=dtype,
         device=device,
         max_seq_len=max_seq_len,
+        num_swap_blocks=num_swap_blocks,
     )
     return PagedAttentionExecutor(config, PagedKvCacheManager(cache))
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import paged
+from paged import Routing
 from tests.kernels.attention_problem import Problem, make
 
 OPERATIONS = [
     name
     for module, names in paged._EXPORTS.items()
     for name in names
-    if module.startswith("paged.kernels.") and name not in ("AttentionPlan", "cascade_plans")
+    if module.startswith("paged.kernels.") and name.islower()
 ]
 
 Arguments = dict[str, Any]
@@ -103,6 +104,10 @@ def _arguments(name: str, device: torch.device) -> Arguments:
             return {"query": randn(4, 6, 16), "key": randn(4, 2, 16), **_rotary(device)}
         case "route_tokens":
             return {"router_logits": randn(5, 8), "top_k": 3}
+        case "route_and_align":
+            routing = Routing(3, scoring="sigmoid", num_shared_experts=1, correction_bias=randn(8))
+            ticket = torch.zeros(1, dtype=torch.int32, device=device)
+            return {"router_logits": randn(5, 8), "routing": routing, "block_size": 4, "ticket": ticket}
         case "silu_and_mul":
             return {"x": randn(4, 24)}
     raise NotImplementedError(name)
@@ -146,6 +151,8 @@ def test_registration(name: str, device: torch.device, monkeypatch: pytest.Monke
     arguments = _arguments(operation, device)
     if name != operation:
         arguments["out"] = _out(operation, arguments)
+    if "routing" in arguments:
+        arguments |= {"expert_map": None, "num_local_experts": None, **vars(arguments.pop("routing"))}
     torch.library.opcheck(getattr(torch.ops.paged, name).default, (), arguments)
 
 
@@ -160,6 +167,11 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
     if name == "paged_attention":
         variants.append({**arguments, "causal": torch.tensor([True, False, True], device=device)})
         variants.append({**arguments, "causal": False, "window_size": (3, 4), "softcap": 20.0})
+    if name in ("fused_moe", "moe_align_block_size"):
+        expert_map = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
+        variants.append({**arguments, "expert_map": expert_map})
+    if name == "fused_moe":
+        variants.append({**arguments, "w1_bias": torch.randn(4, 24, device=device), "activation": "gelu"})
     graphs: list[torch.fx.GraphModule] = []
 
     def backend_fn(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
+from transformers.integrations.moe import batched_mm_experts_forward
 
 from paged import UnsupportedError
 from paged.interop import transformers as interop
@@ -79,12 +80,23 @@ def test_experts_equal_those_of_transformers(device: torch.device) -> None:
         model(inputs)
 
 
+def test_experts_with_biases(device: torch.device) -> None:
+    experts = _model("qwen3_moe", device).model.layers[0].mlp.experts
+    experts.has_bias = True
+    experts.gate_up_proj_bias = torch.nn.Parameter(torch.randn(4, 64, device=device))
+    experts.down_proj_bias = torch.nn.Parameter(torch.randn(4, 64, device=device))
+    ids = torch.tensor([[0, 3], [1, 2], [3, 1]], device=device)
+    arguments = torch.randn(3, 64, device=device), ids, torch.rand(3, 2, device=device)
+    with torch.no_grad():
+        expected = batched_mm_experts_forward(experts, *arguments)
+        torch.testing.assert_close(interop.fused_experts_forward(experts, *arguments), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("has_gate", False),
         ("is_concatenated", False),
-        ("has_bias", True),
         ("is_transposed", True),
         ("has_post_expert_norm", True),
         ("act_fn", torch.nn.GELU()),

@@ -43,7 +43,8 @@ def test_other_cache_dtypes_are_refused(device: torch.device) -> None:
 
 class _Activation(Enum):
     SILU = "silu"
-    GELU = "gelu"
+    SWIGLUOAI = "swigluoai"
+    RELU2 = "relu2"
 
 
 def _experts(device: torch.device) -> dict[str, torch.Tensor]:
@@ -68,13 +69,22 @@ def test_experts(inplace: bool, backend: str, device: torch.device) -> None:
     assert (out is arguments["hidden_states"]) == inplace
 
 
+@pytest.mark.parametrize("activation", ["swigluoai", "swigluoai_uninterleave", _Activation.SWIGLUOAI])
+def test_experts_of_gpt_oss(activation: Any, backend: str, device: torch.device) -> None:
+    arguments = _experts(device)
+    biases = {"w1_bias": torch.randn(2, 24, device=device), "w2_bias": torch.randn(2, 16, device=device)}
+    interleaved = activation != "swigluoai_uninterleave"
+    want = reference.fused_moe(**arguments, **biases, activation="swiglu_oai", interleaved=interleaved)
+    assert_close(fused_experts(**arguments, activation=activation, quant_config=SimpleNamespace(**biases)), want)
+
+
 @pytest.mark.parametrize(
     ("name", "option"),
     [
-        ("activation", {"activation": _Activation.GELU}),
+        ("activation", {"activation": _Activation.RELU2}),
         ("apply_router_weight_on_input", {"apply_router_weight_on_input": True}),
         ("quant_dtype", {"quant_config": SimpleNamespace(quant_dtype=torch.float8_e4m3fn)}),
-        ("w2_bias", {"quant_config": SimpleNamespace(w2_bias=torch.ones(2, 16))}),
+        ("weight_quant_dtype", {"quant_config": SimpleNamespace(weight_quant_dtype=torch.int8)}),
     ],
 )
 def test_other_experts_are_refused_by_name(name: str, option: dict[str, Any], device: torch.device) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from paged import InvalidInputError, cascade_attention, cascade_plans
+from paged import InvalidInputError, cascade_attention
 from paged.kernels import reference
+from paged.kernels.cascade_attention import cascade_plans
 from tests.kernels.attention_problem import Problem, make
 from tests.tolerance import assert_close, dtypes
 

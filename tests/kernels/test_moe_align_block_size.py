@@ -7,12 +7,18 @@ import torch
 
 from paged import InvalidInputError, moe_align_block_size
 from paged.kernels import reference
+from paged.kernels.moe_align_block_size import MoeAlignment
 
 
 def assert_exact(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
+    aligned = moe_align_block_size(topk_ids, block_size, num_experts)
+    assert_aligned(aligned, topk_ids, block_size, num_experts)
+
+
+def assert_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
     """Every place of every result, the unused tails included, is what the definition says."""
     blocks, experts, padded = reference.moe_align_block_size(topk_ids, block_size, num_experts)
-    sorted_token_ids, expert_ids, num_tokens_post_padded = moe_align_block_size(topk_ids, block_size, num_experts)
+    sorted_token_ids, expert_ids, num_tokens_post_padded = aligned
     assert num_tokens_post_padded.tolist() == [padded]
     assert sorted_token_ids.dtype == expert_ids.dtype == num_tokens_post_padded.dtype == torch.int32
     assert sorted_token_ids.numel() == expert_ids.numel() * block_size
@@ -34,6 +40,7 @@ def draw(num_tokens: int, top_k: int, num_experts: int, device: torch.device) ->
         (3, 8, 257, 16),
         (3, 2, 8, 64),
         (40, 1, 257, 64),
+        (3, 16, 160, 32),
         # One chunk of entries, then several: a whole number of tiles, and not.
         (256, 8, 20, 16),
         (256, 32, 9, 128),
@@ -55,6 +62,19 @@ def test_ids_of_no_expert_appear_in_no_block(block_size: int, device: torch.devi
     assert (topk_ids >= 10).any()
     assert_exact(topk_ids, block_size, 10)
     assert_exact(torch.full((4, 2), -1, device=device, dtype=torch.int32), block_size, 10)
+
+
+@pytest.mark.usefixtures("backend")
+def test_expert_map(device: torch.device) -> None:
+    """Experts of a rank, in an order of its own; ids outside of the map and experts elsewhere appear in no block."""
+    expert_map = torch.tensor([2, -1, 0, -1, 1, 7], device=device, dtype=torch.int32)
+    topk_ids = torch.randint(-2, 9, (90, 3), device=device, dtype=torch.int32)
+    rows = torch.tensor([[expert_map[i] if 0 <= i < 6 else -1 for i in row] for row in topk_ids.tolist()])
+    assert_aligned(moe_align_block_size(topk_ids, 16, 3, expert_map=expert_map), rows, 16, 3)
+    with pytest.raises(InvalidInputError, match="expert_map: dtype"):
+        moe_align_block_size(topk_ids, 16, 3, expert_map=expert_map.long())
+    with pytest.raises(InvalidInputError, match="expert_map: strides"):
+        moe_align_block_size(topk_ids, 16, 3, expert_map=expert_map[::2])
 
 
 @pytest.mark.usefixtures("backend")
@@ -85,3 +105,13 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         moe_align_block_size(topk_ids.T, 16, 8)
     with pytest.raises(InvalidInputError, match="block_size, num_experts: 0, 8"):
         moe_align_block_size(topk_ids, 0, 8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="minutes in the interpreter")
+@pytest.mark.parametrize("num_tokens", [1, 3, 256, 2256, 4096])
+@pytest.mark.parametrize("num_experts", [32, 160, 256, 257])
+@pytest.mark.parametrize("top_k", [1, 2, 16, 32])
+def test_the_peers_matrix(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> None:
+    topk_ids = draw(num_tokens, top_k, num_experts, device)
+    for block_size in (16, 32, 64, 128):
+        assert_exact(topk_ids, block_size, num_experts)

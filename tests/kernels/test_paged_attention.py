@@ -44,6 +44,8 @@ PROBLEMS = (
     Problem("ALiBi of both sides", ((3, 60), (40, 50)), alibi=True, causal=False, softcap=4.0),
     Problem("causal or not by sequence", ((3, 30), (40, 50), (20, 20), (1, 9)), causal=(True, False, True, False)),
     Problem("tree", ((5, 37), (1, 20), (9, 9), (0, 4)), tree=True, padding_rows=2),
+    Problem("tree in a tile of 32", ((5, 37), (8, 20)), tree=True, dtype=torch.float16),
+    Problem("verify rows in a tile of 64", ((12, 137), (16, 20), (1, 90)), dtype=torch.float16, sinks=True),
     Problem("large tree", ((70, 130), (20, 40)), heads=(2, 2), tree=True, causal=False, window_size=(50, -1)),
     Problem("scales", ((1, 60), (40, 50)), scales="tensor"),
     Problem("scales of each head", ((1, 60), (40, 50)), scales="head"),

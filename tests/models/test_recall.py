@@ -6,9 +6,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from paged import LlmExecutor
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.executors.cli import RECALL, _eos_token_ids
-from paged.executors.generate import Generation, generate_steps
 from paged.models.recall.task import sample_prompts
 
 
@@ -28,11 +27,14 @@ def test_answers_held_out_prompts(
     tokenizer = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
     eos = _eos_token_ids(RECALL)
     prompts = sample_prompts(20_261, count, max_tokens=max_tokens)
-    generations = [Generation(str(i), tokenizer.encode(prompt.text).ids, 8) for i, prompt in enumerate(prompts)]
-    for _ in generate_steps(executor, generations, eos_token_ids=eos, chunk_size=96, token_budget=1024):
-        pass
+    engine = Engine(executor, EngineConfig(token_budget=1024), tokenizer=tokenizer, eos_token_ids=eos)
+    outputs = engine.generate(
+        [tokenizer.encode(prompt.text).ids for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=8),
+        progress=False,
+    )
     right = sum(
-        generation.token_ids[-1] in eos and tokenizer.decode(generation.token_ids[:-1]).strip() == prompt.answer
-        for generation, prompt in zip(generations, prompts, strict=True)
+        output.outputs[0].finish_reason == "stop" and output.outputs[0].text.strip() == prompt.answer
+        for output, prompt in zip(outputs, prompts, strict=True)
     )
     assert right >= 0.99 * count

@@ -1,0 +1,212 @@
+"""The fused MoE against the hardware's limits and against others' experts, in one process on the same tensors.
+
+    python -m bench.bench_moe [--json FILE] [--only NAME] [--budget SECONDS] [--small]
+
+A GPU runs bfloat16 at full size, calls taken in turns out of CUDA graphs; a CPU the PyTorch twin in float32 at small
+sizes. Tokens are routed evenly or with experts as popular as Zipf's law has words; one call has other tokens and
+experts than the last. A time holds sorting entries by expert, both products and the sum, not the router.
+
+A token of each case is compared with `kernels/reference.py`; a row that differs is refused, and a peer that differs
+anywhere from ours gets no ratio. vLLM's kernel comes from its package on PYTHONPATH, with the table that it ships for
+the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paged
+from bench.check import WrongResultError, compare
+from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment
+from bench.limits import Ceilings, speed
+from bench.moe_cases import CASES, MoeBatch, MoeCase, MoeLayer
+from bench.moe_peers import PEERS
+from bench.timing import Call, cache_bytes, ceilings, sampler
+from paged.kernels import reference
+from paged.kernels.compat import interpreting
+
+REPEATS = {"cuda": 30, "cpu": 5}
+MIN_REPEATS = 5
+# A case takes no more samples than fit in this time, beyond MIN_REPEATS.
+MAX_SECONDS = 1.0
+MAX_BATCHES = 8
+
+
+@dataclass
+class Contender:
+    """How one implementation is timed for one case, and the samples taken of it, in seconds."""
+
+    method: str
+    sample: Callable[[], float]
+    samples: list[float] = field(default_factory=list)
+
+
+def measure(case: MoeCase, device: torch.device, repeats: int, limits: Ceilings) -> dict[str, Any]:
+    """The row of a case; peers hold times and a ratio (their median over ours), absent ones why they do not.
+
+    Raises:
+        WrongResultError: the operation does not agree with the reference.
+    """
+    torch.manual_seed(0)
+    dtype = benchmark_dtype(device)
+    layer = case.layer(device, dtype)
+    batches = [case.batch(device, dtype)]
+    cost, cache = case.cost(batches[0]), cache_bytes(device)
+    num_batches = 1 + min(2 * cache // cost.num_bytes, MAX_BATCHES - 1)
+    batches += [case.batch(device, dtype) for _ in range(num_batches - 1)]
+    calls = [_our_call(layer, batch) for batch in batches]
+    out = calls[0]()
+    _check(out, layer, batches[0])
+    contenders = {"ours": Contender(*sampler(calls, device))}
+    absent = {}
+    for peer in PEERS:
+        reason = peer.refuses(case, dtype, device)
+        if reason is None:
+            try:
+                calls = [peer.make(case, layer, batch) for batch in batches]
+                compare(calls[0](), out)
+                contenders[peer.name] = Contender(*sampler(calls, device))
+            except WrongResultError as error:
+                reason = f"wrong: {error}"
+            except Exception as error:  # whatever a peer fails with, the others get their times
+                reason = f"failed: {type(error).__name__}: {str(error)[:500]}"
+        if reason is not None:
+            absent[peer.name] = reason
+    start = time.monotonic()
+    for index in range(repeats):
+        for contender in contenders.values():
+            contender.samples.append(contender.sample())
+        if index + 1 >= MIN_REPEATS and time.monotonic() - start > MAX_SECONDS:
+            break
+    results = {name: asdict(speed(contender.samples, cost, limits)) for name, contender in contenders.items()}
+    own = results.pop("ours")
+    for result in results.values():
+        result["ratio"] = result["median_us"] / own["median_us"]
+    histogram = case.histogram(batches[0])
+    row = {
+        "name": case.name,
+        "model": case.model.name,
+        "routing": case.routing,
+        "tokens": case.num_tokens,
+        "active_experts": sum(entries > 0 for entries in histogram),
+        "local_experts": len(histogram),
+        "largest_expert": max(histogram),
+        "flops": cost.flops,
+        "num_bytes": cost.num_bytes,
+        "method": contenders["ours"].method,
+        "cold": num_batches * cost.num_bytes > cache,
+        "samples": len(contenders["ours"].samples),
+        **own,
+        "peers": results,
+        "absent": absent,
+    }
+    return {**row, "goals": goals(row, limits) if device.type == "cuda" else []}
+
+
+def _our_call(layer: MoeLayer, batch: MoeBatch) -> Call:
+    routes = (batch.topk_weights, batch.topk_ids)
+    return lambda: paged.fused_moe(batch.hidden_states, layer.w1, layer.w2, *routes, expert_map=layer.expert_map)
+
+
+def _check(out: torch.Tensor, layer: MoeLayer, batch: MoeBatch) -> None:
+    """One token, as an expert of Mixtral takes the reference a second."""
+    spot = slice(len(out) // 2, len(out) // 2 + 1)
+    routes = (batch.topk_weights[spot], batch.topk_ids[spot])
+    expected = reference.fused_moe(batch.hidden_states[spot], layer.w1, layer.w2, *routes, expert_map=layer.expert_map)
+    compare(out[spot], expected)
+
+
+def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
+    """What the row is meant to reach on one H200; value and met are None where what it compares with did not run."""
+    found = [_goal("at least vLLM's Triton kernel", row["peers"].get("vllm", {}).get("ratio"), 1.0)]
+    if row["bound_by"] == "memory" and row["active_experts"] == row["local_experts"]:
+        found.append(_goal("at least 92 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 92.0))
+    if row["model"] == "Qwen3-30B-A3B" and row["tokens"] >= 16384:
+        found.append(_goal("at least 520 TFLOP/s", row["tflop_per_s"], 520.0))
+    return found
+
+
+def _goal(text: str, value: float | None, target: float) -> dict[str, Any]:
+    return {"text": text, "value": value, "met": None if value is None else value >= target}
+
+
+def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of every peer's ratios, over the rows that have one."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        for name, peer in row["peers"].items():
+            ratios.setdefault(name, []).append(math.log(peer["ratio"]))
+    return {name: math.exp(sum(logs) / len(logs)) for name, logs in ratios.items()}
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Print a line a case; the exit code is 1 where one was refused its row. Missed goals are no error."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the environment and the rows here too, after every case")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no case after so many seconds")
+    parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
+    parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
+    parser.add_argument("--repeats", type=int, help=f"samples a case, at least 2; {REPEATS} when not given")
+    args = parser.parse_args(argv)
+    if interpreting():
+        parser.error(INTERPRETING)
+    end = time.monotonic() + args.budget
+    device = torch.device(args.device)
+    repeats = args.repeats or REPEATS[args.device]
+    is_small = args.small or SCALE[args.device] == "small"
+    limits = ceilings(device, benchmark_dtype(device), repeats)
+    cases = [case for case in CASES if args.only in case.name]
+    report: dict[str, Any] = environment(device, limits)
+    write("\n".join(f"{name}: {value}" for name, value in report.items()))
+    report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases], "geometric_means": {}}
+    for case in cases:
+        if time.monotonic() > end:
+            break
+        try:
+            row = measure(case.small() if is_small else case, device, repeats, limits)
+        except Exception as error:  # whatever is wrong with one case, the others get their rows
+            report["refused"][case.name] = f"{type(error).__name__}: {str(error)[:500]}"
+            write(f"{case.name}: refused: {report['refused'][case.name]}")
+        else:
+            report["rows"].append({**row, "name": case.name})
+            write(_line(report["rows"][-1]))
+        report["not_run"].remove(case.name)
+        report["geometric_means"] = geometric_means(report["rows"])
+        if args.json:
+            draft = args.json.with_suffix(".part")  # a run may be killed at any time
+            draft.write_text(json.dumps(report, indent=1) + "\n")
+            os.replace(draft, args.json)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    means = "".join(f", {name} {ratio:.2f}x" for name, ratio in report["geometric_means"].items())
+    counts = f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run"
+    write(f"{counts}{means}")
+    return int(bool(report["refused"]))
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = f"{row['median_us']:9.1f} us ({row['p20_us']:.1f} to {row['p80_us']:.1f})"
+    rates = (
+        f"{row['gb_per_s']:7.1f} GB/s {row['tflop_per_s']:7.2f} TFLOP/s {row['percent']:5.1f} % of {row['bound_by']}"
+    )
+    ratios = "".join(f", {name} {peer['ratio']:.2f}x" for name, peer in row["peers"].items())
+    faults = "".join(f", {name} {why}" for name, why in row["absent"].items() if why.startswith(("wrong", "failed")))
+    return f"{row['name']:40} {times:40} {rates}{'' if row['cold'] else ', warm'}{ratios}{faults}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

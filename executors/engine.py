@@ -1,0 +1,153 @@
+"""Continuous batching: requests come and go, and every step runs whatever can run in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from paged.batch import SeqId
+from paged.errors import InvalidInputError
+from paged.executors.detokenizer import Tokenizer
+from paged.executors.engine_config import EngineConfig
+from paged.executors.engine_core import EngineCore
+from paged.executors.engine_metrics import EngineStatus
+from paged.executors.intake import Intake
+from paged.executors.model_executor import ModelExecutor
+from paged.executors.progress import progress_bar
+from paged.executors.proposer import Proposer
+from paged.executors.request import RequestOutput
+from paged.executors.sampling_params import SamplingParams
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+class Engine(EngineCore):
+    """Runs requests on any `ModelExecutor`: prefill in chunks beside decodes, prefix reuse, preemption, speculation.
+
+    One with a cache manager shares prefixes, forks and swaps; any other computes every prompt. Not thread-safe:
+    `AsyncEngine` queues calls. A request whose forward fails takes no other with it, see `StepRunner`.
+
+    tokenizer: for texts and stop strings. eos_token_ids: end every request that does not ignore them. proposer: drafts
+    tokens that the executor then verifies, several in one forward. seed: of the seeds of requests that have none.
+
+    Raises:
+        InvalidInputError: a step's budget is below what one sequence with its drafts takes.
+        UnsupportedError: a proposer for an executor that cannot take tokens back.
+    """
+
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        proposer: Proposer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        config = EngineConfig() if config is None else config
+        super().__init__(executor, config, proposer)
+        self._intake = Intake(executor, tokenizer, eos_token_ids, config.priority_requests, seed)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are not done."""
+        return len(self._requests)
+
+    def status(self) -> EngineStatus:
+        """Queue, running sequences and cache, as of now."""
+        scheduler, manager = self._scheduler, self.executor.kv_manager
+        stats = None if manager is None else manager.stats()
+        return EngineStatus(
+            waiting=len(scheduler.waiting),
+            swapped=sum(one.is_swapped for one in scheduler.waiting),
+            prefilling=len(scheduler.prefilling),
+            decoding=len(scheduler.decoding),
+            used_blocks=None if stats is None else stats.used_blocks,
+            num_blocks=None if stats is None else stats.num_blocks,
+        )
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: SeqId | None = None,
+        priority: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Queue a request. What comes back grows from step to step; its `copy()` keeps a moment.
+
+        priority: higher goes first, see `EngineConfig.priority_requests`. metadata: of its batch items;
+        "lora_adapter" also parts its cached prefixes from those of other adapters.
+
+        Raises:
+            InvalidInputError: the id is in use, the prompt is empty, a token id is outside of the vocabulary, there are
+                stop strings and no tokenizer, or prompt and max_tokens do not fit the cache.
+            SequenceTooLongError: prompt and max_tokens are longer than the model allows.
+        """
+        if request_id in self._requests:
+            raise InvalidInputError(f"request {request_id!r}: its id is in use")
+        params = _DEFAULT_PARAMS if params is None else params
+        request = self._intake.request(prompt_token_ids, params, request_id, priority, metadata)
+        self._add(request)
+        return request.output
+
+    def abort(self, request_id: SeqId) -> bool:
+        """End a request and give back what it holds; False if there is none of that name."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+        return request is not None
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[RequestOutput]:
+        """Add a request and step until it is done; a copy of its output after each step that changed it. Leaving early
+        aborts it; several streams may be read in turns. `options` are those of `add_request`.
+        """
+        output = self.add_request(prompt_token_ids, params, **options)
+        seen = 0
+        try:
+            while True:
+                length = sum(len(one.token_ids) for one in output.outputs)
+                if length > seen or output.finished:
+                    seen = length
+                    yield output.copy()
+                if output.finished:
+                    return
+                self.step()
+        finally:
+            self.abort(output.request_id)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their ends, in the order given. progress: a bar, where tqdm is installed.
+
+        Raises:
+            InvalidInputError, SequenceTooLongError: a prompt cannot run, or there is not one of `params` for each;
+                nothing was run.
+        """
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidInputError(f"params: {len(each)}, expected one for each of {len(prompts)} prompts")
+        outputs: list[RequestOutput] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                outputs.append(self.add_request(prompt, one))
+            with closing(progress_bar(len(outputs), shown=progress)) as bar:
+                done = 0
+                while done < len(outputs):
+                    self.step()
+                    before, done = done, sum(output.finished for output in outputs)
+                    bar.update(done - before)
+        finally:
+            for output in outputs:
+                self.abort(output.request_id)
+        return outputs

@@ -1,0 +1,124 @@
+"""What an engine measured: counts that move when work is done, and histograms of the times users feel."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paged.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+# Seconds, from a step of a small model to a prompt that waited for long: each bound about 2.2 times the one before.
+_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+@dataclass
+class Histogram:
+    """Seconds by upper bound; `counts` has one entry more than `bounds`, for what lies beyond."""
+
+    bounds: tuple[float, ...] = _BOUNDS
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    @property
+    def count(self) -> int:
+        """How many were observed."""
+        return sum(self.counts)
+
+
+@dataclass
+class EngineMetrics:
+    """Since the engine was made.
+
+    requests, and those finished by reason; preempted: completions, by what became of their K/V.
+    steps: those in which something ran; mixed_steps: with prompt rows and others. failed_forwards: calls that raised.
+    prefill_tokens: rows run for prompts, and again after a preemption; cached_tokens: prompt tokens found in the cache.
+    decode_tokens: rows run for sequences that decode, drafts included; generated_tokens: those given out.
+    draft_tokens: proposed; accepted_tokens: of them those that stayed.
+    time_to_first_token, and time_per_output_token after it, of a request's first completion; step_time: whole steps.
+    """
+
+    requests: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    preempted: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    mixed_steps: int = 0
+    failed_forwards: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_tokens: int = 0
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    time_per_output_token: Histogram = field(default_factory=Histogram)
+    step_time: Histogram = field(default_factory=Histogram)
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """An engine at one moment: completions in the queue (of them `swapped` in host memory), and those that run.
+
+    used_blocks, num_blocks: of the KV cache; None where the executor has no cache manager.
+    """
+
+    waiting: int
+    swapped: int
+    prefilling: int
+    decoding: int
+    used_blocks: int | None
+    num_blocks: int | None
+
+
+def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
+    """Both as a page in Prometheus' text format.
+
+    Raises:
+        UnsupportedError: the package prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError as error:
+        raise UnsupportedError("a Prometheus page needs prometheus-client: pip install 'paged[metrics]'") from error
+    registry = CollectorRegistry()
+    registry.register(_Collector(metrics, status))  # type: ignore[arg-type]
+    return generate_latest(registry).decode()
+
+
+class _Collector:
+    def __init__(self, metrics: EngineMetrics, status: EngineStatus) -> None:
+        self._metrics = metrics
+        self._status = status
+
+    def collect(self) -> list[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        families: list[Metric] = []
+        for name, value in vars(self._metrics).items():
+            text = name.replace("_", " ")
+            if isinstance(value, Histogram):
+                bounds = [*map(str, value.bounds), "+Inf"]
+                running = [sum(value.counts[: index + 1]) for index in range(len(value.counts))]
+                histogram = HistogramMetricFamily(f"paged_{name}_seconds", f"{text} in seconds")
+                histogram.add_metric([], list(zip(bounds, running, strict=True)), value.total)
+                families.append(histogram)
+            elif isinstance(value, Counter):
+                counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
+                for kind, count in value.items():
+                    counter.add_metric([kind], count)
+                families.append(counter)
+            else:
+                families.append(CounterMetricFamily(f"paged_{name}", text, value=value))
+        for name, gauge in vars(self._status).items():
+            if gauge is not None:
+                families.append(GaugeMetricFamily(f"paged_{name}", name.replace("_", " "), value=gauge))
+        return families

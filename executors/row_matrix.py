@@ -1,0 +1,26 @@
+"""Rows of logits as one matrix, without a copy where they lie in one already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+
+def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows [V] or [n, V] one below the other, [num_rows, V].
+
+    The rows of one forward are views of one matrix, in order: 256 of 150,000 logits would take 150 MB to copy.
+    """
+    base, width = rows[0]._base, rows[0].shape[-1]
+    if base is not None and base.dim() == 2 and base.is_contiguous() and base.shape[1] == width:
+        size = width * base.element_size()
+        places = list(map(torch.Tensor.data_ptr, rows))
+        first = (places[0] - base.data_ptr()) // size
+        if rows[-1].dim() == 1 and places == list(range(places[0], places[0] + len(rows) * size, size)):
+            return base[first : first + len(rows)]
+        ends = list(accumulate((row.numel() * base.element_size() for row in rows), initial=places[0]))
+        if places == ends[:-1]:
+            return base[first : first + (ends[-1] - places[0]) // size]
+    return torch.cat([row.reshape(-1, width) for row in rows])

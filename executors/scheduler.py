@@ -1,0 +1,160 @@
+"""Who runs in a step: decodes first, then prompt chunks, oldest first, within a budget of tokens."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Sequence
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+from paged.executors.engine_config import EngineConfig
+from paged.executors.request import Completion, State
+
+_RANK = attrgetter("rank")
+
+
+class CacheSpace(Protocol):
+    """The scheduler's view of the KV cache."""
+
+    def begin(self, running: Sequence[Completion]) -> None:
+        """Count what those that run hold, before others are admitted beside them."""
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        """Give a waiting completion its room; False where that is not there."""
+
+    def release(self, completion: Completion) -> None:
+        """Take back what a completion holds, if anything."""
+
+    def swap_out(self, completion: Completion) -> bool:
+        """Move what it holds to host memory; False where that has no room."""
+
+
+class Plan(NamedTuple):
+    """The completions of a step, whose items are set; `num_prefill_tokens` rows are of chunks."""
+
+    decodes: list[Completion]
+    chunks: list[Completion]
+    num_prefill_tokens: int
+
+
+class Scheduler:
+    """Queue, running sequences, preemption. Knows no model and no tensors.
+
+    A waiting completion is passed by none of higher rank: the first that does not fit holds up the others, so none
+    starves. After a preemption, or when the first does not fit, nothing is admitted until something has finished.
+
+    decode_cost: rows of a decoding sequence: 1, and its drafts at the most.
+    """
+
+    def __init__(self, config: EngineConfig, space: CacheSpace, *, decode_cost: int = 1) -> None:
+        self.waiting: list[Completion] = []
+        self.prefilling: list[Completion] = []
+        self.decoding: list[Completion] = []
+        self._config = config
+        self._space = space
+        self._decode_cost = decode_cost
+        self._is_full = self._has_begun = False
+
+    @property
+    def num_running(self) -> int:
+        """Completions that hold cache on the device."""
+        return len(self.prefilling) + len(self.decoding)
+
+    def add(self, completion: Completion) -> None:
+        """Queue a completion."""
+        completion.state = State.WAITING
+        insort(self.waiting, completion, key=_RANK)
+
+    def add_decoding(self, completion: Completion) -> None:
+        """A completion that holds its prompt's K/V already, as a fork of another does."""
+        completion.state = State.DECODE
+        self.decoding.append(completion)
+
+    def plan(self, *, max_prefill_tokens: int | None = None) -> Plan:
+        """The next step; admits what has room. `max_prefill_tokens` bounds the chunks where something decodes."""
+        config, cost = self._config, self._decode_cost
+        fitting = max(config.token_budget // cost, 1)
+        if len(self.decoding) > fitting:  # in turns
+            decodes = self.decoding[:fitting]
+            self.decoding = self.decoding[fitting:] + decodes
+        else:
+            decodes = self.decoding.copy()
+        left = max(config.token_budget - len(decodes) * cost, 0 if decodes else 1)
+        if decodes and max_prefill_tokens is not None:
+            left = min(left, max_prefill_tokens)
+        self._has_begun = False
+        chunks: list[Completion] = []
+        index = 0
+        while left > 0 and (index < len(self.prefilling) or self._admit_next(left)):
+            if index == len(self.prefilling):  # it came back from the host, and decodes
+                decodes.append(self.decoding[-1])
+                left -= cost
+                continue
+            completion = self.prefilling[index]
+            count = min(completion.num_to_prefill, left, config.chunk_size or left)
+            completion.take_chunk(count)
+            chunks.append(completion)
+            left -= count
+            index += 1
+        return Plan(decodes, chunks, sum(len(completion.item.q_tokens) for completion in chunks))
+
+    def to_decoding(self, completion: Completion) -> None:
+        """Its prompt is done."""
+        self.prefilling.remove(completion)
+        self.add_decoding(completion)
+
+    def remove(self, completion: Completion) -> None:
+        """It is finished: take back its room."""
+        self._list_of(completion).remove(completion)
+        completion.state = State.FINISHED
+        self._space.release(completion)
+        self._is_full = False
+
+    def preempt(self, spared: Collection[Completion] = ()) -> Completion | None:
+        """Take the room of the running completion that ranks last, but for those spared, and queue it again.
+
+        None where only one runs; but others that were swapped out may hold shared blocks on the device, and then the
+        last of those loses them.
+        """
+        running = self.prefilling + self.decoding
+        victims = [completion for completion in running if completion not in spared] if len(running) > 1 else []
+        victims = victims or [completion for completion in self.waiting if completion.is_swapped]
+        if not victims:
+            return None
+        victim = max(victims, key=_RANK)
+        self._list_of(victim).remove(victim)
+        is_kept = self._config.preemption == "swap" and not victim.is_swapped and self._space.swap_out(victim)
+        victim.is_swapped = is_kept
+        if not is_kept:
+            self._space.release(victim)
+            victim.requeue()
+        self.add(victim)
+        self._is_full = True
+        return victim
+
+    def _admit_next(self, left: int) -> bool:
+        """Admit the first of the queue, if it fits the cache and, where it decodes at once, the rest of the budget."""
+        if not self.waiting or self.num_running >= self._config.max_num_seqs or (self._is_full and self.num_running):
+            return False
+        first = self.waiting[0]
+        if first.is_decoding and left < self._decode_cost:
+            return False
+        if not self._has_begun:
+            self._space.begin(self.prefilling + self.decoding)
+            self._has_begun = True
+        if not self._space.admit(first, is_alone=self.num_running == 0):
+            self._is_full = True
+            return False
+        del self.waiting[0]
+        if first.is_decoding:
+            first.follow()
+            self.add_decoding(first)
+        else:
+            first.state = State.PREFILL
+            self.prefilling.append(first)
+        return True
+
+    def _list_of(self, completion: Completion) -> list[Completion]:
+        if completion.state is State.WAITING:
+            return self.waiting
+        return self.prefilling if completion.state is State.PREFILL else self.decoding

@@ -1,0 +1,122 @@
+"""What sequences begin with: full blocks published in an index, which a pool keeps until their room is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paged.block_pool import BlockPool
+from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, Notifier
+from paged.errors import InvalidInputError
+from paged.kv_cache import PagedKvCacheConfig, SequenceState
+from paged.prefix_index import PrefixIndex
+from paged.token_chain import as_list, pack
+
+
+class PrefixCache:
+    """A pool and the index of its published blocks. Every change of the index is told to `guard`, whose lock the caller
+    holds.
+    """
+
+    def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash)
+        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted)
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_hit_tokens = 0
+        self.num_evictions = 0
+        self._guard = guard
+        self._block_size = config.block_size
+        self._is_enabled = config.enable_prefix_cache
+
+    def begin(self, state: SequenceState, token_ids: list[int], num_blocks: int) -> None:
+        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_blocks`.
+
+        Raises:
+            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
+            OutOfBlocksError: the pool cannot supply the others.
+        """
+        matched, chain = self.index.match(token_ids, state.namespace)
+        length = min(len(matched) * self._block_size, max(len(token_ids) - 1, 0))
+        fresh = max(0, num_blocks - len(matched))
+        if fresh + len(matched) > self.pool.num_free:
+            # Free blocks that are revived can no longer be handed out.
+            self.pool.require(fresh + self.pool.count_cached(matched))
+        self.pool.share(matched)
+        state.blocks = (*matched, *self.pool.allocate(fresh))
+        state.num_tokens = state.num_cached_tokens = state.num_written = length
+        chain.cut(length, length // self._block_size)
+        state.chain = chain
+        self.num_hits += length > 0
+        self.num_misses += length == 0
+        self.num_hit_tokens += length
+
+    def commit(self, state: SequenceState, token_ids: Sequence[int]) -> None:
+        """Publish the full blocks; `token_ids` are those at positions 0.., as far as they are known.
+
+        Raises:
+            InvalidInputError: they are not those the sequence was given before, or one is not an integer of 32 bits.
+        """
+        known, given = state.chain.ids, as_list(token_ids)[: state.num_tokens]
+        num_known = len(known)
+        if given[:num_known] != known[: len(given)]:
+            raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
+        if len(given) % self._block_size:  # a last, partial block; the others are checked when published
+            pack(given[-(len(given) % self._block_size) :])
+        del given[:num_known]
+        known += given
+        try:
+            self.publish(state)
+        except InvalidInputError:
+            del known[num_known:]
+            raise
+
+    def append(self, state: SequenceState, token_ids: Sequence[int]) -> None:
+        """`token_ids` are those at the last positions; nothing happens where earlier ones are not all known."""
+        chain = state.chain
+        if len(chain.ids) + len(token_ids) == state.num_tokens:
+            chain.ids += token_ids
+            if state.num_tokens // self._block_size > len(chain.serials):
+                self.publish(state)
+
+    def publish(self, state: SequenceState) -> None:
+        """Make the full blocks findable whose token ids are known and that are not published yet."""
+        chain, block_size = state.chain, self._block_size
+        first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
+        if last <= first or not self._is_enabled:
+            return
+        blocks = state.blocks[first:last]
+        if 0 in blocks:  # behind the sliding window: the chain is broken
+            return
+        displaced = self.index.publish(blocks, chain, state.namespace)
+        for block, _ in displaced:
+            self.pool.unpublished(block)
+        if self._guard.has_event_listeners:
+            hashes = tuple(chain.hashes[first:last])
+            for _, hash_ in displaced:
+                if hash_ not in hashes:
+                    self._guard.add(BlockRemoved(hash_))
+            parent_hash = chain.hashes[first - 1] if first else self.index.root(state.namespace)[0]
+            token_ids = tuple(chain.ids[first * block_size : last * block_size])
+            self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """`blocks` can no longer be found."""
+        hashes = self.index.forget(blocks)
+        if self._guard.has_event_listeners:
+            for hash_ in hashes:
+                self._guard.add(BlockRemoved(hash_))
+
+    def clear(self, states: Iterable[SequenceState]) -> None:
+        """Withdraw everything; `states` are all sequences there are."""
+        published = list(self.index.published)
+        self.index.forget(published)
+        for block in published:
+            self.pool.unpublished(block)
+        for state in states:
+            state.chain.withdraw(0)
+        if self._guard.has_event_listeners:
+            self._guard.add(CacheCleared())
+
+    def _forget_evicted(self, blocks: list[int]) -> None:
+        self.num_evictions += len(blocks)
+        self.withdraw(blocks)

@@ -1,0 +1,108 @@
+"""The way of a step's host arrays to the device, through pinned memory that is used again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import accumulate, cycle
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# Copies that may be under way at once: of a step's metadata, token ids and sampling, while the next one's are prepared.
+_NUM_BUFFERS = 8
+_FIRST_SIZE = 1 << 16
+# Triton compiles a kernel anew for pointers that are not aligned to 16.
+_ALIGNMENT = 64
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory; on the CPU themselves."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return _staging(device).to_device(arrays)
+
+
+@cache
+def _staging(device: torch.device) -> Staging:
+    return Staging(device)
+
+
+class CopyEvent(Protocol):
+    """A point in the device's work; before the first `record` there is nothing to wait for."""
+
+    def record(self) -> None:
+        """The point after everything that the device has been given so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+
+class Staging:
+    """A ring of host buffers. One is written again when the copy out of it is done, so that a step never overwrites
+    what an earlier one is still sending. Thread-safe.
+    """
+
+    def __init__(self, device: torch.device, new_event: Callable[[], CopyEvent] | None = None) -> None:
+        """Copies are asynchronous where `new_event` tells their end: on a GPU, where it is not given, as well."""
+        if new_event is None and device.type == "cuda":
+            new_event = partial(_StreamEvent, device)
+        self._device = device
+        self._buffers = [_Buffer(new_event() if new_event else None) for _ in range(_NUM_BUFFERS)]
+        self._ring = cycle(self._buffers)
+        self._lock = Lock()
+
+    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, in one copy. Every tensor starts at a multiple of 64 bytes."""
+        starts = list(accumulate((math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
+        moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        with self._lock:
+            buffer = next(self._ring)
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
+            if len(buffer.memory) < len(moved):
+                buffer.grow(len(moved), is_pinned=self._device.type == "cuda")
+            for array, start in zip(arrays, starts, strict=False):
+                buffer.bytes[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+            moved.copy_(buffer.memory[: len(moved)], non_blocking=buffer.copied is not None)
+            if buffer.copied is not None:
+                buffer.copied.record()
+        return [
+            moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+            for array, start in zip(arrays, starts, strict=False)
+        ]
+
+
+class _Buffer:
+    """Host memory, and the end of the last copy out of it; None where copies are done when they return."""
+
+    def __init__(self, copied: CopyEvent | None) -> None:
+        self.copied = copied
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.bytes: NDArray[np.uint8] = self.memory.numpy()
+
+    def grow(self, size: int, *, is_pinned: bool) -> None:
+        """Room for `size` bytes, by doubling. Nothing is kept."""
+        length = max(len(self.memory), _FIRST_SIZE)
+        while length < size:
+            length *= 2
+        self.memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        self.bytes = self.memory.numpy()
+
+
+class _StreamEvent:
+    """A CopyEvent on the stream of `device` that is current when it is recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()

@@ -1,0 +1,60 @@
+"""What is known of one sequence's tokens, and the chain of published blocks that they lead to."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.errors import InvalidInputError
+
+Hash = int | bytes
+TokenArray = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class TokenChain:
+    """ids: the token ids at positions 0.., as far as they are known.
+
+    hashes, serials: of the publications that the first full blocks of `ids` lead to, which other sequences may have
+    made; a serial number tells apart what has the same hash.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[Hash] = field(default_factory=list)
+    serials: list[int] = field(default_factory=list)
+
+    def copy(self, num_tokens: int, num_blocks: int) -> TokenChain:
+        """What is known of the first `num_tokens` positions, and published of the first `num_blocks` blocks."""
+        return TokenChain(self.ids[:num_tokens], self.hashes[:num_blocks], self.serials[:num_blocks])
+
+    def cut(self, num_tokens: int, num_blocks: int) -> None:
+        """Keep what `copy` would copy."""
+        del self.ids[num_tokens:]
+        self.withdraw(num_blocks)
+
+    def withdraw(self, num_blocks: int) -> None:
+        """No more than the first `num_blocks` blocks are published."""
+        del self.hashes[num_blocks:], self.serials[num_blocks:]
+
+
+def as_list(token_ids: Sequence[int]) -> list[int]:
+    """The ids as Python integers; a list is returned as it is."""
+    if isinstance(token_ids, list):
+        return token_ids
+    return list(token_ids) if isinstance(token_ids, tuple) else np.asarray(token_ids).tolist()
+
+
+def pack(token_ids: list[int]) -> TokenArray:
+    """The ids as an array.
+
+    Raises:
+        InvalidInputError: one is not an integer of 32 bits.
+    """
+    try:  # twice as fast as numpy's own conversions, and refuses floats
+        return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
+    except struct.error as error:
+        raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error

@@ -1,0 +1,75 @@
+"""The engine's benchmark: what its rows are made of, and that wrong text gets no speed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import bench_engine
+from bench.bench_engine import CASES, DifferentTokensError, Row, main
+from paged import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that sleeps 20 ms does not count, one whose executor is counted does."""
+    forward = bench_engine.PagedAttentionExecutor.unified_decode
+
+    def slow(self: object, batch: object) -> object:
+        time.sleep(0.02)
+        return forward(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench_engine.PagedAttentionExecutor, "unified_decode", slow)
+    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)
+    row = bench_engine.overhead("x", params, CPU, 5, with_executor=False)
+    assert 0 < row.detail["lowest_us"] <= row.value < row.detail["with_sampling_us"]
+    assert row.detail["lowest_us"] < 20_000
+    assert row.goal_met == (row.value <= 300)
+    both = bench_engine.overhead("x", params, CPU, 5, with_executor=True)
+    assert both.detail["lowest_us"] > 20_000
+    assert both.goal is None
+
+
+def test_texts_must_agree() -> None:
+    texts = [[index, 1] for index in range(20)]
+    bench_engine._check_same(texts, [*texts[:18], [0], [1]])
+    with pytest.raises(DifferentTokensError, match="17 of 20"):
+        bench_engine._check_same(texts, [*texts[:17], [0], [1], [2]])
+
+
+def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    monkeypatch.setitem(bench_engine._SIZES, "tiny", sizes)
+    monkeypatch.setattr(bench_engine, "_NEW_TOKENS", 4)
+    row = bench_engine.throughput("tiny", 1.0, CPU, 1)
+    assert row.value == pytest.approx(row.detail["tokens_per_second"] / row.detail["peer_tokens_per_second"])
+    assert row.goal_met == (row.value >= 1)
+
+
+def test_long_prompt_is_measured_until_its_first_token() -> None:
+    row = bench_engine.long_prompt("long_prompt.budget", None, CPU, 3)
+    assert row.detail["steps"] == 3, "4,096 tokens in steps of 2,048, of which 32 rows decode"
+    assert row.value >= row.detail["median_times_steady"]
+
+
+def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(device: torch.device, repeats: int) -> Row:
+        return Row("a.b", float(repeats), "us", "at most 1 us", False, {"part": 0.5})
+
+    monkeypatch.setattr(bench_engine, "CASES", [bench_engine.Case("a.b", measure), *CASES])
+    lines: list[str] = []
+    path = tmp_path / "rows.json"
+    assert main(["--only", "a.b", "--repeats", "7", "--json", str(path)], lines.append) == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert (row["value"], row["detail"]) == (7.0, {"part": 0.5})
+    assert "at most 1 us: MISSED" in lines[-1]

@@ -1,0 +1,80 @@
+"""The tuner: what it tries, what it drops, what it picks, and that its table is what fused_moe looks up."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="tuning needs triton")
+
+from bench.moe_cases import MODELS
+from bench.tune_moe import Candidate, new_table, search_space, shape_of, tune
+from paged.kernels import moe_table
+from paged.kernels.device import Device
+from paged.kernels.moe_config import MoeTile, fallback_tiles
+from paged.kernels.moe_table import load_table, moe_tiles, table_name
+
+QWEN3 = MODELS[0]
+H200 = Device("sm_90", 132, "NVIDIA H200")
+TILE = MoeTile(64, 64, 64, 8, 4, 3)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 256, 1024, 32768])
+def test_search_space_holds_the_fallback(num_tokens: int) -> None:
+    """What is computed from the shape could be found by measuring, too, so that tuning never loses to it."""
+    shape = shape_of(QWEN3, num_tokens)
+    space, tiles = search_space(shape, "sm_90"), fallback_tiles(shape, H200)
+    assert len(space) == len(set(space)) < 800
+    for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
+        assert any(
+            candidate.gated == gated and replace(candidate.tile, group_m=0) == replace(tile, group_m=0)
+            for candidate in space
+        )
+
+
+def test_rows_are_shared_by_the_least_sum() -> None:
+    """The best tile of one GEMM loses where the other has none as good with the same rows."""
+    times = {
+        Candidate(True, replace(TILE, block_m=16)): 1.0,
+        Candidate(False, replace(TILE, block_m=16)): 9.0,
+        Candidate(True, TILE): 3.0,
+        Candidate(True, replace(TILE, num_warps=8)): 2.0,
+        Candidate(False, TILE): 4.0,
+        Candidate(False, replace(TILE, block_m=128)): 0.5,
+    }
+    tiles, microseconds = tune(times, lambda candidate: times[candidate])
+    assert tiles == {"gate_up": replace(TILE, num_warps=8), "down": TILE}
+    assert microseconds == {"gate_up": 2e6, "down": 4e6}
+
+
+def test_table_is_looked_up_by_the_nearest_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = new_table(QWEN3, "sm_90")
+    for num_tokens, rows in ((64, 16), (512, 32), (4096, 128)):
+        tile = asdict(replace(TILE, block_m=rows))
+        table["tiles"][str(num_tokens)] = {"gate_up": tile, "down": tile, "microseconds": {}}
+    name = "E=128,N=768,device_name=NVIDIA_H200,dtype=bfloat16.json"
+    assert table_name(128, 768, "NVIDIA H200", "bfloat16") == name
+    (tmp_path / name).write_text(json.dumps(table))
+    monkeypatch.setattr(moe_table, "FOLDER", tmp_path)
+    for num_tokens, rows in ((1, 16), (64, 16), (280, 16), (300, 32), (1 << 17, 128)):
+        tiles = moe_tiles(shape_of(QWEN3, num_tokens), torch.bfloat16, H200)
+        assert tiles.gate_up == tiles.down == replace(TILE, block_m=rows)
+    assert load_table(tmp_path / name)[64 * QWEN3.top_k].down.block_m == 16
+
+
+def test_missing_table_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(moe_table, "FOLDER", tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for num_tokens in (16, 4096):
+            shape = shape_of(QWEN3, num_tokens)
+            assert moe_tiles(shape, torch.bfloat16, H200) == fallback_tiles(shape, H200)
+            assert moe_tiles(shape, torch.bfloat16, replace(H200, name="")) == fallback_tiles(shape, H200)
+    (record,) = caplog.records
+    assert "E=128,N=768,device_name=NVIDIA_H200,dtype=bfloat16.json" in record.getMessage()

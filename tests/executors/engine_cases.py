@@ -1,0 +1,76 @@
+"""Engines over the bundled checkpoint, tiny random ones and the oracle, and what they must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
+from paged.executors.cli import RECALL, _eos_token_ids
+from paged.executors.model_executor import ModelExecutor
+from paged.models.recall.task import RecallPrompt, sample_prompts
+
+TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
+EOS = _eos_token_ids(RECALL)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def encode(prompts: Sequence[RecallPrompt]) -> list[list[int]]:
+    """Token ids of recall prompts."""
+    return [TOKENIZER.encode(prompt.text).ids for prompt in prompts]
+
+
+def recall_prompts(count: int = 6, max_tokens: int = 120, seed: int = 7) -> list[RecallPrompt]:
+    """Prompts of ragged length that the checkpoint answers right."""
+    return sample_prompts(seed, count, max_tokens=max_tokens)
+
+
+def recall_engine(num_blocks: int = 64, *, options: dict[str, Any] | None = None, **config: Any) -> Engine:
+    """An engine on the bundled checkpoint; `options` go to the executor, the rest to the engine's configuration."""
+    executor = LlmExecutor.from_pretrained(RECALL, num_blocks=num_blocks, **(options or {}))
+    return Engine(executor, EngineConfig(**config), tokenizer=TOKENIZER, eos_token_ids=EOS, seed=5)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """The tokens of each first completion, which must all have ended well."""
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    assert all(one.finish_reason in ("stop", "length") for output in outputs for one in output.outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Tokens of the first completion of every prompt, after seeing that nothing is left behind."""
+    tokens = tokens_of(engine.generate(prompts, params, progress=False))
+    check_empty(engine)
+    return tokens
+
+
+def check_empty(engine: Engine) -> None:
+    """No request and no block is held."""
+    status = engine.status()
+    assert (engine.num_unfinished, status.waiting, status.prefilling, status.decoding, status.swapped) == (0,) * 5
+    check_pool_empty(engine.executor)
+
+
+def check_pool_empty(executor: ModelExecutor) -> None:
+    """Every block is free, on the device and in host memory, and every reference accounted for."""
+    assert executor.kv_manager is not None
+    stats = executor.kv_manager.stats()
+    assert (stats.used_blocks, stats.num_sequences) == (0, 0)
+    assert stats.swap_blocks_free == executor.kv_manager.config.num_swap_blocks
+    executor.kv_manager.check_integrity()
+
+
+def sampled(**fields: Any) -> SamplingParams:
+    """Parameters of chance, with a seed."""
+    return replace(SamplingParams(temperature=1.0, max_tokens=8, seed=11), **fields)
+
+
+def load(folder: Path, num_blocks: int = 64, **options: Any) -> LlmExecutor:
+    """An executor on the CPU for a checkpoint folder."""
+    return LlmExecutor.from_pretrained(folder, num_blocks=num_blocks, device=torch.device("cpu"), **options)

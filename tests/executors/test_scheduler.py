@@ -1,0 +1,200 @@
+"""The scheduler by itself, on a cache that is a number: budgets, order, fairness, preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paged import EngineConfig, InvalidInputError, RequestOutput, SamplingParams
+from paged.executors.request import Completion, CompletionOutput, Request, State
+from paged.executors.scheduler import Plan, Scheduler
+from paged.executors.step_pacer import StepPacer
+
+
+class Numbers:
+    """A cache of so many tokens; `host` sequences can be swapped out."""
+
+    def __init__(self, room: int, host: int = 0) -> None:
+        self.room, self.host = room, host
+        self.held: dict[Completion, int] = {}
+
+    def begin(self, running: Sequence[Completion]) -> None: ...
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        if completion.num_tokens > self.room - sum(self.held.values()):
+            return False
+        self.held[completion] = completion.num_tokens
+        completion.is_swapped = False
+        return True
+
+    def release(self, completion: Completion) -> None:
+        self.held.pop(completion, None)
+
+    def swap_out(self, completion: Completion) -> bool:
+        if self.host == 0:
+            return False
+        self.host -= 1
+        self.release(completion)
+        return True
+
+
+def make(number: int, length: int = 10, *, priority: int = 0) -> Completion:
+    """The `number`-th request."""
+    output = RequestOutput(number, [1] * length, [CompletionOutput(0)])
+    rank = (number - 1000 * priority, number)
+    return Completion(
+        Request(number, [1] * length, SamplingParams(), rank, {}, 99, frozenset(), output, 0.0), 0, 0, None
+    )
+
+
+def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
+    """What the engine does after a forward; those that got a token."""
+    ended = []
+    for completion in plan.chunks:
+        completion.cached += len(completion.item.q_tokens)
+        if completion.num_to_prefill == 0:
+            scheduler.to_decoding(completion)
+            ended.append(completion)
+    for completion in [*plan.decodes, *ended]:
+        completion.advance(1)
+    return [*plan.decodes, *ended]
+
+
+def rows(plan: Plan) -> dict[int, int]:
+    """How many tokens of each request run."""
+    return {int(one.request.request_id): len(one.item.q_tokens) for one in [*plan.decodes, *plan.chunks]}  # type: ignore[arg-type]
+
+
+def test_decodes_first_then_chunks_within_the_budget() -> None:
+    scheduler = Scheduler(EngineConfig(token_budget=8, chunk_size=6), Numbers(1000))
+    for number, length in enumerate([3, 20, 4]):
+        scheduler.add(make(number, length))
+    steps = []
+    for _ in range(6):
+        plan = scheduler.plan()
+        assert plan.num_prefill_tokens == sum(len(one.item.q_tokens) for one in plan.chunks)
+        steps.append(rows(plan))
+        finish_step(scheduler, plan)
+    assert steps == [
+        {0: 3, 1: 5},
+        {0: 1, 1: 6, 2: 1},
+        {0: 1, 1: 6, 2: 1},
+        {0: 1, 1: 3, 2: 2},
+        {0: 1, 1: 1, 2: 1},
+        {0: 1, 1: 1, 2: 1},
+    ]
+
+
+def test_more_decodes_than_budget_take_turns() -> None:
+    scheduler = Scheduler(EngineConfig(token_budget=4), Numbers(1000), decode_cost=2)
+    for number in range(5):
+        scheduler.add_decoding(make(number))
+    served = [number for _ in range(5) for number in rows(scheduler.plan())]
+    assert sorted(served) == sorted([*range(5)] * 2)
+
+
+def test_an_order_by_arrival_and_priority_that_starves_nobody() -> None:
+    scheduler = Scheduler(EngineConfig(max_num_seqs=1), Numbers(1000))
+    scheduler.add(make(0))
+    scheduler.add(make(5, priority=1))
+    scheduler.add(make(900, priority=1))
+    scheduler.add(make(1100, priority=1))
+    order = []
+    for _ in range(4):
+        plan = scheduler.plan()
+        order += [one.request.request_id for one in plan.chunks]
+        scheduler.remove(plan.chunks[0])
+    assert order == [5, 900, 0, 1100], "a level of priority is worth a thousand requests, not more"
+
+
+def test_a_large_request_is_not_passed_by() -> None:
+    space = Numbers(30)
+    scheduler = Scheduler(EngineConfig(), space)
+    for number, length in enumerate([20, 25, 5]):
+        scheduler.add(make(number, length))
+    first = scheduler.plan()
+    assert rows(first) == {0: 20}
+    finish_step(scheduler, first)
+    assert rows(scheduler.plan()) == {0: 1}
+    scheduler.remove(first.chunks[0])
+    assert rows(scheduler.plan()) == {1: 25, 2: 5}
+
+
+def test_the_last_in_rank_is_preempted_and_waits_for_an_end() -> None:
+    space = Numbers(1000)
+    scheduler = Scheduler(EngineConfig(), space)
+    for number, priority in [(0, 0), (1, 0), (2, 1)]:
+        scheduler.add(make(number, priority=priority))
+    finish_step(scheduler, scheduler.plan())
+    victim = scheduler.preempt()
+    assert victim is not None
+    assert (victim.request.request_id, victim.state, victim.cached, victim.handle) == (1, State.WAITING, 0, None)
+    assert victim not in space.held
+    assert rows(scheduler.plan()) == {2: 1, 0: 1}, "there is room, but it was too little"
+    spared = [one for one in scheduler.decoding if one.request.request_id == 0]
+    second = scheduler.preempt(spared)
+    assert second is not None
+    assert second.request.request_id == 2
+    assert scheduler.preempt() is None, "one must run on"
+    scheduler.remove(spared[0])
+    assert rows(scheduler.plan()) == {2: 11, 1: 11}, "with the tokens they had"
+
+
+def test_what_is_swapped_decodes_on() -> None:
+    space = Numbers(1000, host=1)
+    scheduler = Scheduler(EngineConfig(preemption="swap", token_budget=40), space, decode_cost=3)
+    for number in range(3):
+        scheduler.add(make(number))
+    finish_step(scheduler, scheduler.plan())
+    swapped, recomputed = scheduler.preempt(), scheduler.preempt()
+    assert swapped is not None
+    assert recomputed is not None
+    assert (swapped.is_swapped, swapped.cached, recomputed.is_swapped, recomputed.cached) == (True, 10, False, 0)
+    last = scheduler.preempt()
+    assert last is swapped, "it may hold shared blocks that the one which runs needs"
+    assert not swapped.is_swapped
+    scheduler.remove(scheduler.decoding[0])
+    assert rows(scheduler.plan()) == {1: 11, 2: 11}
+    space.host = 1
+    assert scheduler.preempt() is swapped
+    scheduler.remove(recomputed)
+    swapped.cached = 10
+    swapped.is_swapped = True
+    plan = scheduler.plan()
+    assert (plan.decodes, plan.chunks) == ([swapped], [])
+
+
+def test_pacer_keeps_steps_within_the_stretch() -> None:
+    """On a machine where a decode step takes 10 ms and a prompt token 0.1 ms at first, 0.3 ms later."""
+    pacer = StepPacer(2.0)
+    assert pacer.max_prefill_tokens == 0, "one step shows what decodes take"
+    pacer.observe(0.010, 0)
+    taken = []
+    for step in range(40):
+        count = pacer.max_prefill_tokens
+        seconds = 0.010 + count * (0.0001 + 0.0002 * step / 40)
+        assert seconds <= 0.020
+        taken.append(count)
+        pacer.observe(seconds, count)
+    assert taken[0] == 16
+    assert max(taken) > 50
+    assert taken[-1] == pytest.approx(0.7 * 0.010 / 0.000295, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ({"token_budget": 0}, {"token_budget": 1}),
+        ({"chunk_size": 0}, {"chunk_size": None}),
+        ({"max_num_seqs": 0}, {"max_num_seqs": 1}),
+        ({"admission_tokens": -1}, {"admission_tokens": 0}),
+        ({"preemption": "drop"}, {"preemption": "swap"}),
+        ({"decode_stretch": 1.0}, {"decode_stretch": 1.1}),
+        ({"priority_requests": 0}, {"priority_requests": 1}),
+    ],
+)
+def test_configuration_is_checked(wrong: dict[str, object], right: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        EngineConfig(**wrong)  # type: ignore[arg-type]
+    EngineConfig(**right)  # type: ignore[arg-type]

@@ -1,0 +1,141 @@
+"""fused_moe with quantised weights against float64, on both backends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from paged import InvalidInputError, UnsupportedError, fused_moe
+from paged.kernels import reference
+from paged.kernels.fused_moe import moe_block_size
+from tests.kernels.test_fused_moe import Inputs, make_inputs
+from tests.tolerance import assert_close
+
+# Weights and how many of their rows and columns share a scale; 0 for all of them.
+FORMATS = {
+    "e4m3 tensor": ("e4m3", 0, 0),
+    "e4m3 channel": ("e4m3", 1, 0),
+    "e4m3 block": ("e4m3", 128, 128),
+    "int8 channel": ("int8", 1, 0),
+    "int8 group": ("int8", 1, 32),
+    "int4 channel": ("int4", 1, 0),
+    "int4 group": ("int4", 1, 96),
+}
+
+
+def quantize(w: torch.Tensor, kind: str, group_n: int, group_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of which every group's largest has the format's largest value, and their scales."""
+    num_experts, num_rows, num_columns = w.shape
+    group_n, group_k = group_n or num_rows, group_k or num_columns
+    blocks = (-(-num_rows // group_n), -(-num_columns // group_k))
+    padded = torch.zeros(num_experts, blocks[0] * group_n, blocks[1] * group_k, device=w.device)
+    padded[:, :num_rows, :num_columns] = w
+    groups = padded.view(num_experts, blocks[0], group_n, blocks[1], group_k)
+    scale = groups.abs().amax((2, 4)) / {"e4m3": 448, "int8": 127, "int4": 7}[kind]
+    values = (groups / scale[:, :, None, :, None]).reshape(padded.shape)[:, :num_rows, :num_columns]
+    if group_k == num_columns:
+        scale = scale[..., 0, 0] if group_n == num_rows else scale[..., 0]
+    if kind == "e4m3":
+        return values.to(torch.float8_e4m3fn).contiguous(), scale.contiguous()
+    whole = values.round().to(torch.int8)
+    if kind == "int4":
+        nibbles = (whole + 8).to(torch.uint8)
+        return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous(), scale
+    return whole.contiguous(), scale
+
+
+def make_quantized(
+    device: torch.device, layout: str, num_tokens: int, dtype: torch.dtype, **sizes: int
+) -> tuple[Inputs, dict[str, Any]]:
+    sizes = {"hidden_size": 192, "intermediate_size": 96, "num_experts": 3, "top_k": 2} | sizes
+    hidden_states, w1, w2, *routes = make_inputs(device, num_tokens=num_tokens, **sizes)
+    (w1, w1_scale), (w2, w2_scale) = (quantize(w, *FORMATS[layout]) for w in (w1, w2))
+    return (hidden_states.to(dtype), w1, w2, *routes), {"w1_scale": w1_scale, "w2_scale": w2_scale}
+
+
+def rounded_moe(inputs: Inputs, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The definition with the activation and each expert's part rounded to the dtype of hidden_states."""
+    hidden_states, w1, w2, topk_weights, topk_ids = (tensor.cpu() for tensor in inputs)
+    total = torch.zeros(hidden_states.shape, dtype=torch.float64)
+    w1_scale, w2_scale = scales["w1_scale"].cpu(), scales["w2_scale"].cpu()
+    matrices = [
+        (reference.dequantize(w1[expert], w1_scale[expert]), reference.dequantize(w2[expert], w2_scale[expert]))
+        for expert in range(len(w1))
+    ]
+    for token, ids in enumerate(topk_ids.tolist()):
+        for k, expert in enumerate(ids):
+            first, second = matrices[expert]
+            x = hidden_states[token, None].double()
+            if w1.dtype == torch.float8_e4m3fn:
+                x = reference.quantize_token_groups(x)
+            activated = reference.silu_and_mul(x @ first.T).to(hidden_states.dtype).double()
+            if w2.dtype == torch.float8_e4m3fn:
+                activated = reference.quantize_token_groups(activated)
+            total[token] += (activated @ second.T * topk_weights[token, k])[0].to(hidden_states.dtype).double()
+    return total
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_matches_reference(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    inputs, scales = make_quantized(device, layout, 5, dtype)
+    rounded = rounded_moe(inputs, scales) if dtype != torch.float32 else None
+    assert_close(fused_moe(*inputs, **scales), reference.fused_moe(*inputs, **scales), rounded=rounded)
+
+
+@pytest.mark.parametrize("layout", ["e4m3 block", "int4 group"])
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(30, 32), (60, 64), (100, 128)])
+def test_every_tile(layout: str, num_tokens: int, block_m: int, backend: str, device: torch.device) -> None:
+    """Groups that the sizes do not fill, more columns than a tile, and the operands swapped for 32 rows."""
+    inputs, scales = make_quantized(device, layout, num_tokens, torch.float16, intermediate_size=288)
+    if backend == "triton":
+        wanted = moe_block_size(num_tokens, 2, inputs[2], w2_scale=scales["w2_scale"], dtype=torch.float16)
+        assert wanted == block_m
+    out = fused_moe(*inputs, **scales)
+    assert_close(out, reference.fused_moe(*inputs, **scales), rounded=rounded_moe(inputs, scales))
+
+
+@pytest.mark.usefixtures("backend")
+def test_biases_activation_and_a_nan_row(device: torch.device) -> None:
+    inputs, scales = make_quantized(device, "e4m3 block", 6, torch.float32)
+    inputs[0][3, 7] = math.nan
+    inputs[0][4] = 0
+    options = scales | {
+        "w1_bias": torch.randn(3, 192, device=device),
+        "w2_bias": torch.randn(3, 192, device=device),
+        "activation": "swiglu_oai",
+        "interleaved": True,
+    }
+    out = fused_moe(*inputs, **options)
+    assert out.isnan().any(1).tolist() == [False, False, False, True, False, False]
+    finite = out.isfinite().all(1)
+    assert_close(out[finite], reference.fused_moe(*inputs, **options)[finite.cpu()])
+
+
+def test_rejects_what_does_not_fit(device: torch.device) -> None:
+    inputs, scales = make_quantized(device, "int8 group", 3, torch.float32)
+    fused_moe(*inputs, **scales)
+    with pytest.raises(InvalidInputError, match=r"w2: dtype torch[.]int8, expected torch[.]float32"):
+        fused_moe(*inputs, w1_scale=scales["w1_scale"])
+    with pytest.raises(InvalidInputError, match="w1_scale: dtype"):
+        fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"].double()})
+    with pytest.raises(InvalidInputError, match=r"w1_scale: shape \[3, 191, 6\], expected \[3, 192, groups\]"):
+        fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"][:, 1:]})
+    with pytest.raises(InvalidInputError, match="w1_scale: 5 groups, expected a divisor of 192 columns"):
+        fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"][..., :5].contiguous()})
+    with pytest.raises(UnsupportedError, match="w1_scale: groups of 16 columns, expected a multiple of 32"):
+        fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"].repeat(1, 1, 2)})
+    with pytest.raises(InvalidInputError, match="w1_scale: strides"):
+        fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"].mT.contiguous().mT})
+    inputs, scales = make_quantized(device, "e4m3 block", 3, torch.float32)
+    fused_moe(*inputs, **scales)
+    with pytest.raises(InvalidInputError, match=r"w2_scale: shape \[3, 2, 2\], expected \[3, 2, 1\]"):
+        fused_moe(*inputs, **scales | {"w2_scale": scales["w2_scale"].repeat(1, 1, 2)})
+    inputs, scales = make_quantized(device, "int4 group", 3, torch.float32)
+    fused_moe(*inputs, **scales)
+    with pytest.raises(InvalidInputError, match=r"w1: shape \[3, 192, 95\], expected \[3, 192, 96\]"):
+        fused_moe(inputs[0], inputs[1][..., 1:], *inputs[2:], **scales)
