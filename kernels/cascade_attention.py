@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.merge_attn_states import merge_attn_states
 from paged.kernels.paged_attention import paged_attention
@@ -52,6 +53,12 @@ def cascade_attention(
     Raises:
         InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table.
     """
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = ops.cascade_attention(
+            q, k_cache, v_cache, shared_prefix_len, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale,
+            softcap, sinks, k_scale, v_scale, mask, deterministic,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     if block_table.dim() != 2 or k_cache.dim() != 4:
         raise InvalidInputError(
             f"block_table, k_cache: shapes {list(block_table.shape)}, {list(k_cache.shape)}, expected "

@@ -10,6 +10,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import check_dtype, check_shape, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.torch_ops import copy_blocks as torch_op
 
@@ -61,6 +62,9 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
     """
     pairs = block_pairs if isinstance(block_pairs, torch.Tensor) else _to_tensor(block_pairs)
+    if torch.compiler.is_dynamo_compiling():
+        ops.copy_blocks(caches, pairs)
+        return
     check_shape("block_pairs", pairs, ("num_pairs", 2))
     check_dtype("block_pairs", pairs, torch.int64)
     if not caches:

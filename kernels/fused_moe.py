@@ -6,6 +6,7 @@ import torch
 
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.errors import InvalidInputError, UnsupportedError
 from paged.kernels.moe_activation import ACTIVATIONS
@@ -69,6 +70,13 @@ def fused_moe(
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
         UnsupportedError: the activation, or the size of a group, is another one.
     """
+    if torch.compiler.is_dynamo_compiling():
+        inputs = hidden_states, w1, w2, topk_weights, topk_ids
+        settings = activation, expert_map, w1_bias, w2_bias, interleaved, aligned, w1_scale, w2_scale
+        if out is None:
+            return ops.fused_moe(*inputs, *settings)
+        ops.fused_moe_out(*inputs, out, *settings)
+        return out
     gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
     _check(hidden_states, gate_up, down, topk_weights, topk_ids)
     check_expert_map(expert_map, hidden_states.device)
@@ -115,6 +123,8 @@ def moe_block_size(
 
     dtype: of hidden_states, that of w2 when not given.
     """
+    if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
+        return None
     down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
     shape = _shape(num_tokens, top_k, down, dtype, expert_map)
     if num_tokens == 0 or not use_triton(w2) or takes_gemv(shape, is_quantized=bool(down.format)):

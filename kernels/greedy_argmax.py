@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import greedy_argmax as torch_op
 
@@ -91,6 +92,8 @@ def greedy_argmax(
     Raises:
         InvalidInputError: shapes, dtypes or devices do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return ops.greedy_argmax(logits, token_mask, repetition_penalty)
     check_shape("logits", logits, ("num_rows", "vocab_size"))
     check_dtype("logits", logits, *FLOAT_DTYPES)
     num_rows, vocab_size = logits.shape

@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import check_device, check_last_dim_contiguous, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.dot import dot
 from paged.kernels.launch import Launch, signature
@@ -149,6 +150,10 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        stacks = weights.a, weights.b, weights.ranks, weights.scales
+        ops.add_lora(out, x, *stacks, weights.part_sizes, batch.rows, batch.slots)
+        return out
     key = (signature(x), signature(out), weights.signature)
     launches = batch.launches.get(key)
     if launches is None:

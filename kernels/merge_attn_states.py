@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.reshape_and_cache import tile
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import merge_attn_states as torch_op
@@ -86,6 +87,8 @@ def merge_attn_states(
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return ops.merge_attn_states(out_a, lse_a, out_b, lse_b)
     check_shape("out_a", out_a, ("num_tokens", "num_heads", "head_dim"))
     check_dtype("out_a", out_a, *FLOAT_DTYPES)
     check_tensor("out_b", out_b, out_a.shape, (out_a.dtype,), out_a.device)

@@ -9,6 +9,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.torch_ops import moe_align_block_size as torch_op
 
@@ -161,6 +162,8 @@ def moe_align_block_size(
     Raises:
         InvalidInputError: dtype, device or strides do not fit, or a size is below 1.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
     check_dtype("topk_ids", topk_ids, torch.int32)
     if not topk_ids.is_contiguous():
         raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")

@@ -12,6 +12,7 @@ from paged.kernels.attention_launch import launch, prepare
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_scale, check_tensor
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.launch import signature
 from paged.kernels.torch_ops import paged_attention as torch_op
@@ -78,6 +79,18 @@ def paged_attention(
     Raises:
         InvalidInputError: shapes, dtypes, devices or values do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        caches = q, k_cache, v_cache
+        options = (
+            block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale, causal is True,
+            causal if isinstance(causal, torch.Tensor) else None, window_size, softcap, sinks, alibi_slopes, k_scale,
+            v_scale, mask, deterministic,
+        )  # fmt: skip
+        if out is None:
+            out, lse = ops.paged_attention(*caches, *options)
+        else:
+            lse = ops.paged_attention_out(*caches, out, *options)
+        return (out, lse) if return_lse else out
     tensors: dict[str, Any] = {
         "q": q,
         "k_cache": k_cache,

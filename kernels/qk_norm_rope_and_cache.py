@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, scale_stride
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
 from paged.kernels.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset
@@ -147,6 +148,12 @@ def qk_norm_rope_and_cache(
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or one weight of the two was given.
     """
+    if torch.compiler.is_dynamo_compiling():
+        ops.qk_norm_rope_and_cache(
+            q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, eps, interleaved,
+            k_scale, v_scale,
+        )  # fmt: skip
+        return q
     check_cache_write("k", k, "v", v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_tokens, num_kv_heads, head_dim = k.shape
     check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)

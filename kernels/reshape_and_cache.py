@@ -16,6 +16,7 @@ from paged.kernels.checks import (
     scale_stride,
 )
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
 from paged.kernels.rms_norm import num_warps
@@ -111,6 +112,9 @@ def reshape_and_cache(
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        return
     check_cache_write("key", key, "value", value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if not use_triton(key):
         torch_op.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)

@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.torch_ops import rms_norm as torch_op
 
@@ -55,6 +56,11 @@ def rms_norm(
     Raises:
         InvalidInputError: shapes, dtypes or devices do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            return ops.rms_norm(x, weight, eps)
+        ops.rms_norm_out(x, weight, out, eps)
+        return out
     hidden_size = _check(x, weight)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -78,6 +84,9 @@ def fused_add_rms_norm(
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        ops.fused_add_rms_norm(x, residual, weight, eps)
+        return x, residual
     hidden_size = _check(x, weight)
     check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
     if not (x.is_contiguous() and residual.is_contiguous()):

@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import scaled_cast
 from paged.kernels.rms_norm import num_warps
@@ -157,6 +158,9 @@ def rotary_embedding(
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+        return query, key
     check_shape("query", query, ("num_tokens", "num_q_heads", "head_dim"))
     check_dtype("query", query, *FLOAT_DTYPES)
     check_last_dim_contiguous("query", query)

@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.moe_align_block_size import (
     MoeAlignment,
@@ -166,6 +167,11 @@ def route_and_align(
     Raises:
         InvalidInputError: as the two operations, or the ticket does not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        weights, ids, *aligned = ops.route_and_align(
+            router_logits, block_size, expert_map, num_local_experts, ticket, **vars(routing)
+        )
+        return weights, ids, MoeAlignment(*aligned)
     check_routing(router_logits, routing)
     num_tokens, num_routed = router_logits.shape
     num_columns, device = num_routed + routing.num_shared_experts, router_logits.device

@@ -6,6 +6,7 @@ import torch
 
 from paged.kernels.backend import use_triton
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.torch_ops import route_tokens as torch_op
 
@@ -91,6 +92,9 @@ def route_tokens(
         InvalidInputError: shape, dtype, device or strides do not fit, a number is out of range, or scoring is another
             word.
     """
+    if torch.compiler.is_dynamo_compiling():
+        options = correction_bias, num_expert_groups, topk_groups, routed_scaling_factor, num_shared_experts
+        return ops.route_tokens(router_logits, top_k, renormalize, scoring, *options)
     routing = Routing(
         top_k,
         renormalize,

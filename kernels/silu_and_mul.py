@@ -7,6 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
+from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.moe_activation import gated_activation
 from paged.kernels.reshape_and_cache import tile
@@ -46,6 +47,11 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            return ops.silu_and_mul(x)
+        ops.silu_and_mul_out(x, out)
+        return out
     check_dtype("x", x, *FLOAT_DTYPES)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")

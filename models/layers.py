@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.dlpack import from_dlpack
 
 from paged.kernels.fused_moe import fused_moe, moe_block_size
 from paged.kernels.lora import add_lora
@@ -29,6 +30,12 @@ WeightSlots = dict[str, torch.Tensor]
 def empty_parameter(*shape: int) -> nn.Parameter:
     """Memory for a weight that is loaded, never trained."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def _in_storage_of_its_own(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory for compilers: a cache that is a part of a larger storage, inductor copies out of it and back
+    before and after every write."""
+    return from_dlpack(cache.view(torch.uint8)).view(cache.dtype)  # not every DLPack knows 8-bit floats
 
 
 class Linear(nn.Module):
@@ -106,7 +113,8 @@ class Attention(nn.Module):
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, and the rotary table that all layers share."""
-        self.k_cache, self.v_cache, self.cos_sin_cache = k_cache, v_cache, cos_sin_cache
+        self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
+        self.cos_sin_cache = cos_sin_cache
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         qkv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)

@@ -54,6 +54,12 @@ def test_imports_run_one_way(package: str, path: Path) -> None:
         assert third_party <= {"torch", "triton"}
 
 
+def test_interop_is_a_leaf() -> None:
+    interop = ROOT / "paged" / "interop"
+    for _, path in SOURCES:
+        assert interop in path.parents or not any(name.startswith("paged.interop") for name in _imports(path)), path
+
+
 def test_block_bookkeeping_takes_no_torch() -> None:
     assert not {"torch", "numpy"} & {name.split(".")[0] for name in _imports(ROOT / "paged" / "block_pool.py")}
 

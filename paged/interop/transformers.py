@@ -1,0 +1,219 @@
+"""transformers' models on our attention and fused MoE: `register`, then ask for them by the name `paged_triton`.
+
+    register()
+    model.set_attn_implementation("paged_triton")
+    model.set_experts_implementation("paged_triton")
+    model.generate_batch(...)
+
+Its continuous batching keeps K and V in pages of its own; layers with full attention read them where they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.activations import SiLUActivation
+from transformers.generation.continuous_batching import cache, continuous_api, initialization
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import generic
+
+from paged.errors import UnsupportedError
+from paged.interop.flash_attention import flash_attn_varlen_func
+from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.fused_moe import fused_moe
+from paged.kernels.paged_attention import paged_attention
+from paged.kernels.reshape_and_cache import reshape_and_cache
+
+NAME = "paged_triton"
+
+# The modules of continuous batching that ask whether an implementation needs masks, and admit others than "sdpa" and
+# "paged|eager" only where their name says "flash".
+_ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
+
+
+def register() -> None:
+    """Add `paged_triton` to transformers' attention and experts functions, and to those continuous batching takes.
+
+    Once or more often. For inference: the attention needs the cache of `generate_batch`.
+
+    Raises:
+        UnsupportedError: this version of transformers decides in another way what continuous batching takes; 5.23 is
+            one that fits.
+    """
+    for module in _ASKING:
+        if not hasattr(module, "is_flash_attention_requested"):
+            raise UnsupportedError(f"transformers {transformers.__version__}: {module.__name__} is not as in 5.23")
+    AttentionInterface.register(NAME, PagedTritonAttention())
+    ExpertsInterface.register(NAME, fused_experts_forward)
+    for module in _ASKING:
+        module.is_flash_attention_requested = _needs_no_mask
+
+
+def _needs_no_mask(
+    config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+) -> bool:
+    """transformers' `is_flash_attention_requested`, which we are in all but the functions of a given version."""
+    name = requested_attention_implementation if config is None else config._attn_implementation
+    if name == NAME:
+        return version is None
+    return bool(generic.is_flash_attention_requested(config, requested_attention_implementation, version))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the layers of one kind share in one forward."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    plan: AttentionPlan
+
+
+class PagedTritonAttention:
+    """An attention function of transformers for continuous batching."""
+
+    def __init__(self) -> None:
+        # By the step's write index and whether a graph is being captured: what was made before is no part of the graph.
+        self._steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    # As transformers' own paged functions: its cache hands out views of one tensor.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, num_q_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim].
+
+        Returns:
+            [1, num_tokens, num_q_heads, head_dim], and no weights.
+
+        Raises:
+            UnsupportedError: no paged cache, a mask, a position bias, dropout, or new keys by block table.
+        """
+        paged_cache = kwargs.get("cache")
+        refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
+        for name, given in {**refused, "block_table": kwargs.get("block_table")}.items():
+            if given is not None:
+                raise UnsupportedError(f"{name}: {NAME} takes none")
+        if paged_cache is None:
+            raise UnsupportedError(f"cache: None, {NAME} needs the paged cache of generate_batch")
+        options: dict[str, Any] = {
+            "max_seqlen_q": kwargs["max_length_q"],
+            "softmax_scale": scaling,
+            "causal": module.is_causal if is_causal is None else is_causal,
+            "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, -1),
+            "softcap": softcap or 0.0,
+        }
+        layer, q = module.layer_idx, query[0].transpose(0, 1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        allocator = paged_cache.layer_to_allocator[layer]
+        if not allocator.supports_block_table:
+            # A window's cache is a ring, whose oldest keys the new ones replace before they have been read.
+            key, value = paged_cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+            flash_attn_varlen_func(
+                q,
+                key[0].transpose(0, 1),
+                value[0].transpose(0, 1),
+                kwargs["cu_seq_lens_q"],
+                kwargs["cu_seq_lens_k"],
+                max_seqlen_k=kwargs["max_length_k"],
+                s_aux=s_aux,
+                out=out,
+                **options,
+            )
+            return out.unsqueeze(0), None
+        k_cache, v_cache = allocator.get_cache_for_block_table(layer)
+        write_index = kwargs["write_index"][allocator.index]
+        reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
+        step = self._step(allocator, write_index, kwargs)
+        paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_table=step.block_table,
+            cu_seqlens_q=kwargs["cu_seq_lens_q"],
+            seq_lens=step.seq_lens,
+            sinks=s_aux,
+            plan=step.plan,
+            out=out,
+            **options,
+        )
+        return out.unsqueeze(0), None
+
+    def _step(self, allocator: Any, write_index: torch.Tensor, kwargs: dict[str, Any]) -> _Step:
+        """The block table from the index of every token to read, of which each page holds a run from its first slot.
+
+        The index is empty where nothing was cached before: the tokens to read are those just written.
+        """
+        steps: dict[bool, _Step] = self._steps.setdefault(write_index, {})
+        capturing = write_index.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing not in steps:
+            read_index = kwargs["read_index"][allocator.index]
+            index = read_index if read_index.numel() else write_index
+            page_size, cu_seqlens_k = allocator.tokens_per_page, kwargs["cu_seq_lens_k"][allocator.layer_type]
+            max_seqlen_k = kwargs["max_length_k"][allocator.layer_type]
+            first_tokens = torch.arange(0, max_seqlen_k, page_size, device=index.device)
+            places = (cu_seqlens_k[:-1, None] + first_tokens).clamp_(max=index.shape[0] - 1)
+            seq_lens = cu_seqlens_k.diff()
+            steps[capturing] = _Step(
+                block_table=(index[places] // page_size).to(torch.int32),
+                seq_lens=seq_lens,
+                plan=AttentionPlan(
+                    kwargs["cu_seq_lens_q"],
+                    seq_lens,
+                    max_seqlen_q=kwargs["max_length_q"],
+                    max_seqlen_k=max_seqlen_k,
+                ),
+            )
+        return steps[capturing]
+
+
+def fused_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """An experts function of transformers on `fused_moe`; without gradients.
+
+    Raises:
+        UnsupportedError: experts that are no gated SiLU MLPs, or whose weights stand in another order.
+    """
+    wanted = {
+        "has_gate": True,
+        "is_concatenated": True,
+        "is_transposed": False,
+        "has_post_expert_norm": False,
+    }
+    for name, value in wanted.items():
+        if getattr(self, name) is not value:
+            raise UnsupportedError(f"{name}: {getattr(self, name)}, {NAME} takes experts where it is {value}")
+    if not isinstance(self.act_fn, torch.nn.SiLU | SiLUActivation):
+        raise UnsupportedError(f"act_fn: {self.act_fn}, {NAME} takes SiLU")
+    if type(self)._apply_gate is not _default_apply_gate:
+        raise UnsupportedError(f"_apply_gate: {type(self).__name__}'s own, {NAME} takes act_fn(gate) * up")
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or self.gate_up_proj.requires_grad):
+        raise UnsupportedError(f"{NAME} has no gradients: run under torch.no_grad()")
+    return fused_moe(
+        hidden_states,
+        self.gate_up_proj,
+        self.down_proj,
+        top_k_weights.float().contiguous(),
+        top_k_index.to(torch.int32).contiguous(),
+        w1_bias=self.gate_up_proj_bias if self.has_bias else None,
+        w2_bias=self.down_proj_bias if self.has_bias else None,
+    )

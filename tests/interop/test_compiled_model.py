@@ -1,0 +1,75 @@
+"""Our models through torch.compile: the whole forward is one graph, and gives the logits of the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged.batch import UnifiedBatchItem
+from paged.kv_cache_manager import PagedKvCacheManager
+from paged.models.paged_lm import PagedCausalLM
+from paged.models.registry import load_model
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+
+
+class _Compiled:
+    """A network whose forward goes through torch.compile."""
+
+    def __init__(self, network: Any, forward: Callable[..., torch.Tensor]) -> None:
+        self.network = network
+        self.forward = forward
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return self.forward(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+
+def _step(models: tuple[PagedCausalLM, PagedCausalLM], lengths: dict[str, int]) -> None:
+    """So many more tokens of every sequence, in one forward of each model."""
+    items = []
+    for name, length in lengths.items():
+        handle = models[0].kv_manager.get_handle(name)
+        start = 0 if handle is None else handle.num_tokens
+        items.append(UnifiedBatchItem(name, tokens(length, start + length), pos_offset=start))
+    for got, want in zip(*(model.unified_forward(items) for model in models), strict=True):
+        assert want is not None
+        assert_same_logits(got, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_forward_is_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    torch._dynamo.reset()
+    save_checkpoint(FAMILIES[family], tmp_path)
+    plain = load_model(tmp_path, block_size=8, num_blocks=32)
+    network = load_model(tmp_path, block_size=8, num_blocks=32).network
+    forward = torch.compile(network.forward, fullgraph=True, backend="aot_eager")
+    compiled = PagedCausalLM(_Compiled(network, forward), PagedKvCacheManager(plain.kv_manager.config))
+    models = compiled, plain
+    _step(models, {"a": 11, "b": 5, "c": 19})
+    _step(models, {"a": 1, "b": 3, "c": 6, "d": 7, "e": 6})
+    with torch.compiler.set_stance("fail_on_recompile"):  # steps differ in lengths that the graph does not depend on
+        _step(models, {"a": 4, "b": 1, "f": 9})
+        _step(models, {"a": 1, "b": 17, "c": 1, "d": 1, "f": 1, "g": 13})
+    _step(models, dict.fromkeys("abc", 1))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn])
+def test_layers_hold_whole_storages(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """inductor copies a cache that is a part of a larger storage before every write: 2 copies a layer and step."""
+    save_checkpoint(FAMILIES["llama"], tmp_path)
+    model = load_model(tmp_path, block_size=8, num_blocks=32, kv_cache_dtype=dtype)
+    for index, layer in enumerate(model.network.layers):
+        manager = model.kv_manager
+        pairs = ((layer.self_attn.k_cache, manager.k_cache(index)), (layer.self_attn.v_cache, manager.v_cache(index)))
+        for held, given in pairs:
+            assert (held.data_ptr(), held.shape, held.stride()) == (given.data_ptr(), given.shape, given.stride())
+            assert held.untyped_storage().nbytes() == held.nbytes
+            assert given.untyped_storage().nbytes() > given.nbytes

@@ -1,0 +1,140 @@
+"""transformers' continuous batching on our attention and experts gives the tokens of its own."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
+from transformers.integrations.moe import batched_mm_experts_forward
+
+from paged import UnsupportedError
+from paged.interop import transformers as interop
+from tests.models.families import FAMILIES, tokens
+
+# Over several pages of 8 and sliding windows of 8; 40 tokens need two chunks of a batch of 32.
+PROMPTS = [tokens(length, seed=length) for length in (40, 1, 16, 17, 33)]
+
+
+def _model(family: str, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family])).eval().to(device)
+
+
+def _generate(model: Any, attention: str, experts: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    model.set_attn_implementation(attention)
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation(experts)
+    results = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=32),
+        progress_bar=False,
+    )
+    assert [result.error for result in results.values()] == [None] * len(prompts)
+    return [results[name].generated_tokens for name in sorted(results)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_window_in_one_layer"])
+def test_generate_batch_gives_the_same_tokens(
+    family: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interop.register()
+    interop.register()
+    model = _model(family, device)
+    # The interpreter takes a second a forward.
+    prompts, num_tokens = (PROMPTS, 12) if backend == "torch" or device.type == "cuda" else (PROMPTS[-2:], 2)
+    expected = _generate(model, "sdpa", "eager", prompts, num_tokens)
+    calls = {"paged_attention": 0, "flash_attn_varlen_func": 0, "fused_moe": 0}
+
+    def counted(name: str) -> Any:
+        function = getattr(interop, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(interop, name, counted(name))
+    assert _generate(model, interop.NAME, interop.NAME, prompts, num_tokens) == expected
+    assert calls["paged_attention"] > 0
+    assert (calls["flash_attn_varlen_func"] > 0) == (family == "qwen3_window_in_one_layer")
+    assert (calls["fused_moe"] > 0) == (family == "qwen3_moe")
+
+
+def test_experts_equal_those_of_transformers(device: torch.device) -> None:
+    interop.register()
+    model = _model("qwen3_moe", device)
+    inputs = torch.tensor([PROMPTS[0]], device=device)
+    with torch.no_grad():
+        expected = model(inputs).logits
+        model.set_experts_implementation(interop.NAME)
+        torch.testing.assert_close(model(inputs).logits, expected)
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        model(inputs)
+
+
+def test_experts_with_biases(device: torch.device) -> None:
+    experts = _model("qwen3_moe", device).model.layers[0].mlp.experts
+    experts.has_bias = True
+    experts.gate_up_proj_bias = torch.nn.Parameter(torch.randn(4, 64, device=device))
+    experts.down_proj_bias = torch.nn.Parameter(torch.randn(4, 64, device=device))
+    ids = torch.tensor([[0, 3], [1, 2], [3, 1]], device=device)
+    arguments = torch.randn(3, 64, device=device), ids, torch.rand(3, 2, device=device)
+    with torch.no_grad():
+        expected = batched_mm_experts_forward(experts, *arguments)
+        torch.testing.assert_close(interop.fused_experts_forward(experts, *arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("has_gate", False),
+        ("is_concatenated", False),
+        ("is_transposed", True),
+        ("has_post_expert_norm", True),
+        ("act_fn", torch.nn.GELU()),
+    ],
+)
+def test_other_experts_are_refused_by_name(name: str, value: Any) -> None:
+    experts = _model("qwen3_moe", torch.device("cpu")).model.layers[0].mlp.experts
+    arguments = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    with torch.no_grad():
+        assert interop.fused_experts_forward(experts, *arguments).shape == (3, 64)
+        setattr(experts, name, value)
+        with pytest.raises(UnsupportedError, match=name):
+            interop.fused_experts_forward(experts, *arguments)
+
+
+def test_attention_without_the_cache_of_generate_batch_is_refused() -> None:
+    interop.register()
+    model = _model("llama", torch.device("cpu"))
+    inputs = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        model(inputs)
+        model.set_attn_implementation(interop.NAME)
+        with pytest.raises(UnsupportedError, match="cache"):
+            model(inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("attention_mask", torch.ones(1)), ("position_bias", torch.ones(1)), ("dropout", 0.1)]
+)
+def test_other_attention_arguments_are_refused_by_name(name: str, value: Any) -> None:
+    arguments = {"attention_mask": None, "cache": object(), name: value}
+    attention = interop.PagedTritonAttention()
+    with pytest.raises(UnsupportedError, match=name):
+        attention(SimpleNamespace(), *(torch.zeros(1, 1, 1, 8),) * 3, **arguments)
+
+
+def test_another_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    interop.register()
+    monkeypatch.delattr(continuous_api, "is_flash_attention_requested")
+    with pytest.raises(UnsupportedError, match="continuous_api"):
+        interop.register()
