@@ -6,8 +6,8 @@ threads while one compiles: an op that runs meanwhile would call itself.
 
 The arguments are the operation's, with these differences: tensors that are written and returned are only written;
 operations that may write to `out` are two ops, one of them `<operation>_out`; attention always gives (out, lse), and
-takes a flag for each sequence as `is_causal`; an alignment is three tensors, and `Routing`, `LoraWeights` and `LoraBatch`
-are their fields.
+takes a flag for each sequence as `is_causal`; an alignment is three tensors, and the objects `Routing`, `LoraWeights`
+and `LoraBatch` are their fields.
 
 No plan crosses the border: the op makes its own, one launch more a layer. A plan holds the schedule of one step, so a
 graph, a captured one above all, that held on to it would run later steps on the lengths of the first.
