@@ -14,14 +14,12 @@ PYTHONPATH.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +28,10 @@ from bench.attention_cases import CASES, AttentionCase
 from bench.attention_measurement import Measurement
 from bench.attention_peers import PEERS, Peer, peer_versions
 from bench.check import WrongResultError
-from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, save
+from bench.environment import DEVICE, benchmark_dtype, environment, parse_options
 from bench.limits import Ceilings
 from bench.report import verdict
 from bench.timing import ceilings
-from paged.kernels.compat import interpreting
 
 REPEATS = {"cuda": 50, "cpu": 10}
 MIN_REPEATS = 10
@@ -64,27 +61,16 @@ def test_attention(case: AttentionCase, benchmark: Any) -> None:
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print a line a case; the exit code is 1 where one was refused. A missed goal is no error."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the environment and the rows here too, after every case")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no case after so many seconds")
-    parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
-    parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
-    parser.add_argument("--repeats", type=int, help=f"samples a case, at least 2; {REPEATS} when not given")
-    args = parser.parse_args(argv)
-    if interpreting():
-        parser.error(INTERPRETING)
-    end = time.monotonic() + args.budget
-    device = torch.device(args.device)
-    repeats = args.repeats or REPEATS[args.device]
-    is_small = args.small or SCALE[args.device] == "small"
+    options = parse_options(__doc__, argv, REPEATS)
+    device, repeats = options.device, options.repeats
+    is_small = options.scale == "small"
     limits, peers = ceilings(device, benchmark_dtype(device), repeats), present_peers(device)
     report: dict[str, Any] = {**environment(device, limits), "peers": peer_versions()}
     write("\n".join(f"{name}: {value}" for name, value in report.items()))
     write("\n".join(f"{name}: {peer}" for name, peer in peers.items() if isinstance(peer, str)))
-    report |= {"rows": [], "refused": {}, "not_run": [case.name for case in CASES if args.only in case.name]}
+    report |= {"rows": [], "refused": {}, "not_run": [case.name for case in CASES if options.only in case.name]}
     for case in CASES:
-        if args.only not in case.name or time.monotonic() > end:
+        if options.only not in case.name or time.monotonic() > options.end:
             continue
         try:
             measurement = Measurement(case.small() if is_small else case, device, peers)
@@ -98,8 +84,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
             report["rows"].append(row)
             write(_line(row))
         report["not_run"].remove(case.name)
-        if args.json:
-            save(args.json, report)
+        options.save(report)
         measurement = row = None  # type: ignore[assignment]  # a case's tensors and graphs go before the next one's come
         if not _released(device):
             write("the device is lost: no further case can run")

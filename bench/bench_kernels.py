@@ -10,17 +10,16 @@ tables are shuffled. An operation that differs from `kernels/reference.py` gets 
 
 from __future__ import annotations
 
-import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.check import compare
-from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, save
+from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, parse_options
 from bench.kernel_cases import CASES, Case, Work
 from bench.limits import Ceilings, Speed, speed
 from bench.timing import cache_bytes, ceilings, sampler
@@ -98,27 +97,17 @@ def test_kernel(case: Case, benchmark: Any) -> None:
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print the table; the exit code is 1 where a case got no row."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the environment and the rows here too, after every case")
-    parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
-    parser.add_argument("--repeats", type=int, help=f"samples a row, at least 2; {REPEATS} when not given")
-    args = parser.parse_args(argv)
-    if interpreting():
-        parser.error(INTERPRETING)
-    device = torch.device(args.device)
-    scale = "small" if args.small else SCALE[args.device]
-    repeats = args.repeats or REPEATS[args.device]
+    options = parse_options(__doc__, argv, REPEATS)
+    device, repeats = options.device, options.repeats
     limits = ceilings(device, benchmark_dtype(device), repeats)
     report: dict[str, Any] = {**environment(device, limits), "rows": [], "refused": {}}
     write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
     write(f"{'case':28} {'median':>10} {'p20':>10} {'p80':>10} {'limit':>10} us {'GB/s':>8} {'TFLOP/s':>8}  percent")
     for case in CASES:
-        if args.only not in case.name:
+        if options.only not in case.name or time.monotonic() > options.end:
             continue
         try:
-            sample, row = prepare(case, scale, device)
+            sample, row = prepare(case, options.scale, device)
             result = row([sample() for _ in range(repeats)], limits)
         except Exception as error:  # whatever is wrong with one operation, the others get their rows
             report["refused"][case.name] = f"{type(error).__name__}: {error}"
@@ -126,8 +115,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         else:
             report["rows"].append(asdict(result))
             write(_line(result))
-        if args.json:
-            save(args.json, report)
+        options.save(report)
     return int(bool(report["refused"]))
 
 

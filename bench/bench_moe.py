@@ -13,29 +13,24 @@ the device.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import paged
 from bench.check import WrongResultError, compare
-from bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment
+from bench.environment import benchmark_dtype, environment, parse_options
 from bench.limits import Ceilings, speed
 from bench.moe_cases import CASES, MoeBatch, MoeCase, MoeLayer
 from bench.moe_peers import PEERS
 from bench.timing import Call, cache_bytes, ceilings, sampler
 from paged.kernels import reference
-from paged.kernels.compat import interpreting
 
 REPEATS = {"cuda": 30, "cpu": 5}
 MIN_REPEATS = 5
@@ -153,27 +148,16 @@ def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print a line a case; the exit code is 1 where one was refused its row. Missed goals are no error."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the environment and the rows here too, after every case")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no case after so many seconds")
-    parser.add_argument("--small", action="store_true", help="a CPU's sizes on a GPU")
-    parser.add_argument("--device", choices=list(SCALE), default=DEVICE)
-    parser.add_argument("--repeats", type=int, help=f"samples a case, at least 2; {REPEATS} when not given")
-    args = parser.parse_args(argv)
-    if interpreting():
-        parser.error(INTERPRETING)
-    end = time.monotonic() + args.budget
-    device = torch.device(args.device)
-    repeats = args.repeats or REPEATS[args.device]
-    is_small = args.small or SCALE[args.device] == "small"
+    options = parse_options(__doc__, argv, REPEATS)
+    device, repeats = options.device, options.repeats
+    is_small = options.scale == "small"
     limits = ceilings(device, benchmark_dtype(device), repeats)
-    cases = [case for case in CASES if args.only in case.name]
+    cases = [case for case in CASES if options.only in case.name]
     report: dict[str, Any] = environment(device, limits)
     write("\n".join(f"{name}: {value}" for name, value in report.items()))
     report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases], "geometric_means": {}}
     for case in cases:
-        if time.monotonic() > end:
+        if time.monotonic() > options.end:
             break
         try:
             row = measure(case.small() if is_small else case, device, repeats, limits)
@@ -185,10 +169,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
             write(_line(report["rows"][-1]))
         report["not_run"].remove(case.name)
         report["geometric_means"] = geometric_means(report["rows"])
-        if args.json:
-            draft = args.json.with_suffix(".part")  # a run may be killed at any time
-            draft.write_text(json.dumps(report, indent=1) + "\n")
-            os.replace(draft, args.json)
+        options.save(report)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
