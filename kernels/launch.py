@@ -61,7 +61,8 @@ class Launch:
         arguments = self._arguments | {name: tensors[name] for _, name in self._places}
         compiled = self._kernel[self._grid](**arguments, **self._options)
         if compiled is not None:  # the interpreter has nothing to keep
-            self._ordered = [arguments[name] for name in names]
+            # Without this call's tensors: a plan, which lives as long as its step, would keep its first layer's alive.
+            self._ordered = [None if name in tensors else arguments[name] for name in names]
             self._run = compiled[self._grid]
 
 

@@ -32,6 +32,7 @@ def test_repeats_with_other_tensors() -> None:
     launch = Launch(kernel, (3,), {"n": 7, "BLOCK": 16}, num_warps=4)
     a, b, c = (torch.zeros(2) for _ in range(3))
     launch({"x_ptr": a, "y_ptr": None, "unknown": 0})
+    assert not any(isinstance(kept, torch.Tensor) for kept in launch._ordered), "it would keep the first layer's alive"
     launch({"x_ptr": b, "y_ptr": None, "unknown": 0})
     launch({"x_ptr": c, "y_ptr": None, "unknown": 0})
     assert kernel.compiled == 1
