@@ -41,7 +41,7 @@ def cases() -> list[CompileCase]:
                 found += [_attention_case(target, kind, head_dim, box=box) for head_dim in (64, 80, 128, 256)]
                 found.append(_attention_case(target, kind, 128, cache="u8", box=box))
             found += [
-                _attention_case(target, kind, 128, dtype="fp32"),
+                *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),
                 _attention_case(target, kind, 128, window=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
                 *(_attention_case(target, kind, dim, window=True, options=tuple(_OPTIONS)) for dim in (128, 256)),
