@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from paged.executors.sampler import Drafts, Sampler
 from paged.executors.sampling_rows import index_tensor
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
+
+_LOG = logging.getLogger("paged")
 
 
 @dataclass
@@ -58,7 +61,8 @@ class DraftModel:
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
         try:
             return self._propose(completions, limits)
-        except Exception:
+        except Exception:  # whatever a draft fails with, the target's tokens are right without it
+            _LOG.exception("no drafts in this step")
             for completion in completions:
                 self.forget(completion)
             return Drafts([[] for _ in completions])
