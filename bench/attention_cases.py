@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 import paged
-from bench.limits import Cost, attention_cost
-from bench.timing import Call
+from paged.bench.limits import Cost, attention_cost
+from paged.bench.timing import Call
 from paged.kernels import reference
 from paged.kernels.attention_config import DECODE_MAX_ROWS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bench.attention_cases import AttentionCase
-from bench.limits import Ceilings
+from paged.bench.attention_cases import AttentionCase
+from paged.bench.limits import Ceilings
 
 _VLLM_RATIO = {"prefill": 2.5, "decode": 1.3, "mixed": 2.0}
 _LONG_PREFILL = 4096

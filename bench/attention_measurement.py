@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.attention_cases import (
+from paged.bench.attention_cases import (
     AttentionCase,
     Layer,
     MakeCalls,
@@ -20,12 +20,12 @@ from bench.attention_cases import (
     ours,
     ours_with_planning,
 )
-from bench.attention_goals import goals
-from bench.attention_peers import Peer
-from bench.check import WrongResultError, compare
-from bench.environment import INTERPRETING, benchmark_dtype
-from bench.limits import Ceilings, speed
-from bench.timing import Call, cache_bytes, host_seconds, sampler
+from paged.bench.attention_goals import goals
+from paged.bench.attention_peers import Peer
+from paged.bench.check import WrongResultError, compare
+from paged.bench.environment import INTERPRETING, benchmark_dtype
+from paged.bench.limits import Ceilings, speed
+from paged.bench.timing import Call, cache_bytes, host_seconds, sampler
 from paged.kernels.compat import interpreting
 
 # Calls whose host time is taken: four kernels each, together far below the 1,024 launches that a device queues.

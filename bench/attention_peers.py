@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench.attention_cases import AttentionCase, Layer, MakeCalls, Step
-from bench.timing import Call
+from paged.bench.attention_cases import AttentionCase, Layer, MakeCalls, Step
+from paged.bench.timing import Call
 
 _MAX_COPY_BYTES = 8 << 30
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation tells callers to bring

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from bench.attention_cases import CASES, AttentionCase
-from bench.attention_measurement import Measurement
-from bench.attention_peers import PEERS, Peer, peer_versions
-from bench.check import WrongResultError
-from bench.environment import DEVICE, benchmark_dtype, environment, parse_options
-from bench.limits import Ceilings
-from bench.report import verdict
-from bench.timing import ceilings
+from paged.bench.attention_cases import CASES, AttentionCase
+from paged.bench.attention_measurement import Measurement
+from paged.bench.attention_peers import PEERS, Peer, peer_versions
+from paged.bench.check import WrongResultError
+from paged.bench.environment import DEVICE, benchmark_dtype, environment, parse_options
+from paged.bench.limits import Ceilings
+from paged.bench.report import verdict
+from paged.bench.timing import ceilings
 
 REPEATS = {"cuda": 50, "cpu": 10}
 MIN_REPEATS = 10

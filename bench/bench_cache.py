@@ -40,9 +40,9 @@ from typing import Any
 
 import torch
 
-from bench.cache_workload import BLOCK_SIZE, DECODE_STEPS, NUM_BLOCKS, check_hit, decode_lengths, prompts
-from bench.timing import device_name
 from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
+from paged.bench.cache_workload import BLOCK_SIZE, DECODE_STEPS, NUM_BLOCKS, check_hit, decode_lengths, prompts
+from paged.bench.timing import device_name
 from paged.kernels.compat import interpreting
 
 PEER_VERSION = "0.33.0"
@@ -59,7 +59,7 @@ Samples = Iterator[float]
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be: samples of ours, and of the peer's given `bench.vllm_cache`. goal_us: in place of a goal ratio."""
+    """A row to be: samples of ours, and of the peer's given `vllm_cache`. goal_us: in place of a goal ratio."""
 
     name: str
     ours: Callable[[], Samples]
@@ -245,12 +245,12 @@ _GROWTH = [("pool.1M", "pool.1k", 1000), ("prefix_match.32k_cached", "prefix_mat
 
 
 def load_peer() -> tuple[ModuleType | None, str]:
-    """`bench.vllm_cache` where it can be imported at PEER_VERSION, and the version or why there is none."""
+    """`vllm_cache` where it can be imported at PEER_VERSION, and the version or why there is none."""
     try:
         found = version("vllm")
         if found != PEER_VERSION:
             return None, f"skipped: vLLM {found} is on PYTHONPATH, expected {PEER_VERSION}"
-        return importlib.import_module("bench.vllm_cache"), f"vLLM {found}"
+        return importlib.import_module("paged.bench.vllm_cache"), f"vLLM {found}"
     except ImportError as error:
         return None, f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH ({type(error).__name__}: {error})"
 

@@ -37,27 +37,27 @@ from typing import Any
 
 import torch
 
-from bench.bench_cache import environment
 from paged import (
     Engine,
     EngineConfig,
     LlmExecutor,
-    PagedAttentionExecutor,
     PagedExecutorConfig,
     PagedKvCacheConfig,
     PagedKvCacheManager,
     SamplingParams,
     UnifiedBatch,
 )
+from paged.bench.bench_cache import environment
 from paged.executors import sampler
 from paged.executors.model_executor import ModelExecutor
+from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.forward_step import ForwardStep
 from paged.kernels.compat import interpreting
 
 REPEATS = 100
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _VOCAB = 8000
-_SIZES = {
+_SIZES: dict[str, dict[str, Any]] = {
     "10M": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 9},
     "100M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 13, "num_attention_heads": 12},
 }

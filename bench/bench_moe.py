@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 import paged
-from bench.check import WrongResultError, compare
-from bench.environment import benchmark_dtype, environment, parse_options
-from bench.limits import Ceilings, speed
-from bench.moe_cases import CASES, MoeBatch, MoeCase, MoeLayer
-from bench.moe_peers import PEERS
-from bench.timing import Call, cache_bytes, ceilings, sampler
+from paged.bench.check import WrongResultError, compare
+from paged.bench.environment import benchmark_dtype, environment, parse_options
+from paged.bench.limits import Ceilings, speed
+from paged.bench.moe_cases import CASES, MoeBatch, MoeCase, MoeLayer
+from paged.bench.moe_peers import PEERS
+from paged.bench.timing import Call, cache_bytes, ceilings, sampler
 from paged.kernels import reference
 
 REPEATS = {"cuda": 30, "cpu": 5}

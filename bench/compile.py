@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import bench.compile_cases
-from bench.machine_code import SM_LIMITS, count, occupancy, read_code
+import paged.bench.compile_cases
+from paged.bench.machine_code import SM_LIMITS, count, occupancy, read_code
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -58,7 +58,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     divisible_by_16: tuple[str, ...] = ()
-    expect: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = tuple(TARGETS)
     programs_per_sm: int = 1
 
@@ -96,8 +96,8 @@ class Report:
 
 def all_cases() -> list[CompileCase]:
     """Every case of the modules in bench/compile_cases, each of which defines `cases() -> list[CompileCase]`."""
-    names = sorted(module.name for module in pkgutil.iter_modules(bench.compile_cases.__path__))
-    modules = [importlib.import_module(f"bench.compile_cases.{name}") for name in names]
+    names = sorted(module.name for module in pkgutil.iter_modules(paged.bench.compile_cases.__path__))
+    modules = [importlib.import_module(f"paged.bench.compile_cases.{name}") for name in names]
     return [case for module in modules for case in module.cases()]
 
 
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         write(_row(report) + "".join(f"  <- {text}" for text in wrong))
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
-    from bench.peer_compile import peer_cases  # which needs CompileCase
+    from paged.bench.peer_compile import peer_cases  # which needs CompileCase
 
     try:
         peers = [case for case in peer_cases() if args.only in case.name]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from bench.limits import Ceilings
-from bench.timing import device_name
+from paged.bench.limits import Ceilings
+from paged.bench.timing import device_name
 from paged.kernels.compat import HAS_TRITON, interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

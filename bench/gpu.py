@@ -73,13 +73,13 @@ def steps(out: Path) -> list[Step]:
 
     def report(_: float) -> list[str]:
         written = [str(path) for path in (attention, moe, kernels, out / "gpu.json") if path.exists()]
-        return [*python, "bench.report", *written, "--out", str(out)]
+        return [*python, "paged.bench.report", *written, "--out", str(out)]
 
     return [
         Step("tests", lambda _: tests, 0.37),
-        Step("attention", bench("bench.bench_attention", attention), 0.56),
-        Step("moe", bench("bench.bench_moe", moe), 0.5),
-        Step("kernels", lambda _: [*python, "bench.bench_kernels", "--json", str(kernels)], 0.8),
+        Step("attention", bench("paged.bench.bench_attention", attention), 0.56),
+        Step("moe", bench("paged.bench.bench_moe", moe), 0.5),
+        Step("kernels", lambda _: [*python, "paged.bench.bench_kernels", "--json", str(kernels)], 0.8),
         Step("report", report, 1.0),
     ]
 

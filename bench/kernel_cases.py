@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional
 
 import paged
-from bench.attention_cases import AttentionCase, expected, ours
-from bench.limits import Cost, moe_cost
-from bench.timing import Call
+from paged.bench.attention_cases import AttentionCase, expected, ours
+from paged.bench.limits import Cost, moe_cost
+from paged.bench.timing import Call
 from paged.kernels import reference
 from paged.kernels.cascade_attention import cascade_plans
 from paged.kernels.moe_align_block_size import max_num_blocks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bench.limits import Cost, moe_cost
+from paged.bench.limits import Cost, moe_cost
 
 ROUTINGS = ("balanced", "zipf")
 # The sizes that goals are set for come first, so that a budget that runs out costs little.

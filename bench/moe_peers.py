@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional
 
 import paged
-from bench.moe_cases import MoeBatch, MoeCase, MoeLayer
-from bench.timing import Call
+from paged.bench.moe_cases import MoeBatch, MoeCase, MoeLayer
+from paged.bench.timing import Call
 from paged.kernels.compat import tl, triton
 from paged.kernels.moe_sum import moe_sum
 

@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from bench.limits import Ceilings, attention_cost
-from bench.schedule_model import ELEMENT_SIZE, HEAD_DIM, SM_BANDWIDTH, SM_FLOPS, Launch, Outcome, Piece, simulate
+from paged.bench.limits import Ceilings, attention_cost
+from paged.bench.schedule_model import ELEMENT_SIZE, HEAD_DIM, SM_BANDWIDTH, SM_FLOPS, Launch, Outcome, Piece, simulate
 from paged.kernels import attention_plan
 from paged.kernels.attention_call import NO_LIMIT
 from paged.kernels.attention_plan import AttentionPlan, AttentionSchedule, AttentionShape

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.limits import Ceilings
+from paged.bench.limits import Ceilings
 
 Call = Callable[[], Any]
 # Short calls are repeated in one CUDA graph, so that the launch of the graph is spread over several: 10 us or so, which

@@ -23,17 +23,17 @@ from unittest import mock
 
 import torch
 
-from bench.attention_cases import CASES, AttentionCase, Layer, Step, ours
-from bench.check import compare
-from bench.environment import benchmark_dtype, environment, save
-from bench.timing import cache_bytes, ceilings, sampler
+from paged.bench.attention_cases import CASES, AttentionCase, Layer, Step, ours
+from paged.bench.check import compare
+from paged.bench.environment import benchmark_dtype, environment, save
+from paged.bench.timing import cache_bytes, ceilings, sampler
 from paged.kernels import attention_plan
 from paged.kernels.attention_config import AttentionTile
 
 REPEATS = 30
 # Two prompts, decodes and verify rows, each gathered and in boxes: what the tiles differ for.
-NAMES = ("prefill.4x4k.h32_8.b16", "prefill.4x4k.h32_8.b64", "prefill.4x4k.h32_8.b128")
-NAMES += ("decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16")
+NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
+NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16"]
 
 
 def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:

@@ -30,11 +30,11 @@ import torch
 import triton
 from tqdm import tqdm
 
-from bench.compile import SHARED_LIMIT, compile_case, problems
-from bench.compile_cases.moe import gemm_case
-from bench.environment import INTERPRETING
-from bench.moe_cases import MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
-from bench.timing import sampler
+from paged.bench.compile import SHARED_LIMIT, compile_case, problems
+from paged.bench.compile_cases.moe import gemm_case
+from paged.bench.environment import INTERPRETING
+from paged.bench.moe_cases import MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
+from paged.bench.timing import sampler
 from paged.kernels.compat import interpreting
 from paged.kernels.device import LARGE_SHARED_MEMORY, device_of
 from paged.kernels.moe_align_block_size import moe_align_block_size
@@ -127,8 +127,8 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
 
         def call() -> None:
             if candidate.gated:
-                linear, options = ExpertLinear(layer.w1), {"activation": "silu", "entries_per_row": top_k}
-                expert_gemm(batch.hidden_states, linear, out, aligned, tile, **options)
+                gate_up = ExpertLinear(layer.w1)
+                expert_gemm(batch.hidden_states, gate_up, out, aligned, tile, activation="silu", entries_per_row=top_k)
             else:
                 expert_gemm(activated, ExpertLinear(layer.w2), parts, aligned, tile, entry_weights=batch.topk_weights)
 

@@ -42,7 +42,7 @@ def load_table(path: Path) -> dict[int, MoeTiles]:
     """Number of entries (tokens times experts a token) -> tiles; empty, with a message, where there is no such file."""
     if not path.exists():
         logging.getLogger(__name__).warning(
-            "no tuned MoE tiles in %s: taking tiles computed from the shape; `python -m bench.tune_moe` writes them",
+            "no tuned MoE tiles in %s: tiles come from the shape; `python -m paged.bench.tune_moe` writes it",
             path,
         )
         return {}

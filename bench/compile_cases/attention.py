@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.compile import TARGETS, CompileCase
+from paged.bench.compile import TARGETS, CompileCase
 from paged.kernels.attention_config import decode_tile, padded_head_dim, prefill_tile
 from paged.kernels.attention_kernels import _attention_kernel, _merge_splits_kernel
 from paged.kernels.attention_mask import _pack_mask_kernel
@@ -162,8 +162,8 @@ def _merge_case(head_dim: int) -> CompileCase:
 def _plan_case() -> CompileCase:
     pointers = {"cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32", "is_causal_ptr": "*i1"}
     pointers |= dict.fromkeys(("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr"), "*i32")
-    scalars = ("num_seqs", "search_steps", "min_rows", "max_rows", "num_kv_heads", "places", "max_slots")
-    scalars += ("min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right")
+    scalars = ["num_seqs", "search_steps", "min_rows", "max_rows", "num_kv_heads", "places", "max_slots"]
+    scalars += ["min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"]
     constexprs = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
     return CompileCase(
         name="paged_attention plan",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
-from bench.compile import TARGETS, CompileCase
-from bench.compile_cases.moe_steps import QWEN3_30B_A3B, kernel_case
+from paged.bench.compile import TARGETS, CompileCase
+from paged.bench.compile_cases.moe_steps import QWEN3_30B_A3B, kernel_case
 from paged.kernels.device import Device
 from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles, quantized_tile
 from paged.kernels.moe_gemm import _expert_gemm_kernel
@@ -66,8 +67,8 @@ def _tuned(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
         if header["arch"] != target:
             continue
         for num_entries, tiles in load_table(path).items():
-            sizes = (header[name] for name in ("num_experts", "hidden_size", "intermediate_size"))
-            shape = MoeShape(num_entries, *sizes, 2)
+            sizes = {name: header[name] for name in ("num_experts", "hidden_size", "intermediate_size")}
+            shape = MoeShape(num_entries, **sizes, element_size=2)
             found |= {((True, shape, "bf16"), tiles.gate_up): None, ((False, shape, "bf16"), tiles.down): None}
     return found
 
@@ -95,7 +96,7 @@ def gemm_case(
         "out_ptr": f"*{dtype}",
         **dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), "*i32"),
     }
-    constexprs = {
+    constexprs: dict[str, Any] = {
         "N": columns,
         "EVEN_K": depth % tile.block_k == 0,
         "ENTRIES_PER_ROW": 8 if gated else 1,
@@ -122,7 +123,7 @@ def gemm_case(
         "w_scale_ptr": "*fp32" if kind else None,
     }
     pointers |= {name: kind for name, kind in optional.items() if kind}
-    constexprs |= {name: None for name, kind in optional.items() if not kind}
+    constexprs |= dict.fromkeys(name for name, kind in optional.items() if not kind)
     sizes = ("stride_x_row", "stride_w_expert", "stride_w_row", "K")
     case = kernel_case("", _expert_gemm_kernel, pointers, ("num_entries", *sizes), constexprs)
     has_wgmma = tile.block_m >= 64 or tile.swap_ab

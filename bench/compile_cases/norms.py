@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.compile import CompileCase
+from paged.bench.compile import CompileCase
 from paged.kernels.rms_norm import _rms_norm_kernel, num_warps
 
 
@@ -13,7 +13,7 @@ def cases() -> list[CompileCase]:
         for fused in (False, True):
             signature = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
             signature |= {"eps": "fp32", "stride_x_row": "i32", "stride_residual_row": "i32", "stride_out_row": "i32"}
-            constexprs = {"HIDDEN_SIZE": hidden_size, "BLOCK_SIZE": hidden_size}
+            constexprs: dict[str, int | None] = {"HIDDEN_SIZE": hidden_size, "BLOCK_SIZE": hidden_size}
             if not fused:
                 signature["residual_ptr"] = "constexpr"
                 constexprs["residual_ptr"] = None

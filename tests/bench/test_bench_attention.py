@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import paged
-from bench import attention_measurement, attention_peers, bench_attention
-from bench.attention_cases import CASES, AttentionCase, Layer, Step, expected, expected_spots, ours
-from bench.attention_goals import goals
-from bench.attention_measurement import Measurement, check
-from bench.attention_peers import PEERS, Peer
-from bench.bench_attention import main
-from bench.check import WrongResultError, compare
-from bench.limits import Ceilings
-from bench.report import main as report_main
+from paged.bench import attention_measurement, attention_peers, bench_attention
+from paged.bench.attention_cases import CASES, AttentionCase, Layer, Step, expected, expected_spots, ours
+from paged.bench.attention_goals import goals
+from paged.bench.attention_measurement import Measurement, check
+from paged.bench.attention_peers import PEERS, Peer
+from paged.bench.bench_attention import main
+from paged.bench.check import WrongResultError, compare
+from paged.bench.limits import Ceilings
+from paged.bench.report import main as report_main
 from paged.kernels.attention_config import DECODE_MAX_ROWS
 from tests.bench.test_bench_kernels import run_command
 

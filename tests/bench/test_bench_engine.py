@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_engine
-from bench.bench_engine import CASES, DifferentTokensError, Row, main
 from paged import SamplingParams
+from paged.bench import bench_engine
+from paged.bench.bench_engine import CASES, DifferentTokensError, Row, main
 
 CPU = torch.device("cpu")
 

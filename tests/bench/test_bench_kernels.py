@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import paged
-from bench import bench_kernels, kernel_cases
-from bench.bench_kernels import check, main
-from bench.check import WrongResultError
-from bench.kernel_cases import CASES, Case
-from bench.limits import Ceilings, Cost, attention_cost, moe_cost
+from paged.bench import bench_kernels, kernel_cases
+from paged.bench.bench_kernels import check, main
+from paged.bench.check import WrongResultError
+from paged.bench.kernel_cases import CASES, Case
+from paged.bench.limits import Ceilings, Cost, attention_cost, moe_cost
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -173,7 +173,7 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_run_on_a_cpu(tmp_path: Path) -> None:
     """The whole table, every case timed twice."""
     path = tmp_path / "rows.json"
-    result = run_command("-m", "bench.bench_kernels", "--device", "cpu", "--repeats", "2", "--json", str(path))
+    result = run_command("-m", "paged.bench.bench_kernels", "--device", "cpu", "--repeats", "2", "--json", str(path))
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(path.read_text())
     assert {"device", "torch", "triton", "date"} <= report.keys()

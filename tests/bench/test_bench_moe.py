@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import paged
-from bench import bench_moe
-from bench.bench_moe import geometric_means, goals, main
-from bench.limits import Ceilings, Cost
-from bench.moe_cases import CASES, MODELS, MoeCase
+from paged.bench import bench_moe
+from paged.bench.bench_moe import geometric_means, goals, main
+from paged.bench.limits import Ceilings, Cost
+from paged.bench.moe_cases import CASES, MODELS, MoeCase
 
 CPU = torch.device("cpu")
 

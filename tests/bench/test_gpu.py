@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_attention, bench_kernels, bench_moe, gpu, report
+from paged.bench import bench_attention, bench_kernels, bench_moe, gpu, report
 
 
 def _python(code: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.report import attention_section, kernel_section, main, roofline
+from paged.bench.report import attention_section, kernel_section, main, roofline
 
 ENVIRONMENT = {"device": "H200", "dtype": "bfloat16", "torch": "2.11", "triton": "3.6", "date": "2026-11-21"}
 ENVIRONMENT |= {"copy_gb_per_s": 4300.0, "read_gb_per_s": 4400.0, "matmul_tflop_per_s": 790.0}  # type: ignore[dict-item]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.schedule import CASES, SWEEP, main, outcome, plan
-from bench.schedule_model import Launch, Piece, makespan, simulate
+from paged.bench.schedule import CASES, SWEEP, main, outcome, plan
+from paged.bench.schedule_model import Launch, Piece, makespan, simulate
 from paged.kernels.attention_config import AttentionTile
 from paged.kernels.compat import interpreting
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.timing import host_seconds, sampler
+from paged.bench.timing import host_seconds, sampler
 
 CUDA = torch.device("cuda")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.attention_cases import CASES
-from bench.tune_attention import NAMES, candidates, main, with_tile
+from paged.bench.attention_cases import CASES
+from paged.bench.tune_attention import NAMES, candidates, main, with_tile
 from paged.kernels.attention_call import NO_LIMIT
 from paged.kernels.attention_config import AttentionTile
 from paged.kernels.attention_plan import AttentionPlan, AttentionShape

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="tuning needs triton")
 
-from bench.moe_cases import MODELS
-from bench.tune_moe import Candidate, new_table, search_space, shape_of, tune
+from paged.bench.moe_cases import MODELS
+from paged.bench.tune_moe import Candidate, new_table, search_space, shape_of, tune
 from paged.kernels import moe_table
 from paged.kernels.device import Device
 from paged.kernels.moe_config import MoeTile, fallback_tiles
