@@ -36,6 +36,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "paged.executors.async_engine": ("AsyncEngine",),
     "paged.executors.async_executor": ("AsyncModelExecutor",),
+    "paged.executors.chat_tokenizer": ("ChatTokenizer",),
     "paged.executors.draft_model": ("DraftModel",),
     "paged.executors.engine": ("Engine",),
     "paged.executors.engine_config": ("EngineConfig",),
