@@ -189,6 +189,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
+    executor.warmup()
     ours, our_tokens = _run_ours(executor, prompts)
 
     def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> tuple[float, list[list[int]]]:

@@ -141,7 +141,7 @@ class Engine(EngineCore):
         try:
             for prompt, one in zip(prompts, each, strict=True):
                 outputs.append(self.add_request(prompt, one))
-            with closing(progress_bar(len(outputs), shown=progress)) as bar:
+            with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
                 done = 0
                 while done < len(outputs):
                     self.step()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ import torch
 
 from paged.batch import SeqId, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
+from paged.executors.progress import tracked
+from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor, cache_id_of, is_decode_step
 from paged.kv_cache import KvCacheHandle
 from paged.models.base import DecoderOnlyLLM
@@ -80,8 +82,11 @@ class LlmExecutor(UnifiedExecutor):
         kv_cache_dtype: torch.dtype | None = None,
         max_loras: int = 8,
         max_lora_rank: int = 64,
+        cuda_graphs: bool | Sequence[int] | None = None,
     ) -> LlmExecutor:
         """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
+
+        cuda_graphs: decode steps run as CUDA graphs from `warmup` on; until then, and without it, none is captured.
 
         Raises:
             CheckpointError: files are missing or malformed.
@@ -99,6 +104,7 @@ class LlmExecutor(UnifiedExecutor):
             kv_cache_dtype=kv_cache_dtype,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
+            cuda_graphs=cuda_graphs,
         )
         config = model.config
         info = ModelInfo(
@@ -173,8 +179,16 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
 
     def warmup(self) -> None:
+        """Compile kernels and capture CUDA graphs; a bar shows how far it has come. Sequences in the cache stay."""
         with self._call():
-            self.model.prepare()
+            if isinstance(self.model, PagedCausalLM):
+                self.model.prepare(partial(tracked, desc="CUDA graphs", unit="size"))
+            else:
+                self.model.prepare()
+
+    def status(self) -> ExecutorStatus:
+        replays = self.model.num_graph_replays if isinstance(self.model, PagedCausalLM) else 0
+        return replace(super().status(), graph_replays=replays)
 
     def shutdown(self) -> None:
         super().shutdown()

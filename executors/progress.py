@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class ProgressBar(Protocol):
@@ -19,13 +23,21 @@ class _NoBar:
     def close(self) -> None: ...
 
 
-def progress_bar(total: int, *, shown: bool) -> ProgressBar:
-    """A bar over `total` prompts."""
+def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
+    """A bar over `total` units of work."""
     if shown:
         try:
             from tqdm import tqdm
         except ImportError:
             return _NoBar()
-        bar: ProgressBar = tqdm(total=total, unit="prompt", desc="generate")
+        bar: ProgressBar = tqdm(total=total, unit=unit, desc=desc)
         return bar
     return _NoBar()
+
+
+def tracked(items: Sequence[T], *, desc: str, unit: str) -> Iterator[T]:
+    """The items one by one, a bar going along."""
+    with closing(progress_bar(len(items), desc=desc, unit=unit)) as bar:
+        for item in items:
+            yield item
+            bar.update(1)

@@ -31,7 +31,7 @@ class WorkMeter:
         self._device = device
         self._memory_bytes = memory_bytes
         self._peak_memory_bytes = memory_bytes()
-        self.prefills = self.decodes = self._prefill_tokens = self._failed_calls = 0
+        self.prefills = self.decodes = self._prefill_tokens = self._forwards = self._failed_calls = 0
         self._prefill_seconds = self._decode_seconds = 0.0
         self._untimed: deque[tuple[ForwardWork, torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -58,6 +58,7 @@ class WorkMeter:
             self._collect_times(wait=False)
         else:
             self._add_seconds(work, perf_counter() - started)
+        self._forwards += 1
         self.prefills += work.prefills
         self._prefill_tokens += work.prefill_tokens
         self.decodes += work.decodes
@@ -72,6 +73,7 @@ class WorkMeter:
             decode_count=self.decodes,
             prefill_tokens=self._prefill_tokens,
             failed_calls=self._failed_calls,
+            forwards=self._forwards,
             average_prefill_seconds=self._prefill_seconds / max(self.prefills, 1),
             average_decode_seconds=self._decode_seconds / max(self.decodes, 1),
             memory_bytes=self._memory_bytes(),

@@ -86,10 +86,14 @@ class Llama(nn.Module):
         normed: torch.Tensor = self.norm(hidden, residual)[0]
         return normed
 
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits in the weights' dtype, [num_rows, vocab_size]; written to `out` where given."""
+        weight = self.embed_tokens if self.lm_head is None else self.lm_head
+        return torch.mm(hidden, weight.T, out=out)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size]."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden, head).float()
+        return self.head(hidden).float()
 
     def weight_slots(self) -> WeightSlots:
         """Every tensor a checkpoint must hold, by name, and the parameter slice it fills."""

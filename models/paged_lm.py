@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from paged.forward_step import forward_step, validate_items
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.models.decode_graphs import DecodeGraphs, graph_sizes
 from paged.models.decoder_config import DecoderConfig
 from paged.models.logits_policy import answer_items
 from paged.models.lora import LoraAdapters
@@ -33,6 +34,8 @@ class DecoderNetwork(Protocol):
         self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, /
     ) -> torch.Tensor: ...
 
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor: ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
@@ -44,7 +47,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     """A network with the KV caches of its sequences in one manager, each under its cache_id.
 
     A forward that fails leaves every sequence as it was; one that began with it does not exist. Logits are float32, on
-    the network's device.
+    the network's device. num_graph_replays: forwards that ran as one of `graphs`.
 
     Raises, in every method that runs tokens:
         InvalidInputError: no tokens, ids outside of the vocabulary, a position that is not the sequence's length, or a
@@ -53,7 +56,13 @@ class PagedCausalLM(DecoderOnlyLLM):
     """
 
     def __init__(
-        self, network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, max_loras: int = 8, max_lora_rank: int = 64
+        self,
+        network: DecoderNetwork,
+        kv_manager: PagedKvCacheManager,
+        *,
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
+        cuda_graphs: bool | Sequence[int] | None = None,
     ) -> None:
         self.network = network
         self.kv_manager = kv_manager
@@ -73,6 +82,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             max_seq_len=max_seq_len,
         )
         network.bind(kv_manager, max_seq_len)
+        sizes = graph_sizes(cuda_graphs, self.device, kv_manager.config.num_blocks)
+        self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
+        self.num_graph_replays = 0
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -107,13 +119,18 @@ class PagedCausalLM(DecoderOnlyLLM):
         with self._logits(items) as logits:
             return answer_items(logits, items)
 
-    def prepare(self) -> None:
-        """Run a prompt and a decode step once, so that no request waits for kernels to compile."""
+    def prepare(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
+        """Run a prompt and a decode step once, so that no request waits for kernels to compile, and capture `graphs`.
+
+        track: iterates over the batch sizes that are captured, and may show how far it has come.
+        """
+        self.graphs.clear()
         try:
             self.prefill(_WARMUP_ID, [0, 0])
             self.decode(_WARMUP_ID, 0, 2)
         finally:
             self.release(_WARMUP_ID)
+        self.graphs.capture(track)
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.num_blocks * self.kv_manager.config.block_size
@@ -158,9 +175,15 @@ class PagedCausalLM(DecoderOnlyLLM):
         )
         with torch.no_grad(), forward_step(self.kv_manager, items) as step:
             counts = [len(item.q_tokens) for item in items]
-            metadata = replace(step.metadata, lora=self.adapters.batch(step.handles, counts))
-            hidden = self.network(step.input_ids, metadata.positions, metadata)
-            yield self.network.logits(hidden if all_rows else hidden[step.sample_rows])
+            lora = self.adapters.batch(step.handles, counts)
+            is_replay = lora is None and self.graphs.takes(step)
+            if is_replay:
+                yield self.graphs.logits(step)
+            else:
+                metadata = replace(step.metadata, lora=lora)
+                hidden = self.network(step.input_ids, metadata.positions, metadata)
+                yield self.network.logits(hidden if all_rows else hidden[step.sample_rows])
+        self.num_graph_replays += is_replay
         self.adapters.count(step.handles, counts)
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:

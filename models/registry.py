@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ def load_model(
     kv_cache_dtype: torch.dtype | None = None,
     max_loras: int = 8,
     max_lora_rank: int = 64,
+    cuda_graphs: bool | Sequence[int] | None = None,
 ) -> PagedCausalLM:
     """The model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
@@ -64,6 +66,9 @@ def load_model(
             that the checkpoint holds for it, else with 1.
         max_loras: how many adapters can be loaded at once.
         max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
+        cuda_graphs: batch sizes up to which steps of one token a sequence are padded and replayed from graphs, once
+            `prepare` has captured them; True for 1 to 256 in 22 sizes, False for none, None for True on a GPU alone. On
+            a CPU, where there are no graphs, the same path runs the layers.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
@@ -108,7 +113,13 @@ def load_model(
         max_seq_len=max_seq_len,
         sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,
     )
-    return PagedCausalLM(network, PagedKvCacheManager(kv_config), max_loras=max_loras, max_lora_rank=max_lora_rank)
+    return PagedCausalLM(
+        network,
+        PagedKvCacheManager(kv_config),
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        cuda_graphs=cuda_graphs,
+    )
 
 
 def _network_class(hf: HfConfig) -> type[Llama]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,24 +15,43 @@ from paged.batch import KvSlotRequest, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.metadata import AttentionMetadata
+from paged.metadata import AttentionMetadata, HostMetadata
 from paged.staging import to_device
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardStep:
-    """What a model's forward takes. All tensors lie on the cache's device.
+    """What a model's forward takes: arrays on the host, which all go to the device when one of them is wanted there.
 
-    input_ids: int64 [num_tokens], the items' tokens one after the other.
+    token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
+    host: the metadata; `metadata` on the device.
+    row_ids: int64 [num_sampled_rows], the row of the last token of every item with `is_final_chunk`, in order; all rows
+        of those under VerifyLogits; `sample_rows` on the device.
     handles: one an item.
-    sample_rows: int64 [num_sampled_rows], the row of the last token of every item with `is_final_chunk`, in order; all
-        rows of those under VerifyLogits.
     """
 
-    input_ids: torch.Tensor
-    metadata: AttentionMetadata
+    token_ids: NDArray[np.int64]
+    host: HostMetadata
+    row_ids: NDArray[np.int64]
     handles: tuple[KvCacheHandle, ...]
-    sample_rows: torch.Tensor
+    device: torch.device
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        return self._moved[0]
+
+    @property
+    def sample_rows(self) -> torch.Tensor:
+        return self._moved[1]
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        return self._moved[2]
+
+    @cached_property
+    def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+        input_ids, sample_rows, *rest = to_device((self.token_ids, self.row_ids, *self.host.arrays), self.device)
+        return input_ids, sample_rows, self.host.over(rest)
 
 
 @contextmanager
@@ -63,10 +83,9 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
             for handle, count in zip(handles, counts, strict=True)
         ]
         with manager.reserve(requests) as reservation:
-            metadata = manager.build_metadata(zip(handles, counts, strict=True))
+            host = manager.host_metadata(zip(handles, counts, strict=True))
             tokens = np.fromiter((token for item in items for token in item.q_tokens), np.int64, sum(counts))
-            input_ids, sample_rows = to_device((tokens, _sample_rows(items, counts)), manager.device)
-            yield ForwardStep(input_ids, metadata, tuple(handles), sample_rows)
+            yield ForwardStep(tokens, host, _sample_rows(items, counts), tuple(handles), manager.device)
             reservation.commit([item.q_tokens for item in items])
     except BaseException:
         for handle in made:

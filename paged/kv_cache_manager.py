@@ -26,8 +26,9 @@ from paged.kv_cache import (
     check_count,
 )
 from paged.kv_cache_tensors import KvCacheTensors
-from paged.metadata import AttentionMetadata, make_metadata
+from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.prefix_cache import PrefixCache
+from paged.staging import to_device
 from paged.token_chain import as_list
 
 _Span = tuple[SequenceState, int, int]
@@ -422,12 +423,17 @@ class PagedKvCacheManager:
             InvalidInputError: a sequence is unknown, given twice, or has no room for its tokens.
             OutOfBlocksError: a shared block would have to be copied, and none is free; not after `reserve`.
         """
+        host = self.host_metadata(items)
+        return host.over(to_device(host.arrays, self.device))
+
+    def host_metadata(self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]) -> HostMetadata:
+        """`build_metadata` before it goes to the device."""
         with self._guard:
             states, query_lens = self._new_tokens(items)
             lengths = np.array([state.num_tokens for state in states], np.int64)
             self._make_ready(states, (lengths + query_lens).tolist())
             table = self._table.gather(states)
-        return make_metadata(lengths, query_lens, table, self.config.block_size, self.device)
+        return make_host_metadata(lengths, query_lens, table, self.config.block_size)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,6 @@ from numpy.typing import NDArray
 
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.lora_batch import LoraBatch
-from paged.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,54 @@ class AttentionMetadata:
     plan: AttentionPlan
     lora: LoraBatch | None = None
 
+    @classmethod
+    def over(cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int) -> AttentionMetadata:
+        """The tensors of `HostMetadata.arrays`, and a plan for them; the two maxima are upper bounds."""
+        positions, slot_mapping, seq_lens, cu_seqlens_q, block_table = tensors
+        return cls(
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            positions=positions,
+            max_seqlen_q=max_seqlen_q,
+            plan=AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
+        )
 
-def make_metadata(
+
+@dataclass(frozen=True)
+class HostMetadata:
+    """`AttentionMetadata` before it is on the device: the same arrays, and the longest KV length."""
+
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    seq_lens: NDArray[np.int32]
+    cu_seqlens_q: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """What goes to the device, the block table last."""
+        return self.positions, self.slot_mapping, self.seq_lens, self.cu_seqlens_q, self.block_table
+
+    @property
+    def is_one_token_each(self) -> bool:
+        """Whether every sequence gets one token, as in a decode step."""
+        return self.max_seqlen_q == 1 and len(self.positions) == len(self.seq_lens)
+
+    def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
+        """The same on the device, where `arrays` lie in `tensors`."""
+        return AttentionMetadata.over(tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
+
+
+def make_host_metadata(
     lengths: NDArray[np.int64],
     query_lens: NDArray[np.int64],
     table: NDArray[np.int32],
     block_size: int,
-    device: torch.device,
-) -> AttentionMetadata:
+) -> HostMetadata:
     """A forward of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
 
     table: block ids [num_seqs, max_blocks_per_seq], which have room for the new tokens.
@@ -60,15 +101,12 @@ def make_metadata(
         positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
     blocks = positions // block_size
     slots = (table[rows, blocks] - blocks) * block_size + positions
-    slot_mapping, positions_there, cu_seqlens_q, seq_lens_there, block_table = to_device(
-        (slots, positions, offsets.astype(np.int32), seq_lens.astype(np.int32), table), device
-    )
-    return AttentionMetadata(
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens_there,
-        block_table=block_table,
-        slot_mapping=slot_mapping,
-        positions=positions_there,
+    return HostMetadata(
+        positions=positions,
+        slot_mapping=slots,
+        seq_lens=seq_lens.astype(np.int32),
+        cu_seqlens_q=offsets.astype(np.int32),
+        block_table=table,
         max_seqlen_q=max_seqlen_q,
-        plan=AttentionPlan(cu_seqlens_q, seq_lens_there, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
+        max_seqlen_k=max_seqlen_k,
     )

@@ -20,11 +20,21 @@ _FIRST_SIZE = 1 << 16
 _ALIGNMENT = 64
 
 
-def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory; on the CPU themselves."""
-    if device.type == "cpu":
+def to_device(
+    arrays: Sequence[NDArray[Any]], device: torch.device, *, out: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, in one asynchronous copy through pinned memory; on the CPU themselves.
+
+    out: memory for them, see `Staging.to_device`; copied to on the CPU as well.
+    """
+    if device.type == "cpu" and out is None:
         return [torch.from_numpy(array) for array in arrays]
-    return _staging(device).to_device(arrays)
+    return _staging(device).to_device(arrays, out)
+
+
+def staged_size(arrays: Sequence[NDArray[Any]]) -> int:
+    """Bytes that the arrays take on the device."""
+    return _starts(arrays)[-1]
 
 
 @cache
@@ -56,10 +66,14 @@ class Staging:
         self._ring = cycle(self._buffers)
         self._lock = Lock()
 
-    def to_device(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, in one copy. Every tensor starts at a multiple of 64 bytes."""
-        starts = list(accumulate((math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
-        moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+    def to_device(self, arrays: Sequence[NDArray[Any]], out: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The arrays as tensors on the device, in one copy. Every tensor starts at a multiple of 64 bytes.
+
+        out: uint8 [at least the last array's end], of which the tensors are then views: where each lies depends on the
+            sizes of those before it alone.
+        """
+        starts = _starts(arrays)
+        moved = torch.empty(starts[-1], dtype=torch.uint8, device=self._device) if out is None else out[: starts[-1]]
         with self._lock:
             buffer = next(self._ring)
             if buffer.copied is not None:
@@ -75,6 +89,11 @@ class Staging:
             moved[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
             for array, start in zip(arrays, starts, strict=False)
         ]
+
+
+def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Where each array begins, and the end of all."""
+    return list(accumulate((math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
 
 
 class _Buffer:

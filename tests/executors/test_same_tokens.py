@@ -36,6 +36,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "swap": ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": "tight", "num_swap_blocks": 64}),
     "swap without room": ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": "tight", "num_swap_blocks": 1}),
     "paced": ({"decode_stretch": 1.5}, {}),
+    "graphs": ({}, {"cuda_graphs": (1, 2, 6)}),
+    "graphs, recompute": ({"admission_tokens": 0}, {"cuda_graphs": True, "num_blocks": "tight"}),
+    "graphs, swap": (
+        {"admission_tokens": 0, "preemption": "swap"},
+        {"cuda_graphs": (2, 3), "num_blocks": "tight", "num_swap_blocks": 64},
+    ),
 }
 
 
@@ -51,7 +57,10 @@ class Case:
 
     def executor(self, num_blocks: int | str = 64, block_size: int = 4, **options: Any) -> LlmExecutor:
         count = self.tight if num_blocks == "tight" else int(num_blocks) * 4
-        return LlmExecutor.from_pretrained(self.folder, num_blocks=count, block_size=block_size, **options)
+        executor = LlmExecutor.from_pretrained(self.folder, num_blocks=count, block_size=block_size, **options)
+        if "cuda_graphs" in options:
+            executor.warmup()
+        return executor
 
     def engine(self, config: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> Engine:
         return Engine(self.executor(**(options or {})), EngineConfig(**(config or {})), eos_token_ids=self.eos, seed=1)
@@ -79,11 +88,14 @@ def test_same_tokens(case: Case, way: str) -> None:
     engine = case.engine(config, options)
     assert tokens_of(engine.generate(case.prompts, case.params, progress=False)) == case.tokens
     _check_empty(engine)
+    status = engine.executor.status()
+    assert status.forwards >= engine.metrics.steps > status.graph_replays
+    assert bool(status.graph_replays) == ("cuda_graphs" in options)
     preempted = engine.metrics.preempted
     if "num_blocks" not in options:
         assert not preempted
     elif case.folder != RECALL:  # its answers take a block or two, and seldom the one too many
-        assert preempted["swap"] > 0 if way == "swap" else preempted["recompute"] > 0
+        assert preempted["swap" if way in ("swap", "graphs, swap") else "recompute"] > 0
 
 
 @pytest.mark.parametrize("way", ["batched", "chunks of 7", "recompute"])

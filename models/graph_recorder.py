@@ -1,0 +1,55 @@
+"""What makes a function repeatable on the same tensors: a CUDA graph, or on a CPU the function itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class GraphRecorder(Protocol):
+    """Records functions that read and write tensors which stay where they are."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Call `run`, and return what repeats its work on whatever its tensors then hold."""
+
+
+class CudaGraphRecorder:
+    """Every function becomes a CUDA graph; all of them share one pool of memory, since they run one after the other.
+
+    The largest function comes first, so that the others find their memory there. What a function returns or keeps of
+    its own is overwritten by the next graph: results go to tensors that were made outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # Kernels are compiled and loaded, and workspaces made, while nothing is captured: none of it can be done then.
+        with torch.cuda.stream(self._stream):
+            run()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads of the process do with the device meanwhile is their own matter.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        current.wait_stream(self._stream)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class CallRecorder:
+    """The stand-in where there are no graphs: to repeat a function is to call it."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+
+def graph_recorder(device: torch.device) -> GraphRecorder:
+    """The one for tensors on `device`."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else CallRecorder()

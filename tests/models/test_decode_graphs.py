@@ -1,0 +1,265 @@
+"""Decode steps that are replayed: the logits of eager ones, padding that touches nothing, and what stays eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paged.batch import GreedyArgmax, UnifiedBatchItem
+from paged.errors import InvalidInputError, OutOfBlocksError
+from paged.models.decode_graphs import DEFAULT_SIZES, graph_sizes
+from paged.models.graph_recorder import CallRecorder, CudaGraphRecorder, graph_recorder
+from paged.models.paged_lm import PagedCausalLM
+from paged.models.registry import load_model
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+from tests.models.lora_folders import Adapter
+
+pytestmark = pytest.mark.usefixtures("_fast")
+
+SIZES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(FAMILIES[request.param], path)
+    return path
+
+
+def make(folder: Path, cuda_graphs: bool | Sequence[int] | None = SIZES, **sizes: Any) -> PagedCausalLM:
+    """A model whose cache is full of NaN, and graphs captured."""
+    model = load_model(
+        folder, **{"block_size": 4, "num_blocks": 32, "max_seq_len": 64, **sizes}, cuda_graphs=cuda_graphs
+    )
+    for layer in range(model.config.num_layers):
+        model.kv_manager.k_cache(layer).fill_(torch.nan)
+        model.kv_manager.v_cache(layer).fill_(torch.nan)
+    model.graphs.capture()
+    return model
+
+
+def begin(model: PagedCausalLM, lengths: Sequence[int]) -> None:
+    """Sequences 0, 1, ... of so many tokens."""
+    model.unified_forward([UnifiedBatchItem(i, tokens(length, i)) for i, length in enumerate(lengths)])
+
+
+def decode(model: PagedCausalLM, names: Sequence[int], token: int) -> torch.Tensor:
+    """Logits of one more token of each."""
+    lengths = {handle.cache_id: handle.num_tokens for handle in model.kv_manager.handles()}
+    return model.decode_batch([(name, (token + name) % 128, lengths[name]) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_interpreted"),
+    [("llama", False), ("mistral", False), ("qwen3_moe", False), ("qwen3_moe", True)],
+    indirect=["folder"],
+)
+def test_same_logits_as_eager(folder: Path, is_interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the edges of every size, while sequences grow into new blocks, larger batches before smaller ones."""
+    replayed, eager = make(folder), make(folder, cuda_graphs=False)
+    for model in (replayed, eager):
+        begin(model, (7, 3, 12, 1, 18))
+    steps = [(4, 1, 0), (0, 1, 2, 3), (3,)]  # where replays take seconds: those that run the Triton kernels on a CPU
+    if not is_interpreted:
+        steps += [(2, 0), (0, 1, 2, 3, 4), *((4, 2, 0),) * 5]
+    for number, names in enumerate(steps):
+        expected, before = decode(eager, names, number), replayed.num_graph_replays
+        with monkeypatch.context() as patch:
+            if is_interpreted:
+                patch.setenv("PAGED_BACKEND", "triton")
+            assert_same_logits(decode(replayed, names, number), expected.cpu())
+        assert replayed.num_graph_replays - before == (len(names) <= 4)
+    assert eager.num_graph_replays == 0
+    blocks = {block for handle in replayed.kv_manager.handles() for block in handle.blocks}
+    unowned = [block for block in range(replayed.kv_manager.config.num_blocks + 1) if block not in blocks]
+    for layer in range(replayed.config.num_layers):
+        for cache in (replayed.kv_manager.k_cache(layer), replayed.kv_manager.v_cache(layer)):
+            assert cache[unowned].isnan().all(), "padding wrote to the cache"
+
+
+@pytest.fixture
+def model(llama_folder: Path) -> Iterator[PagedCausalLM]:
+    made = make(llama_folder)
+    yield made
+    made.reset()
+    made.kv_manager.check_integrity()
+    assert made.kv_manager.stats().used_blocks == 0
+
+
+def test_rows_of_an_earlier_step_are_gone(model: PagedCausalLM) -> None:
+    """The second step has a row less: what the fourth sequence holds stays, and nothing of it is run."""
+    begin(model, (5, 5, 5, 5))
+    decode(model, (0, 1, 2, 3), 9)
+    handle = model.kv_manager.get_handle(3)
+    assert handle is not None
+    before = [model.kv_manager.read_kv(handle, layer, 0, 6) for layer in range(2)]
+    decode(model, (0, 1, 2), 50)
+    after = [model.kv_manager.read_kv(handle, layer, 0, 6) for layer in range(2)]
+    assert all(torch.equal(a, b) for pair in zip(before, after, strict=True) for a, b in zip(*pair, strict=True))
+    assert model.num_graph_replays == 2
+
+
+def test_logits_outlive_the_next_step(model: PagedCausalLM) -> None:
+    begin(model, (5, 6))
+    first = decode(model, (0, 1), 3)
+    kept = first.clone()
+    decode(model, (0, 1), 77)
+    assert torch.equal(first, kept)
+
+
+def test_what_is_no_decode_step_runs_eagerly(model: PagedCausalLM) -> None:
+    begin(model, (5, 6))
+    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=5), UnifiedBatchItem("new", tokens(3))])
+    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=6, is_final_chunk=False)])
+    model.forward_verify(1, [1, 2])
+    assert model.num_graph_replays == 0
+    model.forward_verify(1, [3])
+    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=7, logits_policy=GreedyArgmax())])
+    assert model.num_graph_replays == 2
+
+
+def test_adapters_leave_the_graphs_alone(model: PagedCausalLM, llama_folder: Path, tmp_path: Path) -> None:
+    """Loaded after the capture into layers that were captured: base rows keep their bits, others run eagerly."""
+    begin(model, (5, 6))
+    before = decode(model, (0, 1), 3)
+    model.adapters.load("poetry", Adapter(("q_proj", "down_proj"), seed=1).save(tmp_path / "poetry", llama_folder))
+    for name, length in ((0, 5), (1, 6)):
+        model.truncate_kv(name, length)
+    assert torch.equal(decode(model, (0, 1), 3), before)
+    assert model.num_graph_replays == 2
+    model.set_lora_adapter_for_cache(2, "poetry")
+    model.prefill(2, tokens(4))
+    mixed = decode(model, (0, 1, 2), 8)
+    assert model.num_graph_replays == 2
+    for name, length in ((0, 6), (1, 7)):
+        model.truncate_kv(name, length)
+    assert_same_logits(decode(model, (0, 1), 8), mixed[:2].cpu())
+    assert model.num_graph_replays == 3
+
+
+def test_a_step_that_fails_changes_nothing(model: PagedCausalLM) -> None:
+    begin(model, (4, 8))
+    state = [(handle.blocks, handle.num_tokens) for handle in model.kv_manager.handles()]
+    policy = GreedyArgmax(token_mask=torch.ones(3, dtype=torch.bool, device=model.device))
+    items = [UnifiedBatchItem(0, [1], pos_offset=4), UnifiedBatchItem(1, [1], pos_offset=8, logits_policy=policy)]
+    with pytest.raises(InvalidInputError, match="token_mask"):
+        model.unified_forward(items)
+    others = [model.kv_manager.allocate(f"{length} more", length) for length in (60, 56)]
+    with pytest.raises(OutOfBlocksError):
+        decode(model, (0, 1), 1)
+    for other in others:
+        model.kv_manager.free(other)
+    assert [(handle.blocks, handle.num_tokens) for handle in model.kv_manager.handles()] == state
+    assert model.num_graph_replays == 0
+    decode(model, (0, 1), 1)
+    assert model.num_graph_replays == 1
+
+
+def test_nothing_is_captured_before_prepare(llama_folder: Path) -> None:
+    model = load_model(llama_folder, block_size=4, num_blocks=32, cuda_graphs=(1, 8, 100))
+    begin(model, (5, 6))
+    expected = decode(model, (0, 1), 3)
+    assert model.num_graph_replays == 0
+    seen: list[int] = []
+    model.prepare(lambda sizes: (seen.append(size) or size for size in sizes))  # type: ignore[func-returns-value]
+    assert seen == [32, 8, 1], "the largest first, and none that the cache has no sequences for"
+    for name, length in ((0, 5), (1, 6)):
+        model.truncate_kv(name, length)
+    assert_same_logits(decode(model, (0, 1), 3), expected.cpu())
+    assert model.num_graph_replays == 1
+
+    def fail(sizes: Sequence[int]) -> Iterator[int]:
+        yield sizes[0]
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.prepare(fail)
+    decode(model, (0, 1), 3)
+    assert model.num_graph_replays == 1, "a capture that failed leaves no graphs"
+
+
+def test_sizes() -> None:
+    cpu = torch.device("cpu")
+    assert graph_sizes(True, cpu, 1000) == (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16)) == DEFAULT_SIZES
+    assert graph_sizes(None, torch.device("cuda"), 1000) == DEFAULT_SIZES
+    assert (
+        graph_sizes(None, cpu, 1000) == graph_sizes(False, torch.device("cuda"), 1000) == graph_sizes((), cpu, 9) == ()
+    )
+    assert graph_sizes(True, cpu, 5) == (1, 2, 4, 5)
+    assert graph_sizes([9, 3, 3], cpu, 1000) == (3, 9)
+    for choice in ([0], [4, -1], ["4"]):
+        with pytest.raises(InvalidInputError, match="batch size"):
+            graph_sizes(choice, cpu, 1000)  # type: ignore[arg-type]
+
+
+class _NoSync(TorchDispatchMode):
+    """Raises where the host would wait for a value on the device, which no capture allows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{func} in a captured forward")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
+def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PyTorch twins do, so that the check is seen to work."""
+    forward = make(folder).graphs._forward(4)
+
+    def tolist(self: torch.Tensor) -> Any:
+        raise AssertionError("tolist in a captured forward")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    with _NoSync(), torch.no_grad():
+        monkeypatch.setenv("PAGED_BACKEND", "torch")
+        with pytest.raises(AssertionError, match="in a captured forward"):
+            forward()
+        monkeypatch.setenv("PAGED_BACKEND", "triton")
+        forward()
+
+
+def test_recorder_of_a_device() -> None:
+    calls: list[int] = []
+    assert isinstance(graph_recorder(torch.device("cpu")), CallRecorder)
+    replay = CallRecorder().record(lambda: calls.append(len(calls)))
+    replay()
+    assert calls == [0, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_are_captured_for_real(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Graphs of several sizes in turns, as they share their memory; and again over weights that were replaced."""
+    save_checkpoint(FAMILIES[family], tmp_path)
+    model = make(tmp_path, (1, 2, 4, 8), dtype=dtype)
+    assert isinstance(graph_recorder(model.device), CudaGraphRecorder)
+    begin(model, (7, 3, 12, 1, 18))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+
+    def check() -> None:
+        for number, names in enumerate([(0,), (0, 1, 2, 3, 4), (1, 2), (3,), (4, 2, 0), (0, 1, 2, 3), (1,)]):
+            before = model.num_graph_replays
+            replayed = decode(model, names, number)
+            assert model.num_graph_replays == before + 1
+            for name in names:
+                handle = model.kv_manager.get_handle(name)
+                assert handle is not None
+                model.truncate_kv(name, handle.num_tokens - 1)
+            graphs, model.graphs._replays = model.graphs._replays, {}
+            eager = decode(model, names, number)
+            model.graphs._replays = graphs
+            assert float((replayed - eager).abs().max() / eager.abs().max()) < tolerance
+
+    check()
+    old = [parameter.data for parameter in model.network.parameters()]
+    for parameter in model.network.parameters():
+        parameter.data = parameter.data * 0.9
+    model.prepare()
+    check()
+    del old
