@@ -138,8 +138,8 @@ def _like_the_first(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tenso
     return _like(x)
 
 
-@_define("silu_and_mul", "Tensor x", "Tensor")
-def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+@_define("silu_and_mul", "Tensor x, str activation='silu'", "Tensor")
+def _silu_and_mul(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
 
 
@@ -188,7 +188,7 @@ def _greedy_argmax(logits: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.T
 
 
 _define("rms_norm_out", "Tensor x, Tensor weight, Tensor(a!) out, float eps=1e-06", mutates=("out",))(_writes_only)
-_define("silu_and_mul_out", "Tensor x, Tensor(a!) out", mutates=("out",))(_writes_only)
+_define("silu_and_mul_out", "Tensor x, Tensor(a!) out, str activation='silu'", mutates=("out",))(_writes_only)
 _define("fused_moe_out", _EXPERTS.format("Tensor(a!) out, "), mutates=("out",))(_writes_only)
 _define(
     "fused_add_rms_norm",

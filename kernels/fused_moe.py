@@ -8,8 +8,8 @@ from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
-from paged.kernels.errors import InvalidInputError, UnsupportedError
-from paged.kernels.moe_activation import ACTIVATIONS
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.moe_activation import check_activation
 from paged.kernels.moe_align_block_size import MoeAlignment, check_expert_map, max_num_blocks, moe_align_block_size
 from paged.kernels.moe_config import MoeShape, takes_gemv
 from paged.kernels.moe_gemm import expert_gemm
@@ -80,8 +80,7 @@ def fused_moe(
     gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
     _check(hidden_states, gate_up, down, topk_weights, topk_ids)
     check_expert_map(expert_map, hidden_states.device)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, ACTIVATIONS))}")
+    check_activation(activation)
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)

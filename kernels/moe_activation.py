@@ -1,8 +1,9 @@
-"""What stands between the two products of an expert: an activation of the gate, times the other half."""
+"""What stands between the two products of an MLP or an expert: an activation of the gate, times the other half."""
 
 from __future__ import annotations
 
 from paged.kernels.compat import tl, triton
+from paged.kernels.errors import UnsupportedError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
@@ -22,3 +23,9 @@ def gated_activation(gate, up, ACTIVATION: tl.constexpr):
     gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
     return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+def check_activation(activation: str) -> None:
+    """Raise UnsupportedError unless the activation is one of ACTIVATIONS."""
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, ACTIVATIONS))}")

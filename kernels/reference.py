@@ -177,10 +177,10 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
     return out
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where the first half of the last axis is the gate and the second half is up."""
+def silu_and_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """activation(gate) * up, where the first half of the last axis is the gate and the second half is up."""
     gate, up = x.chunk(2, dim=-1)
-    return gated_activation(gate, up, "silu")
+    return gated_activation(gate, up, activation)
 
 
 def greedy_argmax(

@@ -1,4 +1,4 @@
-"""The gated SiLU between the two projections of an MLP."""
+"""The gated SiLU between the two projections of an MLP, and other gated activations in its place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
-from paged.kernels.moe_activation import gated_activation
+from paged.kernels.moe_activation import check_activation, gated_activation
 from paged.kernels.reshape_and_cache import tile
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import silu_and_mul as torch_op
@@ -23,6 +23,7 @@ def _silu_and_mul_kernel(
     stride_x_row,
     stride_out_row,
     SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -33,25 +34,28 @@ def _silu_and_mul_kernel(
     gate_ptrs = x_ptr + rows * stride_x_row + columns
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
-    out = gated_activation(gate, up, "silu")
+    out = gated_activation(gate, up, ACTIVATION)
     tl.store(out_ptr + rows * stride_out_row + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) * up with silu(z) = z / (1 + exp(-z)) (Shazeer, 2020), in float32, rounded once.
 
     Args:
         x: [..., 2 * size], the gate then up, float32, float16 or bfloat16, any strides.
+        activation: another one in place of SiLU, as in `fused_moe`.
         out: [..., size], dtype of x, contiguous; made when not given.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        UnsupportedError: the activation is another one.
     """
     if torch.compiler.is_dynamo_compiling():
         if out is None:
-            return ops.silu_and_mul(x)
-        ops.silu_and_mul_out(x, out)
+            return ops.silu_and_mul(x, activation)
+        ops.silu_and_mul_out(x, out, activation)
         return out
+    check_activation(activation)
     check_dtype("x", x, *FLOAT_DTYPES)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
@@ -63,7 +67,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     if not out.is_contiguous():
         raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
     if not use_triton(x):
-        return torch_op.silu_and_mul(x, out=out)
+        return torch_op.silu_and_mul(x, activation, out=out)
     if out.numel() == 0:
         return out
     rows = x.reshape(-1, 2 * size)
@@ -78,6 +82,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
         stride_x_row=rows.stride(0),
         stride_out_row=size,
         SIZE=size,
+        ACTIVATION=activation,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
         num_warps=num_warps(2 * block_rows * block_columns),

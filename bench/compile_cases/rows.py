@@ -75,12 +75,13 @@ def cases() -> list[CompileCase]:
         )
         for alignment in (1, 2, 4, 8, 16)
     ]
-    for size in (32, 768, 14336):
+    # The MLP of Gemma-3-1B has 6,912 units.
+    gated = [(32, "silu"), (768, "silu"), (14336, "silu"), (6912, "gelu"), (6912, "gelu_tanh"), (6912, "swiglu_oai")]
+    for size, activation in gated:
         block_rows, block_columns = tile(4096, size)
-        constexprs = {"SIZE": size, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
-        found.append(
-            _case(f"silu_and_mul size={size}", _silu_and_mul_kernel, 2 * block_rows * block_columns, constexprs)
-        )
+        constexprs = {"SIZE": size, "ACTIVATION": activation, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+        elements = 2 * block_rows * block_columns
+        found.append(_case(f"silu_and_mul {activation} size={size}", _silu_and_mul_kernel, elements, constexprs))
     chunk = {"BLOCK_TOKENS": BLOCK_TOKENS}
     plain = {"token_mask_ptr": None, "repetition_penalty_ptr": None}
     return [
@@ -113,7 +114,14 @@ def _rotary_cases(
         "BLOCK_DIM": block_dim,
     }
     plain = {"q_weight_ptr": None, "k_weight_ptr": None}
+    found = []
+    if head_dim == 256:  # Gemma's weights of norms are float32
+        constexprs = fused | {"k_scale_ptr": None, "v_scale_ptr": None, "NATIVE_FP8": False}
+        kinds = KINDS | {"q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32"}
+        name = f"qk_norm_rope_and_cache {shape} float32 weights"
+        found.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
     return [
+        *found,
         _case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone),
         *(
             case

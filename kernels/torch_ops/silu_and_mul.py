@@ -1,11 +1,12 @@
-"""Gated SiLU in PyTorch."""
+"""Gated activations in PyTorch."""
 
 from __future__ import annotations
 
 import torch
 
+from paged.kernels.torch_ops.fused_moe import gated_activation
 
-def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+
+def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> torch.Tensor:
     """Twin of `kernels.silu_and_mul.silu_and_mul`: float32 inside, rounded once into `out`."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return out.copy_(torch.nn.functional.silu(gate) * up)
+    return out.copy_(gated_activation(x.float(), activation, interleaved=False))

@@ -182,6 +182,8 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
         variants.append({**arguments, "expert_map": expert_map})
     if name == "fused_moe":
         variants.append({**arguments, "w1_bias": torch.randn(4, 24, device=device), "activation": "gelu"})
+    if name == "silu_and_mul":
+        variants.append({**arguments, "activation": "gelu_tanh"})
     graphs: list[torch.fx.GraphModule] = []
 
     def backend_fn(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:

@@ -30,6 +30,18 @@ def test_strided_rows_and_out(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", dtypes())
+def test_weights_may_be_more_exact_than_rows(dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (torch.randn(4, 80, device=device).to(dtype) for _ in range(2))
+    weight = 1 + torch.randn(80, device=device) / 64
+    expected = reference.rms_norm(x, weight, 1e-6)
+    assert_close(rms_norm(x, weight, 1e-6), expected)
+    assert dtype == torch.float32 or not torch.equal(expected, reference.rms_norm(x, weight.to(dtype), 1e-6))
+    total = residual + x
+    assert_close(fused_add_rms_norm(x, residual, weight, 1e-6)[0], reference.rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", dtypes())
 def test_fused_add_changes_both_in_place(dtype: torch.dtype, device: torch.device) -> None:
     x, residual = (torch.randn(4, 80, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(80, device=device).to(dtype)

@@ -1,12 +1,13 @@
-"""silu_and_mul against float64, on both backends."""
+"""silu_and_mul against float64, with every activation, on both backends."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from paged import InvalidInputError, silu_and_mul
+from paged import InvalidInputError, UnsupportedError, silu_and_mul
 from paged.kernels import reference
+from paged.kernels.moe_activation import ACTIVATIONS
 from tests.tolerance import assert_close, dtypes
 
 
@@ -16,6 +17,16 @@ from tests.tolerance import assert_close, dtypes
 def test_matches_reference(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(shape, device=device).to(dtype) * 4
     assert_close(silu_and_mul(x), reference.silu_and_mul(x))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_other_activations(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(5, 96, device=device).to(dtype) * 4
+    expected = reference.silu_and_mul(x, activation)
+    assert_close(silu_and_mul(x, activation=activation), expected)
+    assert activation == "silu" or not torch.allclose(expected, reference.silu_and_mul(x), rtol=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -38,6 +49,8 @@ def test_strided_rows_and_out(device: torch.device) -> None:
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
     x = torch.randn(4, 16, device=device)
     silu_and_mul(x, out=torch.empty(4, 8, device=device))
+    with pytest.raises(UnsupportedError, match="activation: 'relu', known are 'silu', 'gelu'"):
+        silu_and_mul(x, activation="relu")
     with pytest.raises(InvalidInputError, match=r"x: shape \[4, 15\]"):
         silu_and_mul(x[:, :15])
     with pytest.raises(InvalidInputError, match=r"out: shape \[4, 16\], expected \[4, 8\]"):
