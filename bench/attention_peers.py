@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -204,14 +203,3 @@ PEERS = (
         _flashinfer_calls,
     ),
 )
-
-
-def peer_versions() -> dict[str, str]:
-    """Versions of the peers' packages where they are installed."""
-    versions = {"cudnn": str(torch.backends.cudnn.version())} if torch.cuda.is_available() else {}
-    for package in ("vllm", "flashinfer-python"):
-        try:
-            versions[package] = version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

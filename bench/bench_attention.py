@@ -26,11 +26,11 @@ import torch
 
 from paged.bench.attention_cases import CASES, AttentionCase
 from paged.bench.attention_measurement import Measurement
-from paged.bench.attention_peers import PEERS, Peer, peer_versions
+from paged.bench.attention_peers import PEERS, Peer
 from paged.bench.check import WrongResultError
 from paged.bench.environment import DEVICE, benchmark_dtype, environment, parse_options
+from paged.bench.goal import verdict
 from paged.bench.limits import Ceilings
-from paged.bench.report import verdict
 from paged.bench.timing import ceilings
 
 REPEATS = {"cuda": 50, "cpu": 10}
@@ -56,7 +56,7 @@ def test_attention(case: AttentionCase, benchmark: Any) -> None:
     limits = ceilings(device, benchmark_dtype(device), repeats)
     measurement = Measurement(case if DEVICE == "cuda" else case.small(), device, present_peers(device))
     benchmark.pedantic(measurement.take, rounds=repeats)
-    benchmark.extra_info.update(environment(device, limits), **measurement.row(limits))
+    benchmark.extra_info.update(environment("attention", device, limits), **measurement.row(limits))
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     device, repeats = options.device, options.repeats
     is_small = options.scale == "small"
     limits, peers = ceilings(device, benchmark_dtype(device), repeats), present_peers(device)
-    report: dict[str, Any] = {**environment(device, limits), "peers": peer_versions()}
+    report: dict[str, Any] = environment("attention", device, limits)
     write("\n".join(f"{name}: {value}" for name, value in report.items()))
     write("\n".join(f"{name}: {peer}" for name, peer in peers.items() if isinstance(peer, str)))
     report |= {"rows": [], "refused": {}, "not_run": [case.name for case in CASES if options.only in case.name]}

@@ -25,13 +25,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -42,7 +40,8 @@ import torch
 
 from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
 from paged.bench.cache_workload import BLOCK_SIZE, DECODE_STEPS, NUM_BLOCKS, check_hit, decode_lengths, prompts
-from paged.bench.timing import device_name
+from paged.bench.environment import environment, save
+from paged.bench.goal import Goal, at_least, at_most, verdict
 from paged.kernels.compat import interpreting
 
 PEER_VERSION = "0.33.0"
@@ -74,18 +73,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A result in microseconds; ratio: the peer's median over ours; goal_met: None where there is nothing to judge."""
+    """A result in microseconds; peers: the same of a peer, with its median over ours as `ratio`."""
 
     name: str
     median_us: float
     p20_us: float
     p80_us: float
-    peer_median_us: float | None
-    peer_p20_us: float | None
-    peer_p80_us: float | None
-    ratio: float | None
-    goal: str | None
-    goal_met: bool | None
+    peers: dict[str, dict[str, float]]
+    goals: list[Goal]
 
 
 def _manager(num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True, head_dim: int = 8) -> PagedKvCacheManager:
@@ -292,20 +287,22 @@ def measure(cases: Sequence[Case], peer: ModuleType | None, repeats: int) -> lis
 
 def row(case: Case, ours: Sequence[float], theirs: Sequence[float]) -> Row:
     """The row of at least two samples in seconds; `theirs` is empty without a peer."""
-    median, p20, p80 = _quantiles_us(ours)
-    peer_median, peer_p20, peer_p80 = _quantiles_us(theirs) if theirs else (None, None, None)
-    ratio = None if peer_median is None else peer_median / median
-    goal = goal_met = None
+    own = _quantiles_us(ours)
+    ratio, peers, goals = None, {}, []
+    if theirs:
+        peer = _quantiles_us(theirs)
+        ratio = peer["median_us"] / own["median_us"]
+        peers["vllm"] = {**peer, "ratio": ratio}
     if case.goal_us is not None:
-        goal, goal_met = f"at most {case.goal_us:.0f} us", median <= case.goal_us
+        goals.append(at_most(f"{case.goal_us:.0f} us", own["median_us"], case.goal_us))
     elif case.peer is not None:
-        goal, goal_met = f"at least {_GOAL_RATIO:.0f}x", None if ratio is None else ratio >= _GOAL_RATIO
-    return Row(case.name, median, p20, p80, peer_median, peer_p20, peer_p80, ratio, goal, goal_met)
+        goals.append(at_least(f"{_GOAL_RATIO:.0f}x vLLM's manager", ratio, _GOAL_RATIO))
+    return Row(name=case.name, **own, peers=peers, goals=goals)
 
 
-def _quantiles_us(samples: Sequence[float]) -> tuple[float, float, float]:
+def _quantiles_us(samples: Sequence[float]) -> dict[str, float]:
     deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    return statistics.median(samples) * 1e6, deciles[1] * 1e6, deciles[7] * 1e6
+    return {"median_us": statistics.median(samples) * 1e6, "p20_us": deciles[1] * 1e6, "p80_us": deciles[7] * 1e6}
 
 
 def growth(rows: Sequence[Row]) -> dict[str, float]:
@@ -318,17 +315,6 @@ def growth(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def environment(peer: str) -> dict[str, str]:
-    """What a reader needs to judge rows."""
-    return {
-        "device": device_name(torch.device("cpu")),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "peer": peer,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def pytest_generate_tests(metafunc: Any) -> None:
     """Parametrise without importing pytest, which the command line does not need."""
     metafunc.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -336,10 +322,10 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 def test_cache(case: Case, benchmark: Any) -> None:
     """One row of the pytest-benchmark suite, whose own statistics are of both sides' calls with their preparation."""
-    peer, description = load_peer()
+    peer, _ = load_peer()
     sampling = Sampling(case, peer)
     benchmark.pedantic(sampling.take, rounds=_WARM_UP + REPEATS)
-    benchmark.extra_info.update(environment(description), **asdict(sampling.row()))
+    benchmark.extra_info.update(environment("cache", torch.device("cpu")), **asdict(sampling.row()))
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -355,7 +341,8 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         parser.error("TRITON_INTERPRET=1: unset it to benchmark")
     peer, description = load_peer()
     rows: list[Row] = []
-    report: dict[str, Any] = environment(description)
+    report = environment("cache", torch.device("cpu"))
+    report |= {"absent": {} if peer else {"vllm": description}}
     write("\n".join(f"{name}: {value}" for name, value in report.items()))
     write(f"{'case':30} {'ours':>10} {'p20':>10} {'p80':>10} us {'peer':>10} {'p20':>10} {'p80':>10} us  ratio  goal")
     selected = [case for case in CASES if args.only in case.name]
@@ -368,18 +355,17 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     for name, factor in report["growth"].items():
         write(f"{name}: {factor:.2f} times as long")
     if args.json:
-        args.json.write_text(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        save(args.json, {**report, "rows": [asdict(row) for row in rows]})
     return 0
 
 
 def _line(row: Row) -> str:
-    times = [row.median_us, row.p20_us, row.p80_us, row.peer_median_us, row.peer_p20_us, row.peer_p80_us]
-    ours, theirs = (
-        " ".join(f"{'-' if time is None else f'{time:.1f}':>10}" for time in half) for half in (times[:3], times[3:])
-    )
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
-    verdict = {True: ": met", False: ": MISSED", None: ""}[row.goal_met]
-    return f"{row.name:30} {ours}    {theirs}    {ratio:>6}  {row.goal or ''}{verdict}"
+    names, peer = ("median_us", "p20_us", "p80_us"), row.peers.get("vllm")
+    ours = " ".join(f"{getattr(row, name):10.1f}" for name in names)
+    theirs = " ".join(f"{peer[name]:10.1f}" if peer else f"{'-':>10}" for name in names)
+    ratio = f"{peer['ratio']:.2f}" if peer else "-"
+    goals = "; ".join(verdict(vars(goal)) for goal in row.goals)
+    return f"{row.name:30} {ours}    {theirs}    {ratio:>6}  {goals}"
 
 
 if __name__ == "__main__":

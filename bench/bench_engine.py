@@ -21,7 +21,6 @@ long_prompt.budget, long_prompt.paced: 32 sequences decode and a prompt of 32k t
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import statistics
@@ -47,7 +46,8 @@ from paged import (
     SamplingParams,
     UnifiedBatch,
 )
-from paged.bench.bench_cache import environment
+from paged.bench.environment import environment, save
+from paged.bench.goal import Goal, at_least, at_most, verdict
 from paged.executors import sampler
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
@@ -75,8 +75,7 @@ class Row:
     name: str
     value: float
     unit: str
-    goal: str | None
-    goal_met: bool | None
+    goals: list[Goal]
     detail: dict[str, float]
 
 
@@ -164,8 +163,7 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
         "p80_us": statistics.quantiles(samples, n=10)[7],
         "with_sampling_us": statistics.median(with_sampling),
     }
-    goal = None if with_executor else "at most 300 us"
-    return Row(name, median, "us", goal, None if with_executor else median <= 300, detail)
+    return Row(name, median, "us", [] if with_executor else [at_most("300 us", median, 300)], detail)
 
 
 def throughput(size: str, least: float, device: torch.device, repeats: int) -> Row:
@@ -216,7 +214,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         "peer_sized_tokens_per_second": total / sized_seconds,
         "over_peer_sized": sized_seconds / ours,
     }
-    return Row(f"throughput.{size}", ratio, "times the peer", f"at least {least:g}x", ratio >= least, detail)
+    return Row(f"throughput.{size}", ratio, "times the peer", [at_least(f"{least:g}x", ratio, least)], detail)
 
 
 def _run_ours(executor: ModelExecutor, prompts: Sequence[Sequence[int]]) -> tuple[float, list[list[int]]]:
@@ -266,7 +264,7 @@ def long_prompt(name: str, stretch: float | None, device: torch.device, repeats:
         "steps": len(samples),
         "prompt_seconds": sum(samples),
     }
-    return Row(name, worst, "times steady", "at most 2", worst <= 2, detail)
+    return Row(name, worst, "times steady", [at_most("2", worst, 2)], detail)
 
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=2000)
@@ -291,13 +289,7 @@ def test_engine(case: Case, benchmark: Any) -> None:
     """One row of the pytest-benchmark suite."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     row = benchmark.pedantic(lambda: case.measure(device, REPEATS), rounds=1)
-    benchmark.extra_info.update(_environment(), **asdict(row))
-
-
-def _environment() -> dict[str, str]:
-    import transformers
-
-    return environment(f"transformers {transformers.__version__}")
+    benchmark.extra_info.update(environment("engine", device), **asdict(row))
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -312,18 +304,18 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     if interpreting():
         parser.error("TRITON_INTERPRET=1: unset it to benchmark")
     torch.set_num_threads(args.threads)
-    report: dict[str, Any] = _environment()
+    report = environment("engine", args.device)
     write("\n".join(f"{name}: {value}" for name, value in report.items()))
     rows = []
     for case in CASES:
         if args.only in case.name:
             row = case.measure(args.device, args.repeats)
             rows.append(row)
-            verdict = {True: ": met", False: ": MISSED", None: ""}[row.goal_met]
+            goals = "; ".join(verdict(vars(goal)) for goal in row.goals)
             details = ", ".join(f"{name} {value:.4g}" for name, value in row.detail.items())
-            write(f"{row.name:20} {row.value:10.2f} {row.unit:15} {row.goal or ''}{verdict}    {details}")
+            write(f"{row.name:20} {row.value:10.2f} {row.unit:15} {goals}    {details}")
     if args.json:
-        args.json.write_text(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        save(args.json, {**report, "rows": [asdict(row) for row in rows]})
     return 0
 
 

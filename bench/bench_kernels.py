@@ -92,7 +92,7 @@ def test_kernel(case: Case, benchmark: Any) -> None:
     limits = ceilings(device, benchmark_dtype(device), repeats)
     samples: list[float] = []
     benchmark.pedantic(lambda: samples.append(sample()), rounds=repeats)
-    benchmark.extra_info.update(environment(device, limits), **asdict(row(samples, limits)))
+    benchmark.extra_info.update(environment("kernels", device, limits), **asdict(row(samples, limits)))
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     options = parse_options(__doc__, argv, REPEATS)
     device, repeats = options.device, options.repeats
     limits = ceilings(device, benchmark_dtype(device), repeats)
-    report: dict[str, Any] = {**environment(device, limits), "rows": [], "refused": {}}
+    report: dict[str, Any] = {**environment("kernels", device, limits), "rows": [], "refused": {}}
     write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
     write(f"{'case':28} {'median':>10} {'p20':>10} {'p80':>10} {'limit':>10} us {'GB/s':>8} {'TFLOP/s':>8}  percent")
     for case in CASES:

@@ -26,6 +26,7 @@ import torch
 import paged
 from paged.bench.check import WrongResultError, compare
 from paged.bench.environment import benchmark_dtype, environment, parse_options
+from paged.bench.goal import at_least
 from paged.bench.limits import Ceilings, speed
 from paged.bench.moe_cases import CASES, MoeBatch, MoeCase, MoeLayer
 from paged.bench.moe_peers import PEERS
@@ -125,16 +126,12 @@ def _check(out: torch.Tensor, layer: MoeLayer, batch: MoeBatch) -> None:
 
 def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
     """What the row is meant to reach on one H200; value and met are None where what it compares with did not run."""
-    found = [_goal("at least vLLM's Triton kernel", row["peers"].get("vllm", {}).get("ratio"), 1.0)]
+    found = [at_least("vLLM's Triton kernel", row["peers"].get("vllm", {}).get("ratio"), 1.0)]
     if row["bound_by"] == "memory" and row["active_experts"] == row["local_experts"]:
-        found.append(_goal("at least 92 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 92.0))
+        found.append(at_least("92 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 92.0))
     if row["model"] == "Qwen3-30B-A3B" and row["tokens"] >= 16384:
-        found.append(_goal("at least 520 TFLOP/s", row["tflop_per_s"], 520.0))
-    return found
-
-
-def _goal(text: str, value: float | None, target: float) -> dict[str, Any]:
-    return {"text": text, "value": value, "met": None if value is None else value >= target}
+        found.append(at_least("520 TFLOP/s", row["tflop_per_s"], 520.0))
+    return [asdict(goal) for goal in found]
 
 
 def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -153,7 +150,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     is_small = options.scale == "small"
     limits = ceilings(device, benchmark_dtype(device), repeats)
     cases = [case for case in CASES if options.only in case.name]
-    report: dict[str, Any] = environment(device, limits)
+    report: dict[str, Any] = environment("moe", device, limits)
     write("\n".join(f"{name}: {value}" for name, value in report.items()))
     report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases], "geometric_means": {}}
     for case in cases:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +31,37 @@ def benchmark_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def environment(device: torch.device, limits: Ceilings) -> dict[str, Any]:
-    """What a reader needs to judge rows: the device, its measured ceilings a second, versions, date."""
-    return {
+def environment(benchmark: str, device: torch.device, limits: Ceilings | None = None) -> dict[str, Any]:
+    """What a reader needs to judge rows: which benchmark's, the device, versions, date.
+
+    limits: what the device was measured to reach, for rows that have a limit; their dtype stands with it.
+    """
+    found = {
+        "benchmark": benchmark,
         "device": device_name(device),
-        "dtype": str(benchmark_dtype(device)).removeprefix("torch."),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if HAS_TRITON else None,
+        "peers": peer_versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if limits is None:
+        return found
+    return found | {
+        "dtype": str(benchmark_dtype(device)).removeprefix("torch."),
         "copy_gb_per_s": limits.copy / 1e9,
         "read_gb_per_s": limits.read / 1e9,
         "matmul_tflop_per_s": limits.matmul / 1e12,
     }
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of the peers' packages where they are installed."""
+    versions = {"cudnn": str(torch.backends.cudnn.version())} if torch.cuda.is_available() else {}
+    for package in ("vllm", "flashinfer-python", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def save(path: Path, results: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+
+from paged.bench.environment import DEVICE, environment, save
 
 ROOT = Path(__file__).resolve().parents[1]
 # Compiling is most of the tests' time; 8 processes keep 8 cores busy with it and share the GPU.
@@ -84,14 +85,14 @@ def steps(out: Path) -> list[Step]:
     ]
 
 
-def run_step(step: Step, seconds: float, environment: Mapping[str, str], log: TextIO) -> Outcome:
+def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
     """Run a step, passing its output on line by line; at its limit it is killed with all that it started."""
     command, start, summary = step.command(seconds), time.monotonic(), ""
     log.write(f"\n=== {step.name}, at most {seconds:.0f} s: {' '.join(command)}\n")
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -122,14 +123,12 @@ def run(steps: Sequence[Step], out: Path, budget: float, peers: Path | None = No
     end = time.monotonic() + budget
     paths = [str(ROOT), *([str(peers.resolve())] if peers else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    outcomes = []
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    outcomes, told = [], environment("gpu", torch.device(DEVICE))
     with (out / "gpu.log").open("w") as log:
         for step in steps:
-            outcomes.append(run_step(step, max(1.0, step.share * (end - time.monotonic())), environment, log))
-            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-            summary = {"device": device, "torch": torch.__version__, "steps": [asdict(outcome) for outcome in outcomes]}
-            (out / "gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
+            outcomes.append(run_step(step, max(1.0, step.share * (end - time.monotonic())), variables, log))
+            save(out / "gpu.json", {**told, "steps": [asdict(outcome) for outcome in outcomes]})
     for outcome in outcomes:
         print(f"{outcome.name:10} {outcome.returncode:4} {outcome.seconds:6.0f} s  {outcome.summary}")
     return int(any(outcome.returncode for outcome in outcomes))

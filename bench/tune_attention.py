@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ import torch
 from paged.bench.attention_cases import CASES, AttentionCase, Layer, Step, ours
 from paged.bench.check import compare
 from paged.bench.environment import benchmark_dtype, environment, save
+from paged.bench.limits import Ceilings, speed
 from paged.bench.timing import cache_bytes, ceilings, sampler
 from paged.kernels import attention_plan
 from paged.kernels.attention_config import AttentionTile
@@ -62,8 +62,8 @@ def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ig
 
 def measure(
     kind: str, tile: AttentionTile | None, step: Step, layers: list[Layer], want: torch.Tensor | None, repeats: int
-) -> tuple[float, torch.Tensor]:
-    """Median seconds of a layer, and the first layer's output.
+) -> tuple[list[float], torch.Tensor]:
+    """Seconds that a layer took, every time, and the first layer's output.
 
     Raises:
         WrongResultError: it differs from `want`.
@@ -74,34 +74,39 @@ def measure(
         if want is not None:
             compare(out, want)
         _, sample = sampler(calls, step.seq_lens.device)
-        return statistics.median([sample() for _ in range(repeats)]), out
+        return [sample() for _ in range(repeats)], out
 
 
 def tune(
-    case: AttentionCase, device: torch.device, repeats: int, is_over: Callable[[], bool]
+    case: AttentionCase, device: torch.device, repeats: int, limits: Ceilings, is_over: Callable[[], bool]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows of tiles and microseconds, fastest first, and why other tiles have none."""
+    """Rows of tiles and their speed, fastest first, and why other tiles have none."""
     torch.manual_seed(0)
     dtype = benchmark_dtype(device)
     num_layers = 1 + 2 * cache_bytes(device) // case.cost(dtype).num_bytes
     step, layers = case.tensors(device, dtype, num_layers)
     kind = "prefill" if case.kind == "prefill" else "decode"
-    seconds, want = measure(kind, None, step, layers, None, repeats)
-    rows: list[dict[str, Any]] = [{"tile": "the chooser's", "us": seconds * 1e6}]
+    samples, want = measure(kind, None, step, layers, None, repeats)
+    rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
+
+    def add(tile: dict[str, Any] | str, samples: list[float]) -> None:
+        rows.append({"name": case.name, "tile": tile, **asdict(speed(samples, case.cost(dtype), limits))})
+
+    add("the chooser's", samples)
     tiles = list(candidates(kind, case.block_size))
     random.Random(0).shuffle(tiles)  # where time runs out, what was tried is spread over all of them
     for tile in tiles:
         if is_over():
             break
         try:
-            seconds, _ = measure(kind, tile, step, layers, want, repeats)
-            rows.append({"tile": asdict(tile), "us": seconds * 1e6})
+            samples, _ = measure(kind, tile, step, layers, want, repeats)
+            add(asdict(tile), samples)
         except Exception as error:  # too much shared memory, or what the compiler refuses: the others go on
-            refused[str(tile)] = f"{type(error).__name__}: {str(error)[:200]}"
-    seconds, _ = measure(kind, None, step, layers, want, repeats)
-    rows.append({"tile": "the chooser's, again", "us": seconds * 1e6})
-    return sorted(rows, key=lambda row: float(row["us"])), refused
+            refused[f"{case.name} {tile}"] = f"{type(error).__name__}: {str(error)[:200]}"
+    samples, _ = measure(kind, None, step, layers, want, repeats)
+    add("the chooser's, again", samples)
+    return sorted(rows, key=lambda row: float(row["median_us"])), refused
 
 
 def main(argv: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -116,15 +121,20 @@ def main(argv: Sequence[str] | None = None, write: Callable[[str], object] = pri
         parser.error("no GPU: tiles can only be compared where they run")
     device = torch.device("cuda")
     chosen = [case for case in CASES if case.name in NAMES and args.only in case.name]
-    report: dict[str, Any] = {**environment(device, ceilings(device, benchmark_dtype(device), REPEATS)), "cases": {}}
+    limits = ceilings(device, benchmark_dtype(device), REPEATS)
+    not_run = [case.name for case in chosen]
+    report: dict[str, Any] = environment("tune_attention", device, limits)
+    report |= {"rows": [], "refused": {}, "not_run": not_run}
     end = time.monotonic() + args.budget
     for index, case in enumerate(chosen):
         case_end = time.monotonic() + (end - time.monotonic()) / (len(chosen) - index)
-        rows, refused = tune(case, device, args.repeats, lambda end=case_end: time.monotonic() > end)  # type: ignore[misc]
-        report["cases"][case.name] = {"rows": rows, "refused": refused}
+        rows, refused = tune(case, device, args.repeats, limits, lambda end=case_end: time.monotonic() > end)  # type: ignore[misc]
+        report["rows"] += rows
+        report["refused"] |= refused
+        not_run.remove(case.name)
         write(f"{case.name}: {len(rows)} timed, {len(refused)} refused")
         for row in rows[:8]:
-            write(f"  {row['us']:10.2f} us  {row['tile']}")
+            write(f"  {row['median_us']:10.2f} us  {row['tile']}")
         if args.json:
             save(args.json, report)
     return 0

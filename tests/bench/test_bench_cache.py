@@ -44,22 +44,27 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ratio_is_the_peers_median_over_ours() -> None:
     result = row(TIMED, [2e-6, 1e-6, 3e-6], [9e-6, 6e-6, 60e-6])
-    assert (result.median_us, result.peer_median_us, result.ratio) == pytest.approx((2.0, 9.0, 4.5))
+    assert (result.median_us, result.peers["vllm"]["median_us"], result.peers["vllm"]["ratio"]) == (
+        pytest.approx((2.0, 9.0, 4.5))
+    )
     assert (result.p20_us, result.p80_us) == pytest.approx((1.4, 2.6))
-    assert (result.peer_p20_us, result.peer_p80_us) == pytest.approx((7.2, 39.6))
+    assert (result.peers["vllm"]["p20_us"], result.peers["vllm"]["p80_us"]) == pytest.approx((7.2, 39.6))
 
 
 @pytest.mark.parametrize(("theirs", "met"), [(3.0, True), (2.9, False), (None, None)])
 def test_goal_of_a_case_with_a_peer(theirs: float | None, met: bool | None) -> None:
     result = row(TIMED, [1.0, 1.0], [] if theirs is None else [theirs, theirs])
-    assert (result.goal, result.goal_met, result.ratio) == ("at least 3x", met, theirs)
+    (goal,) = result.goals
+    assert (goal.text, goal.met, goal.value) == ("at least 3x vLLM's manager", met, theirs)
+    assert goal.reached == (None if theirs is None else pytest.approx(theirs / 3))
 
 
 @pytest.mark.parametrize(("microseconds", "met"), [(99, True), (101, False)])
 def test_goal_in_microseconds(microseconds: float, met: bool) -> None:
     case = Case("timed", TIMED.ours, goal_us=100.0)
     result = row(case, [microseconds * 1e-6] * 2, [])
-    assert (result.goal, result.goal_met) == ("at most 100 us", met)
+    (goal,) = result.goals
+    assert (goal.text, goal.met, goal.reached) == ("at most 100 us", met, pytest.approx(100 / microseconds))
 
 
 def test_growth_is_of_medians_of_rows_that_are_there() -> None:
@@ -81,7 +86,7 @@ def test_samples_are_taken_in_turns_and_the_first_are_dropped() -> None:
     rounds = {tuple(order[start : start + 3]) for start in range(0, 15, 3)}
     assert (len(order), rounds) == (15, {("a", "peer", "b"), ("b", "a", "peer")})
     assert [result.median_us for result in rows] == pytest.approx([3.5e6, 3.5e6])
-    assert (rows[0].peer_median_us, rows[1].peer_median_us) == (pytest.approx(3.5e6), None)
+    assert (rows[0].peers["vllm"]["median_us"], rows[1].peers) == (pytest.approx(3.5e6), {})
 
 
 def test_hit_leaves_the_last_block_or_token() -> None:
@@ -121,12 +126,12 @@ def test_run_without_the_peer(tmp_path: Path) -> None:
     lines: list[str] = []
     assert main(["--repeats", "5", "--json", str(path)], lines.append) == 0
     report = json.loads(path.read_text())
-    assert report["peer"].startswith(f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH")
-    assert any(report["peer"] in line for line in lines)
+    assert report["absent"]["vllm"].startswith(f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH")
+    assert any(report["absent"]["vllm"] in line for line in lines)
     assert [result["name"] for result in report["rows"]] == [case.name for case in bench_cache.CASES]
     for result in report["rows"]:
         assert 0 < result["p20_us"] <= result["median_us"] <= result["p80_us"]
-        assert (result["peer_median_us"], result["ratio"]) == (None, None)
+        assert result["peers"] == {}
         assert any(line.startswith(result["name"]) for line in lines)
 
 
@@ -140,8 +145,8 @@ def test_run_with_a_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(bench_cache, "load_peer", lambda: (peer, "slow"))
     assert main(["--repeats", "2", "--only", "prefix_match", "--json", str(path)], lines.append) == 0
     (result,) = json.loads(path.read_text())["rows"]
-    assert result["ratio"] == pytest.approx(1e6 / result["median_us"])
-    assert lines[-1].endswith("at least 3x: met")
+    assert result["peers"]["vllm"]["ratio"] == pytest.approx(1e6 / result["median_us"])
+    assert "at least 3x vLLM's manager: met" in lines[-1]
 
 
 def test_peer_of_another_version_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
