@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from paged.batch import SeqId
@@ -79,6 +80,18 @@ class AsyncEngine:
             output, queue = self._streams[request_id]
             queue.put_nowait(output.copy())
         return is_found
+
+    async def load_lora(self, name: str, path: str | Path) -> None:
+        """As `Engine.load_lora`, between two steps, while requests run."""
+        await self._call(self.engine.load_lora, name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        """As `Engine.unload_lora`, between two steps, while other requests run."""
+        await self._call(self.engine.unload_lora, name)
+
+    async def list_loras(self) -> tuple[str, ...]:
+        """As `Engine.list_loras`."""
+        return await self._call(self.engine.list_loras)
 
     async def status(self) -> EngineStatus:
         """Queue, running sequences and cache."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch
+from paged.executors.lora_loader import lora_loader
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 
@@ -18,7 +20,7 @@ R = TypeVar("R")
 
 
 class AsyncModelExecutor:
-    """The 18 calls of a `ModelExecutor`, awaitable; errors arrive at the await.
+    """The 18 calls of a `ModelExecutor`, awaitable, and those of a `LoraLoader`; errors arrive at the await.
 
     The event loop never waits: calls queue for one worker thread of this object's own. A call whose await is cancelled
     before its turn never runs; one that is running is finished, since a forward cannot be stopped halfway.
@@ -84,3 +86,13 @@ class AsyncModelExecutor:
 
     async def release_cache(self, seq_id: SeqId) -> None:
         await self._call(self.executor.release_cache, seq_id)
+
+    async def load_lora(self, name: str, path: str | Path) -> None:
+        """As `LlmExecutor.load_lora`; UnsupportedError where the executor takes no adapters, as for the next two."""
+        await self._call(lora_loader(self.executor).load_lora, name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._call(lora_loader(self.executor).unload_lora, name)
+
+    async def list_loras(self) -> tuple[str, ...]:
+        return await self._call(lora_loader(self.executor).list_loras)

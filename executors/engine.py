@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from paged.batch import SeqId
@@ -13,6 +14,7 @@ from paged.executors.engine_config import EngineConfig
 from paged.executors.engine_core import EngineCore
 from paged.executors.engine_metrics import EngineStatus
 from paged.executors.intake import Intake
+from paged.executors.lora_loader import lora_loader
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.progress import progress_bar
 from paged.executors.proposer import Proposer
@@ -66,6 +68,7 @@ class Engine(EngineCore):
             decoding=len(scheduler.decoding),
             used_blocks=None if stats is None else stats.used_blocks,
             num_blocks=None if stats is None else stats.num_blocks,
+            lora=self.executor.lora_metrics_snapshot(),
         )
 
     def add_request(
@@ -120,6 +123,36 @@ class Engine(EngineCore):
                 self.step()
         finally:
             self.abort(output.request_id)
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.
+
+        Raises:
+            InvalidInputError, CheckpointError: as `LlmExecutor.load_lora`.
+            UnsupportedError: the executor takes no adapters.
+        """
+        lora_loader(self.executor).load_lora(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter between two steps.
+
+        Raises:
+            InvalidInputError: it is not loaded, or requests that are not done name it.
+            UnsupportedError: the executor takes no adapters.
+        """
+        loader = lora_loader(self.executor)
+        # Those that wait hold no sequence yet, so the executor cannot know of them.
+        if named := [one.request_id for one in self._requests.values() if one.namespace == name]:
+            raise InvalidInputError(f"adapter {name!r}: {len(named)} requests name it, first {named[0]!r}")
+        loader.unload_lora(name)
+
+    def list_loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters.
+
+        Raises:
+            UnsupportedError: the executor takes no adapters.
+        """
+        return lora_loader(self.executor).list_loras()
 
     def generate(
         self,

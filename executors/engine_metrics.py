@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paged.errors import UnsupportedError
 
@@ -69,6 +70,7 @@ class EngineStatus:
     """An engine at one moment: completions in the queue (of them `swapped` in host memory), and those that run.
 
     used_blocks, num_blocks: of the KV cache; None where the executor has no cache manager.
+    lora: the executor's `lora_metrics_snapshot`.
     """
 
     waiting: int
@@ -77,6 +79,7 @@ class EngineStatus:
     decoding: int
     used_blocks: int | None
     num_blocks: int | None
+    lora: Mapping[str, Any] | None = None
 
 
 def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
@@ -118,7 +121,17 @@ class _Collector:
                 families.append(counter)
             else:
                 families.append(CounterMetricFamily(f"paged_{name}", text, value=value))
-        for name, gauge in vars(self._status).items():
-            if gauge is not None:
+        lora = self._status.lora or {}
+        gauges = vars(self._status) | {f"lora_{name}": value for name, value in lora.items()}
+        for name, gauge in gauges.items():
+            if isinstance(gauge, int | float):
                 families.append(GaugeMetricFamily(f"paged_{name}", name.replace("_", " "), value=gauge))
+        adapters = lora.get("adapters", {})
+        for name in dict.fromkeys(name for figures in adapters.values() for name in figures):
+            # A count that only grows, as long as the adapter is loaded.
+            kind = CounterMetricFamily if name == "tokens" else GaugeMetricFamily
+            family = kind(f"paged_lora_adapter_{name}", f"adapter {name}", labels=["adapter"])
+            for adapter, figures in adapters.items():
+                family.add_metric([adapter], figures[name])
+            families.append(family)
         return families

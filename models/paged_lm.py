@@ -120,16 +120,19 @@ class PagedCausalLM(DecoderOnlyLLM):
             return answer_items(logits, items)
 
     def prepare(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
-        """Run a prompt and a decode step once, so that no request waits for kernels to compile, and capture `graphs`.
+        """Run a prompt and a decode step once, and once with each adapter, so that no request waits for kernels to
+        compile, and capture `graphs`.
 
         track: iterates over the batch sizes that are captured, and may show how far it has come.
         """
         self.graphs.clear()
-        try:
-            self.prefill(_WARMUP_ID, [0, 0])
-            self.decode(_WARMUP_ID, 0, 2)
-        finally:
-            self.release(_WARMUP_ID)
+        for adapter in (None, *self.adapters.names()):
+            try:
+                self.set_lora_adapter_for_cache(_WARMUP_ID, adapter)
+                self.prefill(_WARMUP_ID, [0, 0])
+                self.decode(_WARMUP_ID, 0, 2)
+            finally:
+                self.release(_WARMUP_ID)
         self.graphs.capture(track)
 
     def kv_capacity(self) -> int:
