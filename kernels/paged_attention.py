@@ -130,7 +130,7 @@ def paged_attention(
         )
         _check_options(call, max_seqlen_q)
         if not by_triton:
-            torch_op.paged_attention(call)
+            torch_op.paged_attention(call, plan)
             return (out, lse) if lse is not None else out
         if plan is None:
             max_seqlen_k = block_table.shape[1] * k_cache.shape[1]

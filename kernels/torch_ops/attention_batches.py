@@ -1,0 +1,144 @@
+"""Sequences of similar shape as padded batches: what attention on a CPU gathers and masks, the same in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from paged.kernels.attention_call import AttentionCall
+
+if TYPE_CHECKING:
+    from paged.kernels.attention_plan import AttentionPlan
+
+# Queries of a piece: a long chunk is cut so that its first queries do not meet the keys that only its last ones see.
+_MAX_QUERIES = 256
+# Scores or mask elements held at once: 16M float32 are 64 MB, beyond which a larger batch gains nothing on a CPU.
+_MAX_SCORES = 1 << 24
+# Padding of a batch, in products of a query's and a key's element: it takes 30 us, as long as another batch.
+_MAX_PADDING = 1 << 17
+
+
+class Piece(NamedTuple):
+    """Consecutive queries of a sequence and the keys that any of them may see.
+
+    row: of the first query in q; position: its own; context: position of the first query of the whole sequence.
+    """
+
+    seq: int
+    row: int
+    num_queries: int
+    position: int
+    context: int
+    first_key: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """n pieces, padded to Q queries and L keys with copies of their last ones; the copies of keys are not visible.
+
+    So nothing is gathered that is not of the sequence, and padded queries give what their row gets anyway.
+
+    rows: int64 [n * Q], of q and out. slots: int64 [n * L], of the caches. visible: bool [n, 1, Q, L].
+    blind_rows: int64, those of `rows` that see no key; None where all do. positions: int64, of queries [n, Q] and of
+    keys [n, L].
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    visible: torch.Tensor
+    blind_rows: torch.Tensor | None
+    positions: tuple[torch.Tensor, torch.Tensor]
+
+    def distance(self) -> torch.Tensor:
+        """Between queries and keys, int64 [n, 1, Q, L]."""
+        queries, keys = self.positions
+        return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
+
+
+def sequence_batches(call: AttentionCall, plan: AttentionPlan | None, *, scores_per_pair: int) -> list[SequenceBatch]:
+    """All queries that see keys, in batches; made once for the layers that share a plan.
+
+    scores_per_pair: float32 values that the caller holds at once for a query and a key.
+    """
+    if plan is None:
+        return list(_batches(call, scores_per_pair))
+    tensors = call.block_table, call.is_causal, call.mask
+    key: Hashable = (*map(_place, tensors), call.window, call.k_cache.shape[1], call.q.shape[1:], scores_per_pair)
+    if key not in plan.batches:
+        # The tensors stay with the batches, so that no other one can take their place in memory.
+        plan.batches[key] = list(_batches(call, scores_per_pair)), tensors
+    return plan.batches[key][0]
+
+
+def _place(tensor: torch.Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+def _batches(call: AttentionCall, scores_per_pair: int) -> Iterator[SequenceBatch]:
+    _, num_q_heads, head_dim = call.q.shape
+    batch: list[Piece] = []
+    num_queries = num_keys = pairs = 0
+    pieces = _pieces(call, scores_per_pair)
+    for piece in sorted(pieces, key=lambda piece: (piece.num_queries, piece.num_keys), reverse=True):
+        num_queries, num_keys = max(num_queries, piece.num_queries), max(num_keys, piece.num_keys)
+        pairs += piece.num_queries * piece.num_keys
+        padded = (len(batch) + 1) * num_queries * num_keys
+        if batch and (
+            padded * scores_per_pair > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING
+        ):
+            yield _batch(call, batch)
+            batch = []
+            num_queries, num_keys, pairs = piece.num_queries, piece.num_keys, piece.num_queries * piece.num_keys
+        batch.append(piece)
+    if batch:
+        yield _batch(call, batch)
+
+
+def _pieces(call: AttentionCall, scores_per_pair: int) -> Iterator[Piece]:
+    starts, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
+    left, right = call.window
+    is_causal = [False] * len(lengths) if call.is_causal is None else call.is_causal.tolist()
+    for seq, (start, end) in enumerate(pairwise(starts)):
+        context = lengths[seq] - (end - start)
+        longest = min(_MAX_QUERIES, max(1, _MAX_SCORES // max(1, lengths[seq] * scores_per_pair)))
+        for row in range(start, end, longest):
+            num_queries = min(end - row, longest)
+            position = context + row - start
+            first_key = max(0, position - left)
+            last_key = position + num_queries - 1 + (0 if is_causal[seq] else right)
+            num_keys = min(lengths[seq], last_key + 1) - first_key
+            if num_keys > 0:
+                yield Piece(seq, row, num_queries, position, context, first_key, num_keys)
+
+
+def _batch(call: AttentionCall, pieces: list[Piece]) -> SequenceBatch:
+    device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
+    columns = torch.tensor(pieces, device=device).T.unsqueeze(-1)  # [7, n, 1]
+    seq, row, num_queries, position, context, first_key, num_keys = columns
+    query = torch.arange(max(piece.num_queries for piece in pieces), device=device).minimum(num_queries - 1)  # [n, Q]
+    offs_n = torch.arange(max(piece.num_keys for piece in pieces), device=device)
+    key = first_key + offs_n.minimum(num_keys - 1)  # [n, L]
+    slots = call.block_table[seq, key // block_size].long() * block_size + key % block_size
+
+    rows, position = row + query, position + query  # [n, Q]
+    ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
+    visible = (offs_n < num_keys)[:, None] & (ahead >= -left) & (ahead <= right)
+    if call.is_causal is not None:
+        visible &= (ahead <= 0) | ~call.is_causal[seq, None]
+    if call.mask is not None:
+        column = (key - context)[:, None].expand_as(ahead)  # among the new keys
+        allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
+        visible &= allowed | (column < 0)
+    is_blind = ~visible.any(-1)
+    return SequenceBatch(
+        rows=rows.flatten(),
+        slots=slots.flatten(),
+        visible=visible.unsqueeze(1),
+        blind_rows=rows[is_blind] if is_blind.any() else None,
+        positions=(position, key),
+    )
