@@ -22,9 +22,7 @@ from paged.kernels.routing import Routing
 from paged.kernels.silu_and_mul import silu_and_mul
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, MoeConfig
-
-# Checkpoint name of a tensor -> the slice of a parameter that it fills.
-WeightSlots = dict[str, torch.Tensor]
+from paged.models.weights import WeightSlots
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -63,7 +61,8 @@ class Linear(nn.Module):
         return out if lora is None or self.adapters is None else add_lora(out, x, self.adapters, lora)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots, start = {}, 0
+        slots: WeightSlots = {}
+        start = 0
         for name, size in self.parts.items():
             slots[f"{prefix}.{name}.weight"] = self.weight[start : start + size]
             if self.bias is not None:
@@ -72,19 +71,37 @@ class Linear(nn.Module):
         return slots
 
 
-class RmsNorm(nn.Module):
-    """RMS norm; with a residual stream, of its sum with x."""
+class _OnePlus:
+    """Takes norm weights that are stored less 1."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.shape, self.dtype = weight, weight.shape, weight.dtype
+
+    def copy_(self, stored: torch.Tensor) -> None:
+        self.weight.copy_(stored).add_(1)
+
+
+class RmsNorm(nn.Module):
+    """RMS norm; with a residual stream, of its sum with x.
+
+    Weights that are stored less 1 are float32 in models of any type. 1 + weight rounded to bfloat16 moves the logits of
+    a small random model by 0.4 to 0.6 %, half of what all its other roundings do; in float32 it is what transformers
+    multiplies by, bit for bit.
+    """
+
+    def __init__(self, size: int, config: DecoderConfig) -> None:
         super().__init__()
         self.weight = empty_parameter(size)
-        self.eps = eps
+        self.eps, self.is_zero_centred = config.rms_norm_eps, config.zero_centred_norms
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed, residual). With a residual both arguments are changed in place; without, x becomes it."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {f"{prefix}.weight": _OnePlus(self.weight) if self.is_zero_centred else self.weight}
 
 
 class Attention(nn.Module):
@@ -98,27 +115,29 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.head_dim, self.eps, self.softmax_scale = config.head_dim, config.rms_norm_eps, config.softmax_scale
         self.sizes = {
             "q_proj": config.num_attention_heads * config.head_dim,
             "k_proj": config.num_kv_heads * config.head_dim,
             "v_proj": config.num_kv_heads * config.head_dim,
         }
-        self.qkv_proj = Linear(config.hidden_size, self.sizes, bias=config.attention_bias)
-        self.o_proj = Linear(self.sizes["q_proj"], {"o_proj": config.hidden_size}, bias=config.attention_bias)
-        self.q_weight = empty_parameter(config.head_dim) if config.qk_norm else None
-        self.k_weight = empty_parameter(config.head_dim) if config.qk_norm else None
+        self.qkv_proj = Linear(config.hidden_size, self.sizes, bias=config.qkv_bias)
+        self.o_proj = Linear(self.sizes["q_proj"], {"o_proj": config.hidden_size}, bias=config.o_bias)
+        self.q_norm = RmsNorm(config.head_dim, config) if config.qk_norm else None
+        self.k_norm = RmsNorm(config.head_dim, config) if config.qk_norm else None
+        self.sinks = empty_parameter(config.num_attention_heads) if config.sinks else None
         # A window of W tokens is the token itself and W - 1 before it.
         self.window_size = (-1, -1) if window is None else (window - 1, -1)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-        """Give the layer its cache, and the rotary table that all layers share."""
+        """Give the layer its cache, and the rotary table that layers of its kind share."""
         self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
         self.cos_sin_cache = cos_sin_cache
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         qkv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
+        q_norm, k_norm = self.q_norm, self.k_norm
         q = qk_norm_rope_and_cache(
             q,
             k,
@@ -128,8 +147,8 @@ class Attention(nn.Module):
             metadata.slot_mapping,
             positions,
             self.cos_sin_cache,
-            q_weight=self.q_weight,
-            k_weight=self.k_weight,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
             eps=self.eps,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
@@ -143,7 +162,9 @@ class Attention(nn.Module):
             cu_seqlens_q=metadata.cu_seqlens_q,
             seq_lens=metadata.seq_lens,
             max_seqlen_q=metadata.max_seqlen_q,
+            softmax_scale=self.softmax_scale,
             window_size=self.window_size,
+            sinks=self.sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             plan=metadata.plan,
@@ -154,22 +175,25 @@ class Attention(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
-        if self.q_weight is not None and self.k_weight is not None:
-            slots |= {f"{prefix}.q_norm.weight": self.q_weight, f"{prefix}.k_norm.weight": self.k_weight}
+        if self.q_norm is not None and self.k_norm is not None:
+            slots |= self.q_norm.weight_slots(f"{prefix}.q_norm") | self.k_norm.weight_slots(f"{prefix}.k_norm")
+        if self.sinks is not None:
+            slots[f"{prefix}.sinks"] = self.sinks
         return slots
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size, self.activation = config.intermediate_size, config.activation
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        projected: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x, lora)), lora)
+        activated = silu_and_mul(self.gate_up_proj(x, lora), activation=self.activation)
+        projected: torch.Tensor = self.down_proj(activated, lora)
         return projected
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -179,25 +203,40 @@ class GatedMlp(nn.Module):
 class SparseMoe(nn.Module):
     """A router that sends every token to a few of many gated MLPs, which take no adapters."""
 
-    def __init__(self, hidden_size: int, config: MoeConfig) -> None:
+    def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
-        self.config = config
-        self.router = Linear(hidden_size, {"gate": config.num_experts})
-        self.w1 = empty_parameter(config.num_experts, 2 * config.intermediate_size, hidden_size)
-        self.w2 = empty_parameter(config.num_experts, hidden_size, config.intermediate_size)
-        self.routing = Routing(config.top_k, config.renormalize)
+        self.config, self.activation = moe, config.activation
+        hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
+        self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
+        self.w1 = empty_parameter(num_experts, 2 * size, hidden_size)
+        self.w2 = empty_parameter(num_experts, hidden_size, size)
+        self.w1_bias = empty_parameter(num_experts, 2 * size) if moe.bias else None
+        self.w2_bias = empty_parameter(num_experts, hidden_size) if moe.bias else None
+        self.routing = Routing(moe.top_k, moe.renormalize)
         self.ticket: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
         logits = self.router(x)
         block_size = moe_block_size(len(x), self.routing.top_k, self.w2)
+        aligned = None
         if block_size is None:
             topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
-            return fused_moe(x, self.w1, self.w2, topk_weights, topk_ids)
-        if self.ticket is None:  # made with the weights it would be memory without a value
-            self.ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-        topk_weights, topk_ids, aligned = route_and_align(logits, self.routing, block_size, ticket=self.ticket)
-        return fused_moe(x, self.w1, self.w2, topk_weights, topk_ids, aligned=aligned)
+        else:
+            if self.ticket is None:  # made with the weights it would be memory without a value
+                self.ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
+            topk_weights, topk_ids, aligned = route_and_align(logits, self.routing, block_size, ticket=self.ticket)
+        return fused_moe(
+            x,
+            self.w1,
+            self.w2,
+            topk_weights,
+            topk_ids,
+            activation=self.activation,
+            w1_bias=self.w1_bias,
+            w2_bias=self.w2_bias,
+            interleaved=self.config.interleaved,
+            aligned=aligned,
+        )
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         names = self.config

@@ -13,20 +13,23 @@ from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, decoder_config
 from paged.models.hf_config import HfConfig
-from paged.models.layers import Attention, GatedMlp, RmsNorm, SparseMoe, WeightSlots, empty_parameter
+from paged.models.layers import Attention, GatedMlp, RmsNorm, SparseMoe, empty_parameter
 from paged.models.rope import rope_table
+from paged.models.weights import WeightSlots
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm, on one residual stream."""
 
+    moe_class: type[SparseMoe] = SparseMoe
+
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden_size, config)
         self.self_attn = Attention(config, config.windows[index])
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config)
         moe = config.moe[index]
-        self.mlp = GatedMlp(config) if moe is None else SparseMoe(config.hidden_size, moe)
+        self.mlp = GatedMlp(config) if moe is None else self.moe_class(config, moe)
 
     def forward(
         self,
@@ -42,9 +45,9 @@ class DecoderLayer(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
-            f"{prefix}.input_layernorm.weight": self.input_layernorm.weight,
+            **self.input_layernorm.weight_slots(f"{prefix}.input_layernorm"),
             **self.self_attn.weight_slots(f"{prefix}.self_attn"),
-            f"{prefix}.post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+            **self.post_attention_layernorm.weight_slots(f"{prefix}.post_attention_layernorm"),
             **self.mlp.weight_slots(prefix),
         }
 
@@ -52,13 +55,15 @@ class DecoderLayer(nn.Module):
 class Llama(nn.Module):
     """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json."""
 
+    layer_class: type[DecoderLayer] = DecoderLayer
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = empty_parameter(config.vocab_size, config.hidden_size)
-        layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_layers))
         self.layers = cast("Sequence[DecoderLayer]", layers)
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RmsNorm(config.hidden_size, config)
         self.lm_head = None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size)
 
     @classmethod
@@ -66,20 +71,32 @@ class Llama(nn.Module):
         """The configuration of this family's checkpoints."""
         return decoder_config(hf)
 
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Give the weights a type, but for those of norms that are to stay float32."""
+        self.to(dtype)
+        for module in self.modules():
+            if isinstance(module, RmsNorm) and module.is_zero_centred:
+                module.float()
+
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""
-        table = rope_table(self.config.rope, self.config.head_dim, max_seq_len, self.embed_tokens.device)
-        for index, layer in enumerate(self.layers):
-            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), table)
+        config, device = self.config, self.embed_tokens.device
+        tables = {rope: rope_table(rope, config.head_dim, max_seq_len, device) for rope in set(config.ropes)}
+        for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
+            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rope])
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Give every layer the k_scale and v_scale of its cache; one that is not there stands for 1."""
         for layer, found in zip(self.layers, scales, strict=True):
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the first layer, [num_tokens, hidden_size]."""
+        return functional.embedding(input_ids, self.embed_tokens)
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""
-        hidden = functional.embedding(input_ids, self.embed_tokens)
+        hidden = self.embed(input_ids)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions, metadata)
@@ -97,7 +114,7 @@ class Llama(nn.Module):
 
     def weight_slots(self) -> WeightSlots:
         """Every tensor a checkpoint must hold, by name, and the parameter slice it fills."""
-        slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm.weight}
+        slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, **self.norm.weight_slots("model.norm")}
         for index, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{index}")
         if self.lm_head is not None:

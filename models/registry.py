@@ -16,6 +16,7 @@ from paged.models.hf_config import HfConfig
 from paged.models.llama import Llama, Mistral
 from paged.models.mixtral import Mixtral
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.qwen2 import Qwen2
 from paged.models.qwen3 import Qwen3
 from paged.models.qwen3_moe import Qwen3Moe
 from paged.models.weights import load_kv_scales, load_weights
@@ -24,6 +25,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }
@@ -94,7 +96,8 @@ def load_model(
 
     with torch.device("meta"):
         network = network_class(config)
-    network = network.to(dtype).to_empty(device=device)
+    network.set_dtype(dtype)
+    network = network.to_empty(device=device)
     load_weights(folder, network.weight_slots(), tied_head=config.tie_word_embeddings)
     if kv_cache_dtype == torch.float8_e4m3fn:
         network.scale_caches(load_kv_scales(folder, config.num_layers, config.num_kv_heads, device))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,14 +20,33 @@ _KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv])_scale|([kv])
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
-def load_weights(folder: Path, slots: Mapping[str, torch.Tensor], *, tied_head: bool) -> None:
+class Slot(Protocol):
+    """Where a tensor of a checkpoint goes: a parameter or a slice of one, or what makes one of the tensor.
+
+    dtype: uint8 where the tensor holds packed numbers, else any floating point.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def copy_(self, stored: torch.Tensor, /) -> object: ...
+
+
+# Checkpoint name of a tensor -> where it goes.
+WeightSlots = dict[str, Slot]
+
+
+def load_weights(folder: Path, slots: Mapping[str, Slot], *, tied_head: bool) -> None:
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
     Tensors without a slot are errors, but for the `rotary_emb.inv_freq` buffers of old files, scales of the KV cache
     (see `load_kv_scales`) and, with tied_head, an lm_head.weight that repeats the embedding.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, there twice, misshapen or not floating point, or a file is
+        CheckpointError: a tensor is missing, unexpected, there twice, misshapen or of another dtype, or a file is
             missing, unreadable, truncated or outside of the folder; the slots then hold anything.
     """
     pending = dict(slots)
@@ -91,19 +110,23 @@ def open_tensors(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: missing, unreadable or truncated ({error})") from error
 
 
-def _fill(slot: torch.Tensor, name: str, tensors: Any, file: Path) -> None:
+def _fill(slot: Slot, name: str, tensors: Any, file: Path) -> None:
     shape = tensors.get_slice(name).get_shape()
     if shape != list(slot.shape):
         raise CheckpointError(f"{name}: shape {shape} in {file}, expected {list(slot.shape)}")
-    check_floating(name, tensors, file)
+    _check_dtype(name, tensors, file, ("U8",) if slot.dtype == torch.uint8 else _FLOATING)
     slot.copy_(tensors.get_tensor(name))
 
 
 def check_floating(name: str, tensors: Any, file: Path) -> None:
     """Raise CheckpointError unless a tensor of an open file is floating point."""
+    _check_dtype(name, tensors, file, _FLOATING)
+
+
+def _check_dtype(name: str, tensors: Any, file: Path, expected: tuple[str, ...]) -> None:
     dtype = tensors.get_slice(name).get_dtype()
-    if dtype not in _FLOATING:
-        raise CheckpointError(f"{name}: dtype {dtype} in {file}, expected {', '.join(_FLOATING)}")
+    if dtype not in expected:
+        raise CheckpointError(f"{name}: dtype {dtype} in {file}, expected {', '.join(expected)}")
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:

@@ -13,6 +13,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -50,6 +51,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama_tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama_biases_linear_rope": LlamaConfig(
         **_SIZES,
+        hidden_act="gelu",
         attention_bias=True,
         mlp_bias=True,
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
@@ -57,13 +59,24 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama3_rope": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
     "mistral": MistralConfig(**_SIZES, sliding_window=WINDOW),
     "mixtral": MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2": Qwen2Config(**_SIZES),
+    "qwen2_yarn_window_in_one_layer": Qwen2Config(
+        **_SIZES,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
     "qwen3": Qwen3Config(**_SIZES, attention_bias=True),
     "qwen3_window_in_one_layer": Qwen3Config(
         **_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, tie_word_embeddings=True
     ),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),
     "qwen3_moe_normalised": Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
-    "qwen3_moe_with_dense_layer": Qwen3MoeConfig(**_SIZES, **_EXPERTS, mlp_only_layers=[0]),
+    "qwen3_moe_with_dense_layer": Qwen3MoeConfig(
+        **_SIZES, **_EXPERTS, mlp_only_layers=[0], hidden_act="gelu_pytorch_tanh"
+    ),
     "qwen3_moe_every_second_layer": Qwen3MoeConfig(**_SIZES, **_EXPERTS, decoder_sparse_step=2),
 }
 
@@ -87,8 +100,8 @@ def save_checkpoint(config: PreTrainedConfig, folder: Path, **save_options: Any)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder, **save_options)
     return model

@@ -56,7 +56,12 @@ def decode(model: PagedCausalLM, names: Sequence[int], token: int) -> torch.Tens
 
 @pytest.mark.parametrize(
     ("folder", "is_interpreted"),
-    [("llama", False), ("mistral", False), ("qwen3_moe", False), ("qwen3_moe", True)],
+    [
+        ("llama", False),
+        ("mistral", False),
+        ("qwen3_moe", False),
+        ("qwen3_moe", True),
+    ],
     indirect=["folder"],
 )
 def test_same_logits_as_eager(folder: Path, is_interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:

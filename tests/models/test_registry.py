@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
 from paged.models.registry import load_model
-from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 
 
 @pytest.fixture
@@ -73,6 +75,42 @@ def test_rope_as_written_before_transformers_5(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("family", ["qwen2"])
+def test_bfloat16_is_as_close_as_in_transformers(family: str, tmp_path: Path) -> None:
+    """Both are compared with float32."""
+    theirs = save_checkpoint(deepcopy(FAMILIES[family]), tmp_path)
+    with torch.no_grad():
+        theirs.bfloat16().save_pretrained(tmp_path)
+        wide, narrow = (
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")(
+                torch.tensor([tokens(40)])
+            )
+            .logits[0]
+            .float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    model = load_model(tmp_path)
+    assert model.dtype == torch.bfloat16
+    ours = model.forward_verify("a", tokens(40)).cpu()
+    error, their_error = (float((logits - wide).norm() / wide.norm()) for logits in (ours, narrow))
+    assert error < 1.25 * their_error
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize(
+    "values",
+    [{"beta_fast": 4.0, "beta_slow": 2.0}, {"attention_factor": 0.5}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {}],
+)
+def test_options_of_yarn(values: dict[str, Any], tmp_path: Path) -> None:
+    config = deepcopy(FAMILIES["qwen2"])
+    config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, **values}
+    theirs = save_checkpoint(config, tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens(40)])).logits[0, -1]
+    assert_same_logits(load_model(tmp_path).prefill("a", tokens(40)), expected)
+
+
+@pytest.mark.usefixtures("_fast")
 def test_layer_types_say_which_layers_have_a_window(tmp_path: Path) -> None:
     save_checkpoint(FAMILIES["qwen3_window_in_one_layer"], tmp_path)
     expected = load_model(tmp_path).prefill("a", tokens(40))
@@ -103,16 +141,17 @@ def test_number_of_experts_as_published(tmp_path: Path) -> None:
         (
             {"architectures": ["GPT2LMHeadModel"]},
             UnsupportedError,
-            r"\['GPT2LMHeadModel'\], known are LlamaForCausalLM, ",
+            r"\['GPT2LMHeadModel'\], known are .*LlamaForCausalLM, ",
         ),
-        ({"architectures": None}, UnsupportedError, r"architectures \[\], known are LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, UnsupportedError, "activation 'gelu', known are silu"),
+        ({"architectures": None}, UnsupportedError, r"architectures \[\], known are .*LlamaForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, UnsupportedError, "Gemma3ForConditionalGeneration"),
+        ({"hidden_act": "relu"}, UnsupportedError, "activation 'relu', known are silu, swish, gelu"),
         ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantised weights"),
         ({"dtype": "float8_e4m3fn"}, UnsupportedError, "dtype 'float8_e4m3fn', known are float32, float16, bfloat16"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
             UnsupportedError,
-            "rope type 'yarn', known are default, linear, llama3",
+            "rope type 'dynamic', known are default, linear, llama3, yarn",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, UnsupportedError, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"rope_type": "linear"}}, CheckpointError, "factor is missing"),
@@ -145,6 +184,22 @@ def test_configurations_that_are_refused(
     edit_config(folder, **values)
     with pytest.raises(error, match=message):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "error", "message"),
+    [
+        ("qwen2", {"use_sliding_window": 1}, CheckpointError, "use_sliding_window = 1, expected true or false"),
+    ],
+)
+def test_options_of_families_that_are_refused(
+    family: str, values: dict[str, Any], error: type[PagedError], message: str, tmp_path: Path
+) -> None:
+    save_checkpoint(FAMILIES[family], tmp_path)
+    load_model(tmp_path)
+    edit_config(tmp_path, **values)
+    with pytest.raises(error, match=message):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])

@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with biases before attention, and windows in some layers."""
+
+from __future__ import annotations
+
+from paged.models.decoder_config import DecoderConfig, decoder_config, layer_windows
+from paged.models.hf_config import HfConfig
+from paged.models.llama import Llama
+
+
+class Qwen2(Llama):
+    """Query, key and value have biases whatever config.json says; the output projection has none."""
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        return decoder_config(hf, windows=qwen_windows(hf), qkv_bias=True, o_bias=False)
+
+
+def qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
+    """`layer_types` or `max_window_layers` say which layers have a window, if `use_sliding_window` lets any."""
+    window = hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else None
+    first = hf.integer("max_window_layers", 28) if window else 0
+    return layer_windows(hf, window, lambda layer: layer >= first)
