@@ -12,6 +12,7 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.decoder_config import DecoderConfig
+from paged.models.gemma3 import Gemma3
 from paged.models.hf_config import HfConfig
 from paged.models.llama import Llama, Mistral
 from paged.models.mixtral import Mixtral
@@ -22,6 +23,7 @@ from paged.models.qwen3_moe import Qwen3Moe
 from paged.models.weights import load_kv_scales, load_weights
 
 ARCHITECTURES: dict[str, type[Llama]] = {
+    "Gemma3ForCausalLM": Gemma3,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -47,6 +48,16 @@ _LLAMA3_ROPE = {
 }
 
 FAMILIES: dict[str, PreTrainedConfig] = {
+    "gemma3": Gemma3TextConfig(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=48,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
     "llama": LlamaConfig(**_SIZES),
     "llama_tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama_biases_linear_rope": LlamaConfig(

@@ -57,6 +57,7 @@ def decode(model: PagedCausalLM, names: Sequence[int], token: int) -> torch.Tens
 @pytest.mark.parametrize(
     ("folder", "is_interpreted"),
     [
+        ("gemma3", False),
         ("llama", False),
         ("mistral", False),
         ("qwen3_moe", False),

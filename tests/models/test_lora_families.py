@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("_fast")
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {
+    "gemma3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
     "qwen2": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
 }
 

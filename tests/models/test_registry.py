@@ -75,11 +75,33 @@ def test_rope_as_written_before_transformers_5(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["qwen2"])
+def test_gemma3_as_published(tmp_path: Path) -> None:
+    """Two bases and one scaling, a period in place of layer_types, and no word of the head, which is tied."""
+    save_checkpoint(FAMILIES["gemma3"], tmp_path)
+    expected = load_model(tmp_path).prefill("a", tokens(40))
+    edit_config(
+        tmp_path,
+        *("rope_parameters", "layer_types", "tie_word_embeddings"),
+        rope_theta=10000.0,
+        rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        sliding_window_pattern=2,
+    )
+    assert torch.equal(load_model(tmp_path).prefill("a", tokens(40)), expected)
+    edit_config(tmp_path, rope_local_base_freq=10000.0)
+    assert not torch.allclose(load_model(tmp_path).prefill("a", tokens(40)), expected, atol=1e-3)
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("family", ["gemma3", "qwen2"])
 def test_bfloat16_is_as_close_as_in_transformers(family: str, tmp_path: Path) -> None:
-    """Both are compared with float32."""
+    """Both are compared with float32; weights of norms that bfloat16 cannot hold next to 1 keep their bits."""
     theirs = save_checkpoint(deepcopy(FAMILIES[family]), tmp_path)
     with torch.no_grad():
+        if family == "gemma3":
+            for name, parameter in theirs.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.copy_(torch.randn(parameter.shape) / 512)
         theirs.bfloat16().save_pretrained(tmp_path)
         wide, narrow = (
             AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")(
@@ -94,6 +116,11 @@ def test_bfloat16_is_as_close_as_in_transformers(family: str, tmp_path: Path) ->
     ours = model.forward_verify("a", tokens(40)).cpu()
     error, their_error = (float((logits - wide).norm() / wide.norm()) for logits in (ours, narrow))
     assert error < 1.25 * their_error
+    if family == "gemma3":
+        stored = theirs.model.layers[1].self_attn.k_norm.weight.bfloat16()
+        held = model.network.layers[1].self_attn.k_norm.weight.cpu()
+        assert torch.equal(held, 1 + stored.float())
+        assert not torch.equal(held, held.bfloat16().float())
 
 
 @pytest.mark.usefixtures("_fast")
@@ -189,6 +216,21 @@ def test_configurations_that_are_refused(
 @pytest.mark.parametrize(
     ("family", "values", "error", "message"),
     [
+        (
+            "gemma3",
+            {"attn_logit_softcapping": 50.0},
+            UnsupportedError,
+            "attn_logit_softcapping = 50.0 is not supported",
+        ),
+        ("gemma3", {"final_logit_softcapping": 30.0}, UnsupportedError, "final_logit_softcapping = 30.0 is not"),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            UnsupportedError,
+            "use_bidirectional_attention = True is not",
+        ),
+        ("gemma3", {"hidden_activation": "relu"}, UnsupportedError, "activation 'relu', known are"),
+        ("gemma3", {"layer_types": ["full_attention"]}, CheckpointError, "1 layer_types for 2 layers"),
         ("qwen2", {"use_sliding_window": 1}, CheckpointError, "use_sliding_window = 1, expected true or false"),
     ],
 )
