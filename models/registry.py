@@ -13,6 +13,7 @@ from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.decoder_config import DecoderConfig
 from paged.models.gemma3 import Gemma3
+from paged.models.gpt_oss import GptOss
 from paged.models.hf_config import HfConfig
 from paged.models.llama import Llama, Mistral
 from paged.models.mixtral import Mixtral
@@ -24,6 +25,7 @@ from paged.models.weights import load_kv_scales, load_weights
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma3ForCausalLM": Gemma3,
+    "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,

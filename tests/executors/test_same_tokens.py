@@ -66,7 +66,7 @@ class Case:
         return Engine(self.executor(**(options or {})), EngineConfig(**(config or {})), eos_token_ids=self.eos, seed=1)
 
 
-@pytest.fixture(scope="module", params=["recall", "llama", "mistral", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["recall", "gpt_oss", "llama", "mistral", "qwen3_moe"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGED_BACKEND", "torch")

@@ -58,6 +58,7 @@ def decode(model: PagedCausalLM, names: Sequence[int], token: int) -> torch.Tens
     ("folder", "is_interpreted"),
     [
         ("gemma3", False),
+        ("gpt_oss", False),
         ("llama", False),
         ("mistral", False),
         ("qwen3_moe", False),

@@ -59,7 +59,7 @@ def test_dtype_is_the_checkpoints_unless_given(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["llama3_rope", "llama_biases_linear_rope"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama3_rope", "llama_biases_linear_rope"])
 def test_rope_as_written_before_transformers_5(family: str, tmp_path: Path) -> None:
     save_checkpoint(FAMILIES[family], tmp_path)
     expected = load_model(tmp_path).prefill("a", tokens(40))
@@ -93,7 +93,17 @@ def test_gemma3_as_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["gemma3", "qwen2"])
+def test_gpt_oss_without_layer_types(tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES["gpt_oss"], tmp_path)
+    expected = load_model(tmp_path).prefill("a", tokens(40))
+    edit_config(tmp_path, "layer_types", "attention_bias")
+    assert torch.equal(load_model(tmp_path).prefill("a", tokens(40)), expected)
+    edit_config(tmp_path, layer_types=["full_attention", "sliding_attention"])
+    assert not torch.allclose(load_model(tmp_path).prefill("a", tokens(40)), expected, atol=1e-3)
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen2"])
 def test_bfloat16_is_as_close_as_in_transformers(family: str, tmp_path: Path) -> None:
     """Both are compared with float32; weights of norms that bfloat16 cannot hold next to 1 keep their bits."""
     theirs = save_checkpoint(deepcopy(FAMILIES[family]), tmp_path)
@@ -231,6 +241,9 @@ def test_configurations_that_are_refused(
         ),
         ("gemma3", {"hidden_activation": "relu"}, UnsupportedError, "activation 'relu', known are"),
         ("gemma3", {"layer_types": ["full_attention"]}, CheckpointError, "1 layer_types for 2 layers"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, UnsupportedError, "swiglu_limit 5.0, only 7.0 is known"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, UnsupportedError, "swiglu_alpha 1.0, only 1.702 is known"),
+        ("gpt_oss", {"num_local_experts": None}, CheckpointError, "num_local_experts is missing"),
         ("qwen2", {"use_sliding_window": 1}, CheckpointError, "use_sliding_window = 1, expected true or false"),
     ],
 )

@@ -11,7 +11,7 @@ from paged.models.registry import load_model
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 
 # Every option of the kernels once: the interpreter takes about a second a forward.
-IN_INTERPRETER = ("gemma3", "llama3_rope", "mistral", "qwen3_moe_normalised")
+IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_normalised")
 
 ON_TORCH = [(name, "torch") for name in FAMILIES]
 on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)

@@ -54,7 +54,7 @@ def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["gemma3", "llama_tied", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "llama_tied", "qwen2", "qwen3_moe"])
 def test_shards_written_by_transformers(family: str, tmp_path: Path) -> None:
     theirs = save_checkpoint(FAMILIES[family], tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
