@@ -1,5 +1,6 @@
 # Every target but gpu sets up .venv itself: Python >= 3.11 and make are all that is needed. gpu installs nothing: it takes
-# PYTHON as it is, with its torch, triton and pytest, writes to OUT and compares with the packages in PEERS, a folder.
+# PYTHON as it is, with its torch, triton and pytest, writes to OUT and compares with the packages in PEERS, a folder. report
+# makes a page of RESULTS, by default of all that lie in bench/results and OUT, in REPORT.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,10 @@ CHECKED := bench executors kernels models paged tests
 
 OUT ?= bench/results/gpu
 
-.PHONY: demo test check format compile soak gpu clean
+RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
+REPORT ?= build/report
+
+.PHONY: demo test check format compile soak gpu report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -32,6 +36,9 @@ soak: $(VENV)/installed-dev
 
 gpu:
 	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(PEERS),--peers $(PEERS))
+
+report: $(VENV)/installed-bench
+	$(BIN)/python -m bench.report $(RESULTS) --out $(REPORT)
 
 $(VENV)/installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,7 +4,7 @@
 
 Needs torch, triton and pytest, and installs nothing. Each step is a process of its own with a share of the time left;
 when one fails or runs out of time the others follow all the same, and what it wrote so far stays. DIR gets gpu.json
-(the steps), gpu.log (all output), attention.json, moe.json, kernels.json, report.md and roofline.png.
+(the steps), gpu.log (all output), attention.json, moe.json, kernels.json, report.html and a PNG of every chart.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert module.main([*words, *arguments], lambda _: None) == 0
     assert "20.0" in attention.command(50.0)
     assert "20.0" in moe.command(50.0)
-    assert (tmp_path / "report.md").exists()
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,103 +1,250 @@
-"""The report: what stands in its tables and what does not."""
+"""The report: what every benchmark writes gives a page of its numbers and charts that needs nothing else."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paged.bench.report import attention_section, kernel_section, main, roofline
+from paged.bench.report import main
+from paged.bench.report_charts import charts
+from paged.bench.report_page import page
+from paged.bench.report_results import SCHEMAS, load_runs
+from paged.bench.report_style import COLOURS, system
 
-ENVIRONMENT = {"device": "H200", "dtype": "bfloat16", "torch": "2.11", "triton": "3.6", "date": "2026-11-21"}
-ENVIRONMENT |= {"copy_gb_per_s": 4300.0, "read_gb_per_s": 4400.0, "matmul_tflop_per_s": 790.0}  # type: ignore[dict-item]
-TIMES = {"median_us": 120.0, "p20_us": 119.0, "p80_us": 125.0, "bound_us": 100.0, "percent": 83.3, "bound_by": "memory"}
-RATES = {"gb_per_s": 3600.0, "tflop_per_s": 28.8, "flops": 3_456_000_000, "num_bytes": 432_000_000, "cold": True}
-
-
-def _row(name: str, **changes: Any) -> dict[str, Any]:
-    row = {"name": name, "kind": "decode", **TIMES, **RATES, "per_sequence_bound_us": 101.0, "planning_us": 7.0}
-    return {**row, "host_us": 25.0, "peers": {}, "absent": {}, "goals": [], **changes}
+Json = dict[str, Any]
+VOID = {"meta", "input", "br"}
+WITH_CHARTS = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
-def _attention() -> dict[str, Any]:
-    vllm = {"median_us": 180.0, "ratio": 1.5, "tflop_per_s": 19.2}
-    goals = [
-        {"text": "at least 1.3x vLLM", "value": 1.5, "met": True},
-        {"text": "at least 90 % of copy", "value": 83.7, "met": False},
-        {"text": "at least 0.85x cuDNN", "value": None, "met": None},
-    ]
-    rows = [
-        _row("a", peers={"vllm": vllm}, goals=goals),
-        _row("b", cold=False, host_us=None, absent={"vllm": "wrong: 3 elements off", "flex": "compiles"}),
-    ]
-    return {**ENVIRONMENT, "peers": {"vllm": "0.33.0"}, "rows": rows, "refused": {"c": "NaN"}, "not_run": ["d"]}
+class Page(HTMLParser):
+    """A page's tables, as a dictionary of cells for each row, and what else of it tests look at.
+
+    Raises:
+        AssertionError: tags are not closed in the order in which they were opened.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tables: list[list[dict[str, tuple[str, str | None]]]] = []
+        self.ids: Counter[str] = Counter()
+        self.tags: Counter[str] = Counter()
+        self.text = ""
+        self._open: list[str] = []
+        self._heads: list[str] = []
+        self._cells: list[tuple[str, str | None]] = []
+        self._cell: list[str] | None = None
+        self._value: str | None = None
+        self.source = source
+        self.feed(source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+            self._heads = []
+        if tag in ("th", "td"):
+            self._cell, self._value = [], dict(attrs).get("data-value")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.ids.update(value or "" for name, value in attrs if name == "id")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, self.getpos()
+        if tag in ("th", "td") and self._cell is not None:
+            text = " ".join("".join(self._cell).split())
+            if "tbody" in self._open:
+                self._cells.append((text, self._value))
+            else:
+                self._heads.append(text)
+            self._cell = None
+        if tag == "tr" and self._cells:
+            self.tables[-1].append(dict(zip(self._heads, self._cells, strict=True)))
+            self._cells = []
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["script"]:
+            self.text += data
+        if self._cell is not None:
+            self._cell.append(data)
 
 
-def test_attention_section() -> None:
-    text = attention_section(_attention())
-    lines = text.splitlines()
-    (first,) = (line for line in lines if line.startswith("| a |"))
-    assert "| 120.0 (119.0 to 125.0) | 100.0 | 83.3 % of memory |" in first
-    assert "| 25.0 | 180.0 (1.50x) |" in first
-    assert "at least 1.3x vLLM: met (1.50); at least 90 % of copy: MISSED (83.70) |" in first
-    assert any(line.startswith("| b (warm) |") for line in lines)
-    assert "Goals met: 1 of 2." in text
-    assert "- c: NaN" in lines
-    assert "- b: vllm wrong: 3 elements off" in lines
-    assert "compiles" not in text
-    assert "Not run: d." in text
-    assert not any(line.startswith(("| c |", "| d |")) for line in lines)
-    widths = {line.count("|") for line in lines if line.startswith("|")}
-    assert len(widths) == 1
+def _page(*paths: Path) -> Page:
+    runs = load_runs(paths)
+    return Page(page(runs, charts(runs)))
 
 
-def test_kernel_section() -> None:
-    rows = [{"name": "rms_norm", **TIMES, **RATES}]
-    text = kernel_section({**ENVIRONMENT, "rows": rows, "refused": {"fused_moe": "off"}})
-    assert "| rms_norm | 120.0 (119.0 to 125.0) |" in text
-    assert "- fused_moe: off" in text
+@pytest.fixture(scope="module")
+def whole(report: Path) -> Page:
+    """The page of a file of every benchmark."""
+    return Page((report / "report.html").read_text(encoding="utf-8"))
 
 
-def test_all_kinds_of_files(tmp_path: Path) -> None:
-    steps = [{"name": "tests", "returncode": 1, "seconds": 99.6, "summary": "1 failed | 9 passed"}]
-    files = {
-        "attention": _attention(),
-        "kernels": {**ENVIRONMENT, "rows": [{"name": "rms_norm", **TIMES, **RATES}], "refused": {}},
-        "gpu": {"device": "H200", "torch": "2.11", "steps": steps},
+def _written(tmp_path: Path, results: Json, **changes: Any) -> Path:
+    path = tmp_path / f"{results['benchmark']}{len(list(tmp_path.iterdir()))}.json"
+    path.write_text(json.dumps({**results, **changes}))
+    return path
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_table_holds_what_the_file_holds(kind: str, results: dict[str, Path], whole: Page) -> None:
+    run = json.loads(results[kind].read_text())
+    rows = run["steps" if kind == "gpu" else "rows"]
+    place = list(SCHEMAS).index(kind)
+    overview, table = whole.tables[0][place], whole.tables[1 + place]
+    assert overview["device"] == (run["device"], None)
+    assert run["torch"] in overview["versions"][0]
+    assert len(table) == len(rows) > 0
+    numbers = {"p20, µs": "p20_us", "p50, µs": "median_us", "p80, µs": "p80_us", "limit, µs": "bound_us"}
+    numbers |= {"% of limit": "percent", "GB/s": "gb_per_s", "TFLOP/s": "tflop_per_s", "value": "value", "s": "seconds"}
+    for row, cells in zip(rows, table, strict=True):
+        assert cells["case"][0].removesuffix(" (warm)") == row["name"]
+        assert cells["case"][0].endswith(" (warm)") != row.get("cold", True)
+        for head, name in numbers.items():
+            assert (head in cells) == (name in row)
+            if name in row:
+                text, value = cells[head]
+                assert float(value or "nan") == row[name]
+                assert float(text.replace(",", "")) == pytest.approx(row[name], rel=6e-3, abs=0.5)
+        for name, peer in row.get("peers", {}).items():
+            text, value = cells[f"{system(name).label}, µs (over ours)"]
+            assert float(value or "nan") == peer["ratio"]
+            assert text == f"{peer['median_us']:,.1f} ({peer['ratio']:.2f}x)"
+        for goal in row.get("goals", []):
+            sign = "\N{CHECK MARK}" if goal["met"] else "\N{BALLOT X}"
+            assert f"{sign} {goal['text']}: {goal['value']:.4g}" in cells["goals"][0]
+        assert cells["device"][0] == run["device"]
+        assert cells["date"][0] == run["date"][:10]
+    assert ("goals" in table[0]) == (kind in ("cache", "engine")), "no column stands empty"
+    assert any(row.get("peers") for row in rows) == (kind in ("attention", "moe", "cache"))
+
+
+def test_steps_say_how_they_ended(whole: Page) -> None:
+    good, bad = whole.tables[-1]
+    assert (good["ended"][0], bad["ended"][0]) == ("\N{CHECK MARK} well", "\N{BALLOT X} failed (3)")
+    assert bad["last line"][0] == "1 failed | <b>"
+
+
+@WITH_CHARTS
+def test_page_is_complete_in_itself(results: dict[str, Path], report: Path, whole: Page) -> None:
+    """Its charts, each with a PNG; nothing loaded from anywhere; ids once; colours those of the whole."""
+    names = {path.stem for path in report.glob("*.png")}
+    device = json.loads(results["attention"].read_text())["device"]
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower())
+    assert names == {
+        "roofline",
+        f"attention-over-peers-{slug}",
+        "share-of-the-limit-attention",
+        f"decode-latency-{slug}",
+        f"qwen3-30b-a3b-{slug}",
+        "share-of-the-limit-kernels",
+        "goals-cache",
+        "goals-engine",
+        f"tiles-{slug}",
     }
-    for name, results in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(results))
-    assert main([*(str(tmp_path / f"{name}.json") for name in files), "--out", str(tmp_path)], lambda _: None) == 0
-    text = (tmp_path / "report.md").read_text()
-    assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        "## Paged attention",
-        "## Kernels",
-        "## Run",
-    ]
-    assert "| tests | failed (1) | 100 | 1 failed \\| 9 passed |" in text
+    assert whole.tags["svg"] == whole.tags["figure"] == len(names)
+    assert all((report / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
+    assert not re.search(r"https?:|//[a-z]|@import|<link|\bsrc=", whole.source)
+    assert all(link.startswith(("#", "url(#")) for link in re.findall(r'(?<=href=")[^"]*|url\([^)]*', whole.source))
+    assert whole.ids.most_common(1)[0][1] == 1
+    targets = re.findall(r'(?:href="#|url\(#)([^")]+)', whole.source)
+    assert set(targets) <= set(whole.ids)
+    drawn = "".join(re.findall(r"<svg.*?</svg>", whole.source, re.DOTALL))
+    assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= set(COLOURS)
+    assert not re.search(r"#(?!000000|ffffff)[0-9a-f]{6}\b", drawn.replace('="#', ""))
+    assert "No results of" not in whole.text
+    assert "left out" not in whole.text
 
 
-def test_unknown_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "other.json"), "--out", str(tmp_path)])
-    assert not (tmp_path / "report.md").exists()
+@WITH_CHARTS
+def test_marks_say_what_they_are(results: dict[str, Path], whole: Page) -> None:
+    rows = json.loads(results["attention"].read_text())["rows"]
+    for row in rows:
+        titles = re.findall(rf"<title>([^<]*{re.escape(row['name'])}[^<]*)</title>", whole.source)
+        assert any(f"{row['tflop_per_s']:.4g} TFLOP/s, {row['percent']:.0f} %" in title for title in titles)
+        assert any(f"{row['median_us']:,.1f} µs" in title for title in titles)
+        ratios = [f"{peer['ratio']:.3g} times {system(name).label}" for name, peer in row["peers"].items()]
+        assert all(any(ratio in title for title in titles) for ratio in ratios)
 
 
-def test_roofline_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@WITH_CHARTS
+def test_devices_stand_side_by_side(results: dict[str, Path], tmp_path: Path) -> None:
+    run = json.loads(results["attention"].read_text())
+    paths = [_written(tmp_path, run, device=device) for device in ("Left", "Right")]
+    told = _page(*paths)
+    assert [row["device"][0] for row in told.tables[0]] == ["Left", "Right"]
+    assert [row["device"][0] for row in told.tables[1]] == ["Left"] * len(run["rows"]) + ["Right"] * len(run["rows"])
+    for device in ("Left", "Right"):  # two panels of the roofline and of the shares, a chart each of the other two
+        assert len(re.findall(rf"<text[^>]*>{device}</text>", told.source)) == 2
+    assert told.tags["svg"] == 6
+
+
+def _without(name: str) -> Callable[[Json], None]:
+    def change(run: Json) -> None:
+        for row in run["rows"]:
+            row.pop(name)
+
+    return change
+
+
+def _first_row(run: Json) -> None:
+    del run["rows"][1:]
+
+
+@WITH_CHARTS
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("attention", lambda run: run["rows"].clear(), "Roofline is left out: no row with matrix products"),
+        ("attention", lambda run: run.pop("copy_gb_per_s"), "Roofline is left out: no row with matrix products"),
+        ("attention", _without("peers"), "is left out: no peer has a time in this file."),
+        ("attention", _first_row, "is left out: no batch of decodes was measured at two contexts."),
+        ("kernels", lambda run: run["rows"].clear(), "Share of the limit, kernels is left out: no rows."),
+        ("moe", lambda run: run["rows"].clear(), "Experts, CPU is left out: no rows."),
+        ("moe", _first_row, "is left out: measured at one number of tokens only."),
+        ("engine", _without("goals"), "Goals, engine is left out: no goal of these rows could be judged."),
+        ("cache", lambda run: run["rows"].clear(), "Goals, cache is left out: no goal of these rows could be judged."),
+        ("tune_attention", lambda run: run["rows"].clear(), "is left out: no case holds a time of the chooser's tile."),
+    ],
+)
+def test_missing_pieces_leave_a_sentence(
+    kind: str, change: Callable[[Json], None], said: str, results: dict[str, Path], whole: Page, tmp_path: Path
+) -> None:
+    run = json.loads(results[kind].read_text())
+    change(run)
+    assert said in _page(_written(tmp_path, run, device="CPU")).text
+    assert said not in whole.text
+
+
+def test_without_matplotlib_there_are_tables(
+    results: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    lines: list[str] = []
-    (tmp_path / "rows.json").write_text(json.dumps(_attention()))
-    assert main([str(tmp_path / "rows.json"), "--out", str(tmp_path)], lines.append) == 0
-    assert lines[-1].endswith("no roofline: matplotlib is not installed")
-    assert "roofline" not in (tmp_path / "report.md").read_text()
+    assert main([str(results["attention"]), "--out", str(tmp_path)], lambda _: None) == 0
+    told = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "No results of: Experts, Kernels," in told.text
+    assert "Charts are left out: matplotlib is not installed." in told.text
+    assert (told.tags["svg"], len(told.tables)) == (0, 2)
+    assert not list(tmp_path.glob("*.png"))
 
 
-def test_roofline_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert roofline([_attention()], tmp_path / "roofline.png") is None
-    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    assert roofline([{**_attention(), "rows": []}], tmp_path / "none.png") == "no rows of attention"
+def test_what_is_wrong_or_did_not_run_is_said(results: dict[str, Path], tmp_path: Path) -> None:
+    run = json.loads(results["attention"].read_text())
+    run["rows"][0]["absent"] = {"vllm": "wrong: 3 elements off", "flex": "compiles"}
+    changes = {"refused": {"c": "NaN <0>"}, "not_run": ["d", "e"], "absent": {"flashinfer": "not here"}}
+    told = _page(_written(tmp_path, run, **changes))
+    for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements off", "Not run: d, e.", "FlashInfer: not here"):
+        assert said in told.text
+    assert "compiles" not in told.text

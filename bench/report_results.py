@@ -1,0 +1,185 @@
+"""Results files as the report reads them: checked, so that what follows can count on every number it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+_NUMBER, _TEXT = (int, float), (str,)
+_TIMES = dict.fromkeys(("median_us", "p20_us", "p80_us"), _NUMBER)
+_SPEED = {**_TIMES, **dict.fromkeys(("bound_us", "percent", "gb_per_s", "tflop_per_s"), _NUMBER), "bound_by": _TEXT}
+_BATCH = {"kind": _TEXT, "batch": _TEXT, "groups": (list,), "heads": (list,), "block_size": _NUMBER}
+Schema = Mapping[str, tuple[type, ...]]
+SCHEMAS: dict[str, Schema] = {
+    "attention": {"name": _TEXT, **_SPEED, **_BATCH},
+    "moe": {"name": _TEXT, **_SPEED, "model": _TEXT, "routing": _TEXT, "tokens": _NUMBER},
+    "kernels": {"name": _TEXT, **_SPEED},
+    "cache": {"name": _TEXT, **_TIMES},
+    "engine": {"name": _TEXT, "value": _NUMBER, "unit": _TEXT},
+    "tune_attention": {"name": _TEXT, **_SPEED, "tile": (str, dict)},
+    "gpu": {"name": _TEXT, "returncode": _NUMBER, "seconds": _NUMBER, "summary": _TEXT},
+}
+"""What every row must hold, by what writes it; of "gpu", every step."""
+_MAYBE = (int, float, type(None))
+_PEER: Schema = {"median_us": _NUMBER, "ratio": _NUMBER}
+_GOAL: Schema = {"text": _TEXT, "value": _MAYBE, "met": (bool, type(None))}
+_POSITIVE = ("median_us", "ratio", "bound_us", "gb_per_s", "tokens")
+# What a row and a file may hold beside that.
+_ROW_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "goals": (list,), "detail": (dict,)}
+_ROW_OPTIONS = {**_ROW_OPTIONS, **dict.fromkeys(("per_sequence_bound_us", "planning_us", "host_us"), _MAYBE)}
+_FILE_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "refused": (dict,), "growth": (dict,), "not_run": (list,)}
+_CEILINGS = ("copy_gb_per_s", "read_gb_per_s", "matmul_tflop_per_s")
+
+
+class ResultsError(ValueError):
+    """A file does not hold a benchmark's results, or only a part of what its rows must hold."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file. about: all but its rows. label: its device, and more where that does not tell it from another run."""
+
+    file: str
+    benchmark: str
+    about: Json
+    rows: list[Json]
+    label: str
+
+    @property
+    def ceilings(self) -> tuple[float, float] | None:
+        """GB/s and TFLOP/s that the device was measured to reach."""
+        if not all(isinstance(self.about.get(name), _NUMBER) for name in _CEILINGS):
+            return None
+        copy, read, matmul = (float(self.about[name]) for name in _CEILINGS)
+        return max(copy, read), matmul
+
+    @cached_property
+    def peers(self) -> list[str]:
+        """Whoever has a time in at least one row."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.get("peers", {})))
+
+    def geometric_mean(self, peer: str) -> float:
+        """Of the peer's ratios, over the rows that have one."""
+        return statistics.geometric_mean(
+            row["peers"][peer]["ratio"] for row in self.rows if peer in row.get("peers", {})
+        )
+
+    @property
+    def judged(self) -> list[bool]:
+        """Every goal that something could be compared with: met or not."""
+        return [goal["met"] for row in self.rows for goal in row.get("goals", []) if goal["met"] is not None]
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """What was refused its row, and peers that were wrong or failed, with the reason."""
+        return dict(self.about.get("refused", {})) | {
+            f"{row['name']}, {peer}": reason
+            for row in self.rows
+            for peer, reason in row.get("absent", {}).items()
+            if is_fault(reason)
+        }
+
+
+def is_fault(reason: str) -> bool:
+    """A peer that took part and was wrong or failed, unlike one that is not there or cannot take the case."""
+    return reason.startswith(("wrong", "failed"))
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs of all files, by benchmark.
+
+    Raises:
+        ResultsError: a file cannot be read, is no JSON, or does not hold what its benchmark writes.
+    """
+    paths = list(dict.fromkeys(paths))
+    found = [_checked(path) for path in paths]
+    runs = [
+        Run(
+            file=path.name,
+            benchmark=results["benchmark"],
+            about={name: value for name, value in results.items() if name not in ("rows", "steps")},
+            rows=results["steps" if results["benchmark"] == "gpu" else "rows"],
+            label=label,
+        )
+        for path, results, label in zip(paths, found, _labels(paths, found), strict=True)
+    ]
+    return sorted(runs, key=lambda run: list(SCHEMAS).index(run.benchmark))
+
+
+def _labels(paths: Sequence[Path], found: Sequence[Json]) -> list[str]:
+    """Device, with the day, the whole date or the file's path where it takes that to tell a benchmark's runs apart."""
+    choices = [
+        [device, f"{device}, {date[:10]}", f"{device}, {date}", f"{device}, {path}"]
+        for path, device, date in ((path, run["device"], run["date"]) for path, run in zip(paths, found, strict=True))
+    ]
+    labels = []
+    for run, own in zip(found, choices, strict=True):
+        others = [other for other, their in zip(choices, found, strict=True) if their["benchmark"] == run["benchmark"]]
+        counts = [Counter(column) for column in zip(*others, strict=True)]
+        labels.append(next((label for label, count in zip(own, counts, strict=True) if count[label] == 1), own[-1]))
+    return labels
+
+
+def _checked(path: Path) -> Json:
+    try:
+        results = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: no JSON: {error}") from error
+    if not isinstance(results, dict) or results.get("benchmark") not in SCHEMAS:
+        given = results.get("benchmark") if isinstance(results, dict) else type(results).__name__
+        raise ResultsError(f"{path}: benchmark is {given!r}, expected one of {', '.join(SCHEMAS)}")
+    rows = "steps" if results["benchmark"] == "gpu" else "rows"
+    _check(results, {"device": _TEXT, "date": _TEXT, rows: (list,)}, f"{path}", _FILE_OPTIONS)
+    _check_values(results, {"refused": _TEXT, "absent": _TEXT, "growth": _NUMBER}, f"{path}: ")
+    for index, row in enumerate(results[rows]):
+        where = f"{path}: {rows}[{index}]"
+        _check(row, SCHEMAS[results["benchmark"]], where, _ROW_OPTIONS)
+        _check_values(row, {"absent": _TEXT, "detail": _NUMBER}, f"{where}.")
+        for name, peer in row.get("peers", {}).items():
+            _check(peer, _PEER, f"{where}.peers.{name}")
+        for number, goal in enumerate(row.get("goals", [])):
+            _check(goal, _GOAL, f"{where}.goals[{number}]", {"reached": _MAYBE})
+            if (goal["value"] is None) != (goal["met"] is None):
+                raise ResultsError(f"{where}.goals[{number}]: only one of value and met is null")
+        for number, group in enumerate(row.get("groups", [])):
+            names = ("count", "query length", "key length")
+            sizes = group if isinstance(group, list) else []
+            _check(dict(zip(names, sizes, strict=False)), dict.fromkeys(names, (int,)), f"{where}.groups[{number}]")
+    return results
+
+
+def _check_values(value: Json, kinds: Schema, where: str) -> None:
+    """Of every object in `value`, by its name: all it holds is of one kind."""
+    for name, kind in kinds.items():
+        found = value.get(name, {})
+        _check(found, dict.fromkeys(found, kind), f"{where}{name}")
+
+
+def _check(value: Any, schema: Schema, where: str, options: Schema | None = None) -> None:
+    """Raise ResultsError unless `value` holds all of `schema`, and of `options` nothing of another kind."""
+    if not isinstance(value, dict):
+        raise ResultsError(f"{where}: {type(value).__name__}, expected an object")
+    given: Json = value
+    present = {name: kinds for name, kinds in (options or {}).items() if name in given}
+    for name, kinds in {**schema, **present}.items():
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        if name not in given:
+            raise ResultsError(f"{where}: no {name}, expected {expected}")
+        found = given[name]
+        if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
+            raise ResultsError(f"{where}: {name} is {found!r}, expected {expected}")
+        if isinstance(found, float) and not math.isfinite(found):
+            raise ResultsError(f"{where}: {name} is {found}, expected a finite number")
+        if name in _POSITIVE and given[name] <= 0:
+            raise ResultsError(f"{where}: {name} is {found}, expected more than 0")

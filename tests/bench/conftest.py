@@ -1,0 +1,75 @@
+"""Results as the benchmarks write them, of cases small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged.bench import (
+    attention_measurement,
+    bench_attention,
+    bench_engine,
+    bench_kernels,
+    bench_moe,
+    gpu,
+    tune_attention,
+)
+from paged.bench.attention_cases import AttentionCase
+from paged.bench.environment import environment
+from paged.bench.report import main
+from paged.bench.timing import ceilings
+
+CPU = torch.device("cpu")
+SMALL = {"heads": (4, 2), "head_dim": 16}
+# Two contexts of one batch, for the chart over the context.
+ATTENTION = (
+    AttentionCase("decode", "2x3k", ((2, 1, 3072),), **SMALL),  # type: ignore[arg-type]
+    AttentionCase("decode", "2x8k", ((2, 1, 8192),), **SMALL),  # type: ignore[arg-type]
+    AttentionCase("mixed", "chunk", ((1, 1024, 2048), (2, 1, 1024)), **SMALL),  # type: ignore[arg-type]
+)
+CACHE = gpu.ROOT / "bench" / "results" / "2026-11-21-cache-2-core-epyc.json"
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file of every benchmark, by its name."""
+    folder = tmp_path_factory.mktemp("results")
+    paths = {name: folder / f"{name}.json" for name in ("attention", "moe", "kernels", "engine", "tune_attention")}
+
+    def options(name: str, only: str) -> list[str]:
+        return ["--device", "cpu", "--repeats", "3", "--only", only, "--json", str(paths[name])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("PAGED_BACKEND", "torch")
+        patch.setattr(bench_attention, "CASES", ATTENTION)
+        for module in (attention_measurement, bench_moe, bench_kernels, tune_attention):
+            patch.setattr(module, "cache_bytes", lambda device: 1 << 16)  # few tensors to rotate through
+        assert bench_attention.main(options("attention", ""), lambda _: None) == 0
+        assert bench_moe.main(options("moe", "Qwen3-30B-A3B.zipf.16"), lambda _: None) == 0
+        assert bench_kernels.main(options("kernels", "norm"), lambda _: None) == 0
+        assert bench_engine.main(options("engine", "overhead"), lambda _: None) == 0
+        limits = ceilings(CPU, torch.float32, 3)
+        # Its command line needs a GPU, its measuring does not; a CPU has no tiles, so only the chooser's have times.
+        rows, refused = tune_attention.tune(ATTENTION[0].small(), CPU, 2, limits, lambda: True)
+        tuned = {**environment("tune_attention", CPU, limits), "rows": rows, "refused": refused}
+        paths["tune_attention"].write_text(json.dumps(tuned))
+
+        def step(name: str, code: str) -> gpu.Step:
+            return gpu.Step(name, lambda _: [sys.executable, "-c", code], 1.0)
+
+        steps = [step("good", "print('3 passed')"), step("bad", "print('1 failed | <b>'); raise SystemExit(3)")]
+        assert gpu.run(steps, folder, 20.0) == 1
+    return {**paths, "cache": CACHE, "gpu": folder / "gpu.json"}
+
+
+@pytest.fixture(scope="session")
+def report(results: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report of all these files."""
+    folder = tmp_path_factory.mktemp("report")
+    assert main([*map(str, results.values()), "--out", str(folder)], lambda _: None) == 0
+    return folder
