@@ -10,8 +10,8 @@ from paged.errors import UnsupportedError
 from paged.kernels.fused_moe import fused_moe
 from paged.kernels.reshape_and_cache import reshape_and_cache
 
-_PLAIN_CACHES = ("auto", "float16", "bfloat16")
-_E4M3_CACHES = ("fp8", "fp8_e4m3")
+PLAIN_CACHES = ("auto", "float16", "bfloat16")
+E4M3_CACHES = ("fp8", "fp8_e4m3")
 # vLLM's names of gpt-oss's activation: rows of w1 that alternate, or all gate rows first.
 _SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
 
@@ -40,10 +40,10 @@ def reshape_and_cache_flash(
         UnsupportedError: another kv_cache_dtype.
         InvalidInputError: as in `reshape_and_cache`.
     """
-    if kv_cache_dtype not in _PLAIN_CACHES + _E4M3_CACHES:
-        known = ", ".join(map(repr, _PLAIN_CACHES + _E4M3_CACHES))
+    if kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
+        known = ", ".join(map(repr, PLAIN_CACHES + E4M3_CACHES))
         raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {known}")
-    if kv_cache_dtype in _PLAIN_CACHES:
+    if kv_cache_dtype in PLAIN_CACHES:
         k_scale = v_scale = None
     elif key_cache.dtype == torch.uint8:
         key_cache, value_cache = (cache.view(torch.float8_e4m3fn) for cache in (key_cache, value_cache))

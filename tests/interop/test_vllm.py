@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,12 @@ from paged import UnsupportedError
 from paged.interop import fused_experts, reshape_and_cache_flash
 from paged.kernels import reference
 from tests.tolerance import assert_close
+
+
+def test_plugin_imports_without_vllm() -> None:
+    """`vllm.general_plugins` is loaded by vLLM; what else imports this package must not need it."""
+    code = "import sys; sys.modules['vllm'] = None; import paged.interop.vllm_plugin"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3"])

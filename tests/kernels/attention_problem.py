@@ -140,13 +140,13 @@ def check(problem: Problem, device: torch.device, *, return_lse: bool = True) ->
     cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in chosen.items()}
     cpu |= {name: tensor.cpu() for name, tensor in vars(tensors).items()}
     want, want_lse = reference.paged_attention(**cpu)
-    rounded = None if problem.dtype == torch.float32 else _with_rounded_weights(cpu)
+    rounded = None if problem.dtype == torch.float32 else with_rounded_weights(cpu)
     assert_close(out, want, rounded=rounded)
     if return_lse:
         assert_close(result[1], want_lse, float32=1e-5 if problem.dtype == torch.float32 else 1e-4)
 
 
-def _with_rounded_weights(arguments: dict[str, Any]) -> torch.Tensor:
+def with_rounded_weights(arguments: dict[str, Any]) -> torch.Tensor:
     """The attention whose softmax weights carry the error of the input type, half a unit in the last place either way.
 
     Tensor cores take the weights in the type of q. An error of a weight is one of its value, so V carries it here.

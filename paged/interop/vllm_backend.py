@@ -1,0 +1,202 @@
+"""vLLM's attention backend on the operations here, for its version 0.33; importing this imports vLLM.
+
+vLLM owns the cache and the batch: a layer's cache is [num_blocks, num_kv_heads, block_size, 2 * head_dim] with strides
+of any of its layouts, keys before values, and is read and written in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionType,
+    MultipleOf,
+)
+
+from paged.errors import UnsupportedError
+from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
+from paged.interop.vllm_metadata import PagedMetadata, PagedMetadataBuilder
+from paged.kernels.paged_attention import paged_attention
+
+
+class PagedBackend(AttentionBackend):
+    """What vLLM asks before it chooses a backend. What is not answered here is vLLM's default: no."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedImpl]:
+        return PagedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedMetadataBuilder]:
+        return PagedMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(8)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= 256
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4."""
+        return bool(capability >= DeviceCapability(8, 0))
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **named: Any
+    ) -> str | None:
+        """A cache in 16 bits has the model's own type."""
+        if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
+            return f"kv_cache_dtype {kv_cache_dtype} of a model in {dtype} not supported"
+        return None
+
+
+class PagedImpl(AttentionImpl[PagedMetadata]):
+    """One layer's attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        """vLLM's arguments, in its order; sliding_window counts the query's own position.
+
+        Raises:
+            UnsupportedError: encoder or cross attention, another kv_cache_dtype, or an argument unknown here.
+        """
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
+        if kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
+            raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {PLAIN_CACHES + E4M3_CACHES}")
+        for name in others:
+            raise UnsupportedError(f"{name}: attention here has no such argument")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # Where attention is causal it cuts off the right edge; where it is not the window has two sides.
+        self.window_size = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.is_scaled = kv_cache_dtype in E4M3_CACHES
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention over the cache, into `output`; rows beyond the batch and a run without metadata (profiling) give 0.
+
+        Args:
+            query, output: [num_tokens, num_q_heads, head_dim].
+            key, value: not used, `do_kv_cache_update` has written them.
+            kv_cache: as above.
+
+        Raises:
+            UnsupportedError: a scale of the output, or a cache of another content.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("output_scale, output_block_scale: attention here does not quantise its output")
+        if attn_metadata is None:
+            return output.zero_()
+        plan, causal = attn_metadata.plan()
+        k_cache, v_cache = self._caches(kv_cache)
+        paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            block_table=attn_metadata.block_table,
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            max_seqlen_q=attn_metadata.max_query_len,
+            softmax_scale=self.scale,
+            causal=causal,
+            window_size=self.window_size,
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            k_scale=layer._k_scale if self.is_scaled else None,
+            v_scale=layer._v_scale if self.is_scaled else None,
+            plan=plan,
+            out=output,
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write key and value [at least num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens]."""
+        caches = self._caches(kv_cache)
+        reshape_and_cache_flash(
+            key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
+        )  # fmt: skip
+
+    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer's cache, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+        if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * self.head_size:
+            raise UnsupportedError(
+                f"kv_cache: shape {list(kv_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, "
+                f"{2 * self.head_size}]"
+            )
+        if self.is_scaled:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return k_cache, v_cache

@@ -1,0 +1,109 @@
+"""One step's batch for vLLM's attention layers, of its version 0.33; importing this imports vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from paged.errors import UnsupportedError
+from paged.kernels.attention_plan import AttentionPlan
+
+
+@dataclass
+class PagedMetadata(AttentionMetadata):
+    """One step's batch for the layers of one group, under the names of vLLM's own backends, which connectors read.
+
+    query_start_loc int32 [num_seqs + 1], seq_lens int32 [num_seqs], block_table int32 [num_seqs, max_blocks_per_seq],
+    slot_mapping int64 [num_tokens]. num_actual_tokens, max_query_len and max_seq_len are host-known upper bounds.
+    causal: bool, or one flag a sequence. plans: by whether a CUDA graph is being captured.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor
+    plans: dict[bool, tuple[AttentionPlan, bool | torch.Tensor]] = field(default_factory=dict)
+
+    def plan(self) -> tuple[AttentionPlan, bool | torch.Tensor]:
+        """The step's plan and its causality as `paged_attention` takes it, shared by the layers of the step.
+
+        A captured graph must cut up the batch anew with every replay, so its first layer makes a plan of its own even
+        where the same metadata served a warm-up.
+        """
+        capturing = _is_capturing(self.seq_lens)
+        if capturing not in self.plans:
+            causal = self.causal.bool() if isinstance(self.causal, torch.Tensor) else self.causal
+            lengths = {"max_seqlen_q": self.max_query_len, "max_seqlen_k": self.max_seq_len}
+            self.plans[capturing] = AttentionPlan(self.query_start_loc, self.seq_lens, **lengths), causal
+        return self.plans[capturing]
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Makes the metadata of a step from vLLM's, without a copy or a launch."""
+
+    # Work lists are made on the device; the sizes of launches follow from upper bounds that hold for every replay.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update = True
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedMetadata:
+        """vLLM's arguments; common_prefix_len is always 0 in this version, and fast_build changes nothing.
+
+        Raises:
+            UnsupportedError: tokens that see each other (a prefix LM's images), or a cache spread over ranks.
+        """
+        common = common_attn_metadata
+        for name in ("mm_req_doc_ranges", "dcp_local_seq_lens"):
+            if getattr(common, name) is not None:
+                raise UnsupportedError(f"{name}: attention here takes only None")
+        return PagedMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor[: common.num_reqs],
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedMetadata:
+        """`build`, with lengths of 1 while the graph is captured: as long as the model allows, its warm-up takes long.
+
+        The lengths' tensor is vLLM's own, which it fills again before every replay.
+        """
+        metadata = self.build(0, common_attn_metadata)
+        metadata.seq_lens.fill_(1)
+        return metadata
+
+    def update_block_table(
+        self, metadata: PagedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> PagedMetadata:
+        """The same batch in another group's blocks; the plan is shared."""
+        return replace(metadata, block_table=blk_table[: metadata.block_table.shape[0]], slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
+        """After the lengths have changed in place: the next layer plans anew, in the graph where one is captured."""
+        metadata.plans.clear()
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether work on the tensor's device is being captured in a graph; a build of torch for the CPU cannot say."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,144 @@
+"""The attention backend's metadata in vLLM's hands, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paged import UnsupportedError
+
+pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from paged.interop import vllm_metadata
+from paged.interop.vllm_backend import PagedImpl
+from paged.interop.vllm_plugin import register
+from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, Batch, Runner
+
+LENGTHS = ((1, 37), (5, 18), (6, 6))
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+
+
+def test_a_run_without_metadata_gives_zeros_and_writes_nothing(device: torch.device) -> None:
+    runner = Runner(device)
+    batch = Batch.on(device, (3, 3))
+    tensors = runner.tensors(3)
+    assert not any(out.any() for out in runner.forward(batch, None, tensors))
+    assert all((layer.kv_cache.view(torch.uint8) == 0xFF).all() for layer in runner.layers)
+    assert all(out.any() for out in runner.forward(batch, runner.metadata(batch), tensors))
+
+
+def test_layers_of_a_group_share_metadata_and_plan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    runner = Runner(device)
+    batch = Batch.on(device, (1, 1), (6, 6))
+    metadata = runner.metadata(batch)
+    first, second = metadata.values()
+    assert first is second
+    runner.forward(batch, metadata, runner.tensors(batch.num_tokens))
+    assert [len(plan.launches) for plan, _ in first.plans.values()] == [1]
+    builder = runner.attn_groups[0][0].get_metadata_builder()
+    moved = builder.update_block_table(first, first.block_table + 1, first.slot_mapping)
+    assert moved.plans is first.plans
+    assert torch.equal(moved.block_table, first.block_table + 1)
+
+
+@pytest.mark.parametrize("by", ["a capture", "an update"])
+def test_lengths_that_change_in_place_are_planned_anew(
+    by: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan made for 5 keys reads 5; what a captured graph launches, and what follows an update, reads them all."""
+    runner = Runner(device, layers=({},))
+    filled = Batch.on(device, (200, 200))
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    runner.forward(filled, runner.metadata(filled), runner.tensors(200))
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    batch, tensors = replace(filled, lengths=((1, 200),)), runner.tensors(1)
+    (metadata,) = runner.metadata(batch).values()
+    by_layer = {"layers.0.attn": metadata}
+    whole = runner.forward(batch, by_layer, tensors)[0].clone()
+
+    metadata.plans.clear()
+    metadata.seq_lens.fill_(5)
+    short = runner.forward(batch, by_layer, tensors)[0].clone()
+    metadata.seq_lens.fill_(200)
+    if by == "a capture":
+        monkeypatch.setattr(vllm_metadata, "_is_capturing", lambda tensor: True)
+    else:
+        runner.attn_groups[0][0].update_draft_decode_metadata(by_layer)
+    assert not torch.equal(short, whole)
+    assert torch.equal(runner.forward(batch, by_layer, tensors)[0], whole)
+
+
+def test_capture_has_short_sequences_and_every_batch_in_its_graph(device: torch.device) -> None:
+    runner = Runner(device)
+    assert runner.cudagraph_support.min_cg_support.name == "ALWAYS"
+    batch = Batch.on(device, *LENGTHS)
+    (metadata, _) = runner.metadata(batch, for_capture=True).values()
+    assert metadata.seq_lens.tolist() == [1] * len(LENGTHS)
+    assert metadata.max_seq_len == max(seq_len for _, seq_len in LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mm_req_doc_ranges", {"mm_req_doc_ranges": {0: [(0, 2)]}}),
+        ("dcp_local_seq_lens", {"dcp_local_seq_lens": torch.ones(len(LENGTHS), dtype=torch.int32)}),
+    ],
+)
+def test_batches_that_cannot_be_honoured_are_refused(name: str, options: dict[str, Any], device: torch.device) -> None:
+    runner = Runner(device)
+    batch = Batch.on(device, *LENGTHS)
+    with pytest.raises(UnsupportedError, match=name):
+        runner.metadata(batch, **options)
+    runner.metadata(batch)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"attn_type": "encoder_only"}, {"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": "fp8_e5m2"},
+     {"use_alibi_sqrt": True}],
+    ids=str,
+)  # fmt: skip
+def test_layers_that_cannot_be_honoured_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(option))):
+        PagedImpl(4, 32, 0.2, 2, **option)
+    assert PagedImpl(4, 32, 0.2, 2).num_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "width"),
+    [
+        ("output_scale", {"output_scale": torch.ones(1)}, 2 * HEAD_DIM),
+        ("output_block_scale", {"output_block_scale": torch.ones(1)}, 2 * HEAD_DIM),
+        ("kv_cache", {}, 2 * HEAD_DIM + 8),
+    ],
+)
+def test_calls_that_cannot_be_honoured_are_refused(
+    name: str, options: dict[str, Any], width: int, device: torch.device
+) -> None:
+    """A scale of the output, and a cache that packs more than keys and values."""
+    runner = Runner(device)
+    batch = Batch.on(device, (1, 1))
+    metadata = runner.metadata(batch)["layers.0.attn"]
+    q, key, value = (x.unflatten(1, (-1, HEAD_DIM)) for x in runner.tensors(1)[0])
+    layer, cache = runner.layers[0], torch.zeros(4, HEADS[1], BLOCK_SIZE, width, device=device)
+    out = torch.full_like(q, torch.nan)
+    with pytest.raises(UnsupportedError, match=name):
+        layer.impl.forward(layer, q, key, value, cache, metadata, out, **options)
+    assert out.isnan().all()
+    layer.impl.forward(layer, q, key, value, torch.zeros_like(runner.layers[0].kv_cache), metadata, out)
+    assert not out.isnan().any()
+
+
+def test_is_the_class_behind_custom() -> None:
+    assert {type(layer.impl) for layer in Runner(torch.device("cpu")).layers} == {PagedImpl}
+    assert AttentionBackendEnum.CUSTOM.get_class().get_impl_cls() is PagedImpl

@@ -1,0 +1,122 @@
+"""Steps through vLLM's own layers, caches and metadata against float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from paged.kernels import reference
+from tests.kernels.attention_problem import with_rounded_weights
+from tests.tolerance import assert_close
+
+pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
+
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from paged.interop.vllm_plugin import register
+from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, NUM_BLOCKS, Batch, Runner
+
+SHORT = ((1, 37), (5, 18))  # a decode step and verify rows
+LENGTHS = (*SHORT, (6, 6), (1, 1), (33, 40))  # and prompts, and a chunk that goes on in the tile of prompts
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
+SLOPES = [0.5**i for i in range(1, HEADS[0] + 1)]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one run differs in: the cache, the layers (arguments of vLLM and of the reference), the step's causality."""
+
+    name: str
+    layout: str = "LBNHC"
+    kv_cache_dtype: str = "auto"
+    dtype: torch.dtype = torch.float32
+    scale: tuple[float, ...] = ()
+    given: tuple[dict[str, Any], ...] = ({}, {})
+    expected: tuple[dict[str, Any], ...] = ({}, {})
+    causal: bool | tuple[int, ...] = True
+    lengths: tuple[tuple[int, int], ...] = SHORT
+
+
+_ONE_LAYER: dict[str, Any] = {"given": ({},), "expected": ({},)}
+CASES = (
+    *(Case(f"layout {layout.name}", layout=layout.name) for layout in KVCacheLayout),
+    Case("float16", dtype=torch.float16, lengths=LENGTHS, **_ONE_LAYER),
+    Case(
+        "float16 by name, without its scale", dtype=torch.float16, kv_cache_dtype="float16", scale=(0.5,), **_ONE_LAYER
+    ),
+    Case("fp8", kv_cache_dtype="fp8", scale=(0.5,), **_ONE_LAYER),
+    Case("fp8 of each head", kv_cache_dtype="fp8_e4m3", scale=(0.5, 2.0), layout="LBHNC", **_ONE_LAYER),
+    Case(
+        "window in every other layer",
+        given=({}, {"per_layer_sliding_window": 9}),
+        expected=({}, {"window_size": (8, -1)}),
+        layout="BLHNC",
+    ),
+    Case(
+        "sinks with softcap, ALiBi",
+        given=({"sinks": SINKS, "logits_soft_cap": 3.0}, {"alibi_slopes": SLOPES}),
+        expected=({"sinks": SINKS, "softcap": 3.0}, {"alibi_slopes": torch.tensor(SLOPES)}),
+    ),
+    Case(
+        "not causal, and a window of two sides",
+        given=({}, {"per_layer_sliding_window": 9}),
+        expected=({}, {"window_size": (8, 8)}),
+        causal=False,
+    ),
+    Case(
+        "causal by sequence",
+        causal=(1, 0, 0, 1, 0),
+        lengths=LENGTHS,
+        **_ONE_LAYER,
+    ),
+)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_steps_match_reference(case: Case, device: torch.device) -> None:
+    """First what stands before the batch's queries is written by a step of its own, then the mixed batch runs.
+
+    A cache holds what vLLM expects where it expects it: keys, then values, of each head and position.
+    """
+    runner = Runner(
+        device, dtype=case.dtype, layout=case.layout, kv_cache_dtype=case.kv_cache_dtype, layers=case.given
+    )  # fmt: skip
+    scales = {name: i * torch.tensor(case.scale) for i, name in enumerate(("k_scale", "v_scale"), 1) if case.scale}
+    for layer, (name, scale) in itertools.product(runner.layers, scales.items()):
+        setattr(layer, f"_{name}", scale.squeeze(0).to(device))
+    is_fp8 = case.kv_cache_dtype.startswith("fp8")
+    used = scales if is_fp8 else {}
+    stored = torch.float8_e4m3fn if is_fp8 else case.dtype
+    shape = NUM_BLOCKS, BLOCK_SIZE, HEADS[1], HEAD_DIM
+    caches = {index: [torch.full(shape, torch.nan).to(stored)] * 2 for index in range(len(runner.layers))}
+
+    batch = replace(Batch.on(device, *case.lengths), padding_rows=3)
+    before = tuple((seq_len - q_len, seq_len - q_len) for q_len, seq_len in case.lengths)
+    flags = torch.tensor(case.causal, device=device) if isinstance(case.causal, tuple) else case.causal
+    for step, causal in ((Batch(before, batch.block_table), True), (batch, flags)):
+        tensors = runner.tensors(step.num_tokens + step.padding_rows)
+        outs = runner.forward(step, runner.metadata(step, causal=causal), tensors)
+        for index, (out, rows) in enumerate(zip(outs, tensors, strict=True)):
+            given = step.of_group(runner.group_of(index))
+            slots = given.slots()[: step.num_tokens].cpu()
+            q, key, value = (x.cpu().unflatten(1, (-1, HEAD_DIM)) for x in rows)
+            caches[index] = list(reference.reshape_and_cache(key, value, *caches[index], slots, **used))
+            written = runner.layers[index].kv_cache.view(stored).transpose(1, 2).split(HEAD_DIM, dim=-1)
+            for cache, want in zip(written, caches[index], strict=True):
+                assert_close(cache.flatten(0, 1).cpu()[slots], want.flatten(0, 1)[slots].double())
+            arguments = {"q": q, "k_cache": caches[index][0], "v_cache": caches[index][1], **used}
+            arguments |= {name: tensor.cpu() for name, tensor in given.arguments().items()}
+            arguments |= {"causal": causal if isinstance(causal, bool) else causal.bool().cpu(), **case.expected[index]}
+            rounded = None if case.dtype == torch.float32 else with_rounded_weights(arguments)
+            assert_close(out, reference.paged_attention(**arguments)[0], rounded=rounded)
+            assert not out[step.num_tokens :].any()
