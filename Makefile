@@ -8,7 +8,6 @@ CHECKED := bench executors kernels models paged tests
 
 OUT ?= bench/results/gpu
 VLLM := .peers/vllm-0.33.0
-
 RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
 REPORT ?= build/report
 
