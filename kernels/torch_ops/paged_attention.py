@@ -27,18 +27,18 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
     is_fused = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
     for batch in sequence_batches(call, plan, scores_per_pair=1 if is_fused else num_q_heads):
         num_seqs, _, num_queries, _ = batch.visible.shape
-        keys, values = (_gather(cache, batch).float() for cache in (call.k_cache, call.v_cache))  # [n, Hkv, L, D]
+        keys, values = (_gather(cache, batch) for cache in (call.k_cache, call.v_cache))
         queries = q.index_select(0, batch.rows).float()
         if call.k_scale is not None:
             queries = (queries.unflatten(1, (num_kv_heads, -1)) * call.k_scale.reshape(-1, 1, 1)).flatten(1, 2)
-        queries = queries.unflatten(0, (num_seqs, num_queries)).transpose(1, 2)  # [n, Hq, Q, D]
+        queries = queries.view(num_seqs, num_queries, *q.shape[1:]).transpose(1, 2)  # [n, Hq, Q, D]
         if is_fused:
             attended = _fused(call, batch, queries, keys, values)
         else:
             attended, row_lse = _with_scores(call, batch, queries, keys, values)
             if lse is not None:
                 lse[:, batch.rows] = row_lse.transpose(0, 1).flatten(1)
-        rows = attended.transpose(1, 2).flatten(0, 1)  # [n * Q, Hq, D]
+        rows = attended.transpose(1, 2).reshape(-1, *q.shape[1:])  # [n * Q, Hq, D]
         if call.v_scale is not None:
             rows = (rows.unflatten(1, (num_kv_heads, -1)) * call.v_scale.reshape(-1, 1, 1)).flatten(1, 2)
         out.index_copy_(0, batch.rows, rows.to(out.dtype))
@@ -47,12 +47,12 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
 
 
 def _gather(cache: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
-    """[n, Hkv, L, D], in the cache's dtype."""
+    """float32 [n, Hkv, L, D]."""
     slots, block_size = batch.slots, cache.shape[1]
     # Whole rows of a contiguous cache copy seven times as fast as those that are found by two indices.
     is_flat = cache.is_contiguous()
     rows = cache.flatten(0, 1).index_select(0, slots) if is_flat else cache[slots // block_size, slots % block_size]
-    return rows.unflatten(0, (len(batch.visible), -1)).transpose(1, 2)
+    return rows.view(batch.visible.shape[0], -1, *cache.shape[2:]).transpose(1, 2).float()
 
 
 def _fused(
@@ -64,7 +64,7 @@ def _fused(
         attended = torch.nn.functional.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=batch.visible, scale=call.softmax_scale
         )
-        return attended.flatten(1, 2).unsqueeze(2)
+        return attended.view(queries.shape)
     return torch.nn.functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=batch.visible, scale=call.softmax_scale, enable_gqa=True
     )

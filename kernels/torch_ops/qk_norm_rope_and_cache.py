@@ -27,10 +27,11 @@ def qk_norm_rope_and_cache(
     v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Twin of `kernels.qk_norm_rope_and_cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
-    wide_q, wide_k = (x.to(torch.float32, copy=True) for x in (q, k))
+    wide = torch.cat((q, k), 1).float()
+    wide_q, wide_k = wide.split((q.shape[1], k.shape[1]), 1)
     if q_weight is not None and k_weight is not None:
         rms_norm(wide_q, q_weight, eps, out=wide_q)
         rms_norm(wide_k, k_weight, eps, out=wide_k)
-    rotary_embedding(positions, wide_q, wide_k, cos_sin_cache, interleaved=interleaved)
+    rotary_embedding(positions, wide, None, cos_sin_cache, interleaved=interleaved)
     reshape_and_cache(wide_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return q.copy_(wide_q)

@@ -16,13 +16,18 @@ def reshape_and_cache(
     v_scale: torch.Tensor | None,
 ) -> None:
     """Twin of `kernels.reshape_and_cache.reshape_and_cache`."""
-    rows = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots, block_size = slot_mapping[rows], k_cache.shape[1]
+    slots, block_size = slot_mapping, k_cache.shape[1]
+    if len(slots) and int(slots.min()) < 0:
+        rows = (slots >= 0).nonzero().squeeze(1)
+        key, value, slots = key[rows], value[rows], slots[rows]
     for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
-        stored = scaled_cast(source[rows], scale, cache.dtype)
+        stored = scaled_cast(source, scale, cache.dtype)
         if cache.dtype == torch.float8_e4m3fn:  # bytes, as not every device has indexing of 8-bit floats
             cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
-        cache[slots // block_size, slots % block_size] = stored
+        if cache.is_contiguous():
+            cache.flatten(0, 1).index_copy_(0, slots, stored)
+        else:
+            cache[slots // block_size, slots % block_size] = stored
 
 
 def scaled_cast(rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

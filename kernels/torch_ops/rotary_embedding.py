@@ -14,12 +14,17 @@ def rotary_embedding(
     interleaved: bool,
 ) -> None:
     """Twin of `kernels.rotary_embedding.rotary_embedding`: query and key change in place."""
-    rotary_dim = cos_sin_cache.shape[1]
-    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
-    half = rotary_dim // 2
-    first, second = (
-        (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if interleaved else (slice(half), slice(half, rotary_dim))
-    )
+    half = cos_sin_cache.shape[1] // 2
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    # The first of a pair becomes a cos - b sin, the second b cos + a sin: x cos + swapped (-sin, sin).
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     for x in (query,) if key is None else (query, key):
-        a, b = x[..., first].float(), x[..., second].float()
-        x[..., first], x[..., second] = a * cos - b * sin, b * cos + a * sin
+        rotated = x[..., : 2 * half]
+        wide = rotated.float()
+        swapped = wide.unflatten(-1, (half, 2)).flip(-1).flatten(-2) if interleaved else wide.roll(half, -1)
+        wide.mul_(cos).addcmul_(swapped, sin)
+        if wide is not rotated:
+            rotated.copy_(wide)
