@@ -133,6 +133,7 @@ class Completion:
         self.tokens: list[int] = request.prompt
         self.cached = 0
         self.item = RunningItem(self.seq_id, (), metadata=dict(request.metadata))
+        self._item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._last_of_prompt = len(request.prompt) - 1
         self._max_tokens = request.max_tokens
@@ -197,11 +198,11 @@ class Completion:
 
         Most of the engine's time goes by here: 256 calls take 100 us.
         """
-        self.token_ids.append(token)
-        count = len(self.token_ids)
-        self.cached = position = self._last_of_prompt + count
-        fields = self.item.__dict__
-        fields["q_tokens"], fields["pos_offset"] = [token], position
+        token_ids, fields = self.token_ids, self._item_fields
+        token_ids.append(token)
+        count = len(token_ids)
+        self.cached = fields["pos_offset"] = self._last_of_prompt + count
+        fields["q_tokens"] = [token]
         return token in self._end_token_ids or count >= self._max_tokens or self._detokenizer is not None
 
     def finish_reason(self) -> str | None:

@@ -20,14 +20,17 @@ from paged.staging import to_device
 class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
-    seeds, prompt_lengths: of each row's completion. is_drawn: rows that are drawn by chance, `num_drawn` of them;
-    random: their indices, None for all or none. filters: one row for each that is drawn. penalised, penalties: rows
-    that have any, and of each repetition, presence and frequency, float32 [n, 1]. with_minimum: rows whose end tokens
-    may have to wait. num_logprobs: the most that a row wants, None where none wants any.
+    seeds, prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
+    is_drawn: rows that are drawn by chance, `num_drawn` of them; random: their indices, None for all or none. filters:
+    one row for each that is drawn.
+    penalised, penalties: rows that have any, and of each repetition, presence and frequency, float32 [n, 1].
+    with_minimum: rows whose end tokens may have to wait.
+    num_logprobs: the most that a row wants, None where none wants any.
     """
 
     completions: list[Completion]
     prompt_lengths: NDArray[np.int64]
+    outputs: list[list[int]]
     seeds: NDArray[np.uint64]
     is_drawn: NDArray[np.bool_]
     num_drawn: int
@@ -47,7 +50,7 @@ class SamplingRows:
 
     def positions(self, extras: Sequence[Sequence[int]] | None) -> NDArray[np.int64]:
         """Where each row's next token stands; `extras` are the drafts before it."""
-        lengths = self.prompt_lengths + np.array([len(one.token_ids) for one in self.completions], np.int64)
+        lengths = self.prompt_lengths + np.fromiter(map(len, self.outputs), np.int64, len(self.outputs))
         return lengths if extras is None else lengths + np.array([len(extra) for extra in extras], np.int64)
 
 
@@ -63,6 +66,7 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
     return SamplingRows(
         completions=completions,
         prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
+        outputs=[one.token_ids for one in completions],
         seeds=np.array([one.seed for one in completions], np.uint64),
         is_drawn=is_drawn,
         num_drawn=len(random),

@@ -51,9 +51,8 @@ def exponential(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def split_keys(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Keys as their two 32-bit halves, int64 [..., 2]."""
-    halves = np.stack([keys & np.uint64(_MASK), keys >> np.uint64(32)], axis=-1)
-    return halves.astype(np.int64)
+    """Keys as their two 32-bit halves, the lower first, int64 [..., 2]."""
+    return keys.astype("<u8", copy=False)[..., None].view("<u4").astype(np.int64)
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
-from weakref import WeakSet
 
 import torch
 
@@ -41,7 +40,7 @@ class UnifiedExecutor(ModelExecutor):
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._meter = WorkMeter(info.device, self._memory_bytes)
-        self._unfinished_prompts: WeakSet[KvCacheHandle] = WeakSet()
+        self._unfinished_prompts: set[KvCacheHandle] = set()
 
     @abstractmethod
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
@@ -129,15 +128,14 @@ class UnifiedExecutor(ModelExecutor):
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         with self._call():
-            decodes = [item for item in batch.items if is_decode_step(item) and not self._is_unfinished(item)]
-            rows = sum(len(item.q_tokens) for item in decodes)
+            decodes = [
+                len(item.q_tokens) for item in batch.items if is_decode_step(item) and not self._is_unfinished(item)
+            ]
+            rows = sum(decodes)
             work = ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
             results = self._forward_items(batch.items, work)
-            for item in batch.items:
-                if not item.is_final_chunk:
-                    self._unfinished_prompts.add(self._live_handle(cache_id_of(item)))
-                elif self._unfinished_prompts:
-                    self._unfinished_prompts.discard(self._live_handle(cache_id_of(item)))
+            if work.prefill_tokens:
+                self._note_unfinished(batch.items)
             return results
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
@@ -180,10 +178,18 @@ class UnifiedExecutor(ModelExecutor):
 
     def _is_unfinished(self, item: UnifiedBatchItem) -> bool:
         """Whether the item goes on with a prompt: chunks of it are not run yet, or it begins with a cached prefix."""
-        handle = self._handle(cache_id_of(item))
+        handle = item.kv_cache or self._handle(item.seq_id)
         if handle is None:
             return False
-        return 0 < handle.num_cached_tokens == handle.num_tokens or handle in self._unfinished_prompts
+        return 0 < handle.num_cached_tokens == item.pos_offset or handle in self._unfinished_prompts
+
+    def _note_unfinished(self, items: Sequence[UnifiedBatchItem]) -> None:
+        """Which prompts have chunks left, after a step with some."""
+        handles = {True: set[KvCacheHandle](), False: set[KvCacheHandle]()}
+        for item in items:
+            handles[item.is_final_chunk].add(self._live_handle(cache_id_of(item)))
+        unfinished = (self._unfinished_prompts | handles[False]) - handles[True]
+        self._unfinished_prompts = {handle for handle in unfinished if handle.is_valid}
 
     def _final_rows(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor]:
         return [row for row in self._forward_items(items, work) if row is not None]
@@ -213,12 +219,12 @@ class UnifiedExecutor(ModelExecutor):
             max_seq_len=self._info.max_sequence_length,
             length_of=self._length,
         )
-        before: dict[SeqId, int | None] = {}
-        for item in items:
-            handle = item.kv_cache or self._handle(item.seq_id)
-            before[cache_id_of(item)] = None if handle is None else handle.num_tokens
+        before: dict[SeqId, int | None] = {cache_id_of(item): item.pos_offset for item in items}
         if len(before) != len(items):
             raise InvalidInputError(f"items: {len(items)} for {len(before)} sequences, expected one each")
+        before |= {
+            cache_id: None for cache_id, length in before.items() if length == 0 and self._handle(cache_id) is None
+        }
         try:
             self._choose_adapters(items)
             with self._meter.forward(work):
@@ -238,10 +244,9 @@ class UnifiedExecutor(ModelExecutor):
                 self._truncate(cache_id, length)
 
     def _length(self, item: UnifiedBatchItem) -> int:
-        if item.kv_cache is not None:
+        handle = self._handle(cache_id_of(item))
+        if item.kv_cache is not None and handle is not item.kv_cache:
             self._check_handle(item.kv_cache)
-            return item.kv_cache.num_tokens
-        handle = self._handle(item.seq_id)
         return 0 if handle is None else handle.num_tokens
 
     def _check_handle(self, handle: KvCacheHandle) -> None:

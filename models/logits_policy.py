@@ -14,8 +14,9 @@ from paged.kernels.greedy_argmax import greedy_argmax
 def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
     """One entry an item, from the logits of the rows that were wanted: None where the chunk is not final."""
     final = [item for item in items if item.is_final_chunk]
-    if not any(isinstance(item.logits_policy, VerifyLogits) for item in final):
-        answers = iter(apply_policies(logits, [item.logits_policy for item in final]))
+    policies = [item.logits_policy for item in final]
+    if VerifyLogits not in map(type, policies):
+        answers = iter(apply_policies(logits, policies))
     else:
         sizes = [len(item.q_tokens) if isinstance(item.logits_policy, VerifyLogits) else 1 for item in final]
         answers = iter(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -84,7 +87,7 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
         ]
         with manager.reserve(requests) as reservation:
             host = manager.host_metadata(zip(handles, counts, strict=True))
-            tokens = np.fromiter((token for item in items for token in item.q_tokens), np.int64, sum(counts))
+            tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
             yield ForwardStep(tokens, host, _sample_rows(items, counts), tuple(handles), manager.device)
             reservation.commit([item.q_tokens for item in items])
     except BaseException:
@@ -124,25 +127,33 @@ def validate_items(
             cache's length, or a token id outside [0, vocab_size).
         SequenceTooLongError: an item would reach beyond `max_seq_len`.
     """
-    seq_ids: set[str | int] = set()
-    caches: set[int] = set()
+    seq_ids = [item.seq_id for item in items]
+    if len(set(seq_ids)) != len(seq_ids):
+        raise InvalidInputError(f"item {_repeated(seq_ids)!r}: its seq_id is given twice")
+    caches = {item.seq_id: id(item.kv_cache) for item in items if item.kv_cache is not None}
+    if len(set(caches.values())) != len(caches):
+        repeated = [seq_id for seq_id, cache in caches.items() if cache == _repeated(list(caches.values()))]
+        raise InvalidInputError(f"item {repeated[1]!r}: its kv_cache is given twice")
     for item in items:
-        name = f"item {item.seq_id!r}"
-        if item.seq_id in seq_ids:
-            raise InvalidInputError(f"{name}: its seq_id is given twice")
-        seq_ids.add(item.seq_id)
-        if item.kv_cache is not None:
-            if id(item.kv_cache) in caches:
-                raise InvalidInputError(f"{name}: its kv_cache is given twice")
-            caches.add(id(item.kv_cache))
-        if len(item.q_tokens) == 0:
-            raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")
-        length = length_of(item)
-        if item.pos_offset != length:
-            raise InvalidInputError(f"{name}: pos_offset {item.pos_offset}, expected {length}, the length of its cache")
-        if min(item.q_tokens) < 0 or max(item.q_tokens) >= vocab_size:
-            wrong = next(token for token in item.q_tokens if not 0 <= token < vocab_size)
-            raise InvalidInputError(f"{name}: token id {wrong}, expected 0 <= id < {vocab_size}")
-        end = length + len(item.q_tokens)
-        if end > max_seq_len:
-            raise SequenceTooLongError(f"{name}: would reach {end} tokens, the longest sequence is {max_seq_len}")
+        tokens, length = item.q_tokens, length_of(item)
+        end = length + len(tokens)
+        is_known = length == item.pos_offset and length < end <= max_seq_len
+        if not is_known or min(tokens) < 0 or max(tokens) >= vocab_size:
+            _refuse(item, length, vocab_size, max_seq_len)
+
+
+def _repeated(values: list[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _refuse(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> NoReturn:
+    """Say what is wrong with an item."""
+    name, end = f"item {item.seq_id!r}", length + len(item.q_tokens)
+    if end == length:
+        raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")
+    if item.pos_offset != length:
+        raise InvalidInputError(f"{name}: pos_offset {item.pos_offset}, expected {length}, the length of its cache")
+    for token in item.q_tokens:
+        if not 0 <= token < vocab_size:
+            raise InvalidInputError(f"{name}: token id {token}, expected 0 <= id < {vocab_size}")
+    raise SequenceTooLongError(f"{name}: would reach {end} tokens, the longest sequence is {max_seq_len}")
