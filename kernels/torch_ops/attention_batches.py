@@ -126,19 +126,22 @@ def _batch(call: AttentionCall, pieces: list[Piece]) -> SequenceBatch:
     slots = call.block_table[seq, key // block_size].long() * block_size + key % block_size
 
     rows, position = row + query, position + query  # [n, Q]
-    ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
-    visible = (offs_n < num_keys)[:, None] & (ahead >= -left) & (ahead <= right)
-    if call.is_causal is not None:
-        visible &= (ahead <= 0) | ~call.is_causal[seq, None]
+    visible = (offs_n < num_keys)[:, None]  # [n, 1, L]: of pieces of one query all that is to be said
+    if rows.shape[1] > 1:
+        ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
+        visible = visible & (ahead >= -left) & (ahead <= right)
+        if call.is_causal is not None:
+            visible &= (ahead <= 0) | ~call.is_causal[seq, None]
     if call.mask is not None:
-        column = (key - context)[:, None].expand_as(ahead)  # among the new keys
+        column = (key - context)[:, None].expand(-1, rows.shape[1], -1)  # among the new keys
         allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
-        visible &= allowed | (column < 0)
-    is_blind = ~visible.any(-1)
+        visible = visible & (allowed | (column < 0))
+    # A query sees itself at least, unless it stands before the first key or a mask says otherwise.
+    may_be_blind = call.mask is not None or any(piece.position < 0 for piece in pieces)
     return SequenceBatch(
         rows=rows.flatten(),
         slots=slots.flatten(),
         visible=visible.unsqueeze(1),
-        blind_rows=rows[is_blind] if is_blind.any() else None,
+        blind_rows=rows[~visible.any(-1)] if may_be_blind else None,
         positions=(position, key),
     )
