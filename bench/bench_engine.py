@@ -13,6 +13,10 @@ overhead.host: the same with the executor's own work on the host: checks, slots,
 throughput.10M, throughput.100M: 32 ragged prompts, 64 greedy tokens each, random weights, one run after a short one
     that warms up. The peer is `generate_batch` on the same weights, as it comes, and once more with a cache of our
     size, which `over_peer_sized` compares. At least 10 and 2.5 times the peer as it comes.
+    On a CPU `linear_share` of our time goes to the products with the weights, which the peer computes as well. With
+    nothing else to do there would be `bound_tokens_per_second`, and `bound_over_peer` in place of the ratio: one core
+    multiplies 75 to 95 GFLOP/s, and 32 rows of 10M parameters are 0.6 GFLOP a step, so 10 times the peer can be had
+    only where the peer spends 9 tenths of its time beside them.
 long_prompt.budget, long_prompt.paced: 32 sequences decode and a prompt of 32k tokens arrives (4k on a CPU): the
     slowest step until its first token, in steps without it, with a budget of 2,048; paced is with `decode_stretch` 2.
     At most 2.
@@ -188,7 +192,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         model.save_pretrained(folder)
         executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=_NUM_BLOCKS, block_size=_BLOCK_SIZE)
     executor.warmup()
-    ours, our_tokens = _run_ours(executor, prompts)
+    ours, linears, our_tokens = _run_ours(executor, prompts)
 
     def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> tuple[float, list[list[int]]]:
         options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -214,18 +218,25 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         "peer_sized_tokens_per_second": total / sized_seconds,
         "over_peer_sized": sized_seconds / ours,
     }
+    if device.type == "cpu":  # on a GPU a call is over before its product is
+        detail["linear_share"] = linears / ours
+        detail["bound_tokens_per_second"] = total / linears
+        detail["bound_over_peer"] = plain_seconds / linears
     return Row(f"throughput.{size}", ratio, "times the peer", [at_least(f"{least:g}x", ratio, least)], detail)
 
 
-def _run_ours(executor: ModelExecutor, prompts: Sequence[Sequence[int]]) -> tuple[float, list[list[int]]]:
+def _run_ours(executor: ModelExecutor, prompts: Sequence[Sequence[int]]) -> tuple[float, float, list[list[int]]]:
+    """Seconds, those inside of the linear layers, and the texts."""
     Engine(executor).generate(prompts, SamplingParams(temperature=0, max_tokens=2), progress=False)
     manager = executor.kv_manager
     assert manager is not None
     manager.clear_prefix_cache()
-    start = perf_counter()
     params = SamplingParams(temperature=0, max_tokens=_NEW_TOKENS)
-    outputs = Engine(executor).generate(prompts, params, progress=False)
-    return perf_counter() - start, [output.outputs[0].token_ids for output in outputs]
+    with _timed(torch.nn.functional, "linear") as linears:
+        start = perf_counter()
+        outputs = Engine(executor).generate(prompts, params, progress=False)
+        seconds = perf_counter() - start
+    return seconds, linears[0], [output.outputs[0].token_ids for output in outputs]
 
 
 def _check_same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> None:

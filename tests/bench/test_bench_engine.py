@@ -53,7 +53,11 @@ def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench_engine._SIZES, "tiny", sizes)
     monkeypatch.setattr(bench_engine, "_NEW_TOKENS", 4)
     row = bench_engine.throughput("tiny", 1.0, CPU, 1)
-    assert row.value == pytest.approx(row.detail["tokens_per_second"] / row.detail["peer_tokens_per_second"])
+    detail = row.detail
+    assert row.value == pytest.approx(detail["tokens_per_second"] / detail["peer_tokens_per_second"])
+    assert 0 < detail["linear_share"] < 1
+    assert detail["bound_tokens_per_second"] == pytest.approx(detail["tokens_per_second"] / detail["linear_share"])
+    assert detail["bound_over_peer"] == pytest.approx(row.value / detail["linear_share"])
     assert row.goals[0].met == (row.value >= 1)
 
 
