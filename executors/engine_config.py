@@ -20,6 +20,8 @@ class EngineConfig:
     admission_tokens: a prompt starts once the cache has room for it and for so many more tokens of it and of every
         sequence that runs; None for as many as they may generate, which makes preemption rare.
     priority_requests: a priority higher by one counts like having come so many requests earlier; so none waits forever.
+    prepare_ahead: while the device runs a step of decodes, the host prepares the next one as far as it can be known:
+        its room in the cache and its metadata; None for doing so on a GPU alone, since a CPU has nothing to run beside.
     decode_stretch: while others decode, prompt chunks are cut so that a step takes at most this many times as long as
         one without a prompt, by the times measured so far; None cuts by the budget alone.
 
@@ -34,6 +36,7 @@ class EngineConfig:
     admission_tokens: int | None = 64
     priority_requests: int = 1000
     decode_stretch: float | None = None
+    prepare_ahead: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "chunk_size", "max_num_seqs", "priority_requests"):

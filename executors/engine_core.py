@@ -20,6 +20,8 @@ from paged.executors.sampler import Drafts, Sampled, Sampler
 from paged.executors.scheduler import Plan, Scheduler
 from paged.executors.step_pacer import StepPacer
 from paged.executors.step_runner import Ran, StepRunner
+from paged.executors.steps_ahead import StepsAhead
+from paged.executors.unified_executor import UnifiedExecutor
 
 
 class EngineCore:
@@ -51,6 +53,11 @@ class EngineCore:
             UnifiedRunner(executor) if is_unified else HandleRunner(executor), self._make_room, self._fail, self.metrics
         )
         self._sampler = Sampler(info.vocab_size, info.device)
+        is_ahead = info.device.type == "cuda" if config.prepare_ahead is None else config.prepare_ahead
+        can_prepare = is_ahead and manager is not None and proposer is None
+        self._ahead = StepsAhead(
+            executor if can_prepare and isinstance(executor, UnifiedExecutor) else None, self._scheduler, self.metrics
+        )
         self._pacer = None if config.decode_stretch is None else StepPacer(config.decode_stretch)
         self._requests: dict[SeqId, Request] = {}
         self._changed: dict[SeqId, RequestOutput] = {}
@@ -64,7 +71,9 @@ class EngineCore:
         if plan.decodes or plan.chunks:
             drafts = draft(self._proposer, plan.decodes)
             self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-            self._take(plan, self._runner.run([*plan.decodes, *plan.chunks]), drafts)
+            ran = self._runner.run([*plan.decodes, *plan.chunks])
+            self._ahead.end()
+            self._take(plan, ran, drafts)
             seconds = perf_counter() - started
             self.metrics.step_time.observe(seconds)
             if self._pacer is not None and plan.decodes:
@@ -97,7 +106,7 @@ class EngineCore:
             return
         logits = row_matrix([row for row in ran.rows if row is not None])
         if drafts is None:
-            sampled = self._sampler.sample(logits, completions)
+            sampled = self._sampler.sample(logits, completions, self._ahead.prepare)
         else:
             sampled = self._sampler.verify(logits, completions, aligned_drafts(drafts, plan.decodes, completions))
         if plan.chunks:
@@ -203,6 +212,7 @@ class EngineCore:
     def _finish(self, completion: Completion, reason: str) -> None:
         request, output = completion.request, completion.request.output
         completion.output.finish_reason = reason
+        self._ahead.leave(completion)
         if completion.index < request.num_begun:
             self._scheduler.remove(completion)
         completion.state = State.FINISHED

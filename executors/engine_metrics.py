@@ -42,6 +42,7 @@ class EngineMetrics:
 
     requests, and those finished by reason; preempted: completions, by what became of their K/V.
     steps: those in which something ran; mixed_steps: with prompt rows and others. failed_forwards: calls that raised.
+    prepared_steps: those of them that ran as they were prepared ahead; dropped_steps: prepared, and not run like that.
     prefill_tokens: rows run for prompts, and again after a preemption; cached_tokens: prompt tokens found in the cache.
     decode_tokens: rows run for sequences that decode, drafts included; generated_tokens: those given out.
     draft_tokens: proposed; accepted_tokens: of them those that stayed.
@@ -54,6 +55,8 @@ class EngineMetrics:
     steps: int = 0
     mixed_steps: int = 0
     failed_forwards: int = 0
+    prepared_steps: int = 0
+    dropped_steps: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
     decode_tokens: int = 0
@@ -69,7 +72,8 @@ class EngineMetrics:
 class EngineStatus:
     """An engine at one moment: completions in the queue (of them `swapped` in host memory), and those that run.
 
-    used_blocks, num_blocks: of the KV cache; None where the executor has no cache manager.
+    used_blocks, num_blocks: of the KV cache, room that is prepared ahead included; None where the executor has no cache
+    manager.
     lora: the executor's `lora_metrics_snapshot`.
     """
 

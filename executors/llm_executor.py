@@ -14,8 +14,10 @@ import torch
 from paged.batch import SeqId, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.progress import tracked
+from paged.executors.row_batches import cache_id_of, is_decode_step
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
-from paged.executors.unified_executor import UnifiedExecutor, cache_id_of, is_decode_step
+from paged.executors.unified_executor import UnifiedExecutor
+from paged.forward_step import PreparedStep
 from paged.kv_cache import KvCacheHandle
 from paged.models.base import DecoderOnlyLLM
 from paged.models.logits_policy import apply_policies
@@ -204,6 +206,9 @@ class LlmExecutor(UnifiedExecutor):
         for item in items:
             if "lora_adapter" in item.metadata:
                 self.model.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
+
+    def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
+        return self.model.prepare_step(handles) if isinstance(self.model, PagedCausalLM) else None
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         # A model of another kind need not know VerifyLogits.

@@ -14,13 +14,14 @@ from paged.batch import SeqId, UnifiedBatchItem
 from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import ForwardStep, forward_step
+from paged.forward_step import ForwardStep, PreparedStep
 from paged.kernels.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.reshape_and_cache import reshape_and_cache
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.logits_policy import answer_items
+from paged.step_ahead import StepAhead
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 device=cache.device,
             )
         )
+        self._steps = StepAhead(kv_manager, vocab_size=config.vocab_size, max_seq_len=self._info.max_sequence_length)
 
     def capabilities(self) -> ExecutorCapabilities:
         width = self.config.num_heads * self.config.head_dim
@@ -120,12 +122,18 @@ class PagedAttentionExecutor(UnifiedExecutor):
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         return self.kv_manager.metrics_snapshot()
 
+    def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
+        prepared = self._steps.prepare(handles)
+        if prepared is not None:
+            prepared.step.upload()
+        return prepared
+
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        with forward_step(self.kv_manager, items) as step:
+        with self._steps.forward(items) as step:
             return answer_items(self._logits(self._attend(step)[step.sample_rows]), items)
 
     def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        with forward_step(self.kv_manager, [item]) as step:
+        with self._steps.forward([item]) as step:
             return self._logits(self._attend(step))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,11 @@ class Completion:
         """Whether all but its newest token are in the cache."""
         return self.cached > 0 and self.cached == self.num_tokens - 1 and bool(self.token_ids)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the next token is the last it may have."""
+        return len(self.token_ids) + 1 >= self._max_tokens
+
     def tokens_from(self, start: int) -> list[int]:
         """The tokens from that position on."""
         beyond = start - len(self.request.prompt)

@@ -1,4 +1,4 @@
-"""Rows of token tensors as items of a batch: each row of a prefill or a decode is a sequence of its own."""
+"""Items of a batch: what they are, and those that rows of token tensors stand for, each a sequence of its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Any
 
 import torch
 
-from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, UnifiedBatchItem
+from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, SeqId, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError
 from paged.kernels.checks import check_shape
 from paged.kv_cache import KvCacheHandle
+
+
+def cache_id_of(item: UnifiedBatchItem) -> SeqId:
+    """The cache an item continues."""
+    return item.seq_id if item.kv_cache is None else item.kv_cache.cache_id
+
+
+def is_decode_step(item: UnifiedBatchItem) -> bool:
+    """One token after others, with logits, or several that are verified: what a decode is."""
+    is_one = len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
+    return item.is_final_chunk and is_one and item.pos_offset > 0
 
 
 def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -47,10 +47,17 @@ class Sampler:
         self._counts = TokenCounts(vocab_size, device)
         self._last: SamplingRows | None = None
 
-    def sample(self, logits: torch.Tensor, completions: list[Completion]) -> Sampled:
-        """One token for each completion, from float32 [n, V]."""
+    def sample(
+        self, logits: torch.Tensor, completions: list[Completion], meanwhile: Callable[[], None] | None = None
+    ) -> Sampled:
+        """One token for each completion, from float32 [n, V].
+
+        meanwhile: called when the device has been told to choose, before its choice is waited for.
+        """
         rows = self._rows(completions)
         tokens, _ = self._choose(logits, rows, None, Stream.TOKEN)
+        if meanwhile is not None:
+            meanwhile()
         if rows.num_logprobs is None:
             return Sampled(tokens[:, None].tolist())
         return self._to_host(logits, rows, tokens[:, None], None, [1] * len(completions))

@@ -98,6 +98,17 @@ class Scheduler:
             index += 1
         return Plan(decodes, chunks, sum(len(completion.item.q_tokens) for completion in chunks))
 
+    def foresee(self) -> list[Completion]:
+        """Who will decode in the next step, if all that run get a token and only those end whose last one it is; none
+        where others would run beside them, or not all of them.
+        """
+        budget, cost = self._config.token_budget, self._decode_cost
+        staying = [completion for completion in self.decoding if not completion.is_ending]
+        is_full = self._is_full and len(staying) == len(self.decoding)
+        admits = self.waiting and not is_full and len(staying) < self._config.max_num_seqs
+        has_others = (self.prefilling or admits) and len(staying) * cost < budget
+        return [] if has_others or len(self.decoding) * cost > budget else staying
+
     def to_decoding(self, completion: Completion) -> None:
         """Its prompt is done."""
         self.prefilling.remove(completion)

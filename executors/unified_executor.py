@@ -17,14 +17,13 @@ from paged.batch import (
     SeqId,
     UnifiedBatch,
     UnifiedBatchItem,
-    VerifyLogits,
 )
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
-from paged.executors.row_batches import decode_items, prefill_items, verify_item
+from paged.executors.row_batches import cache_id_of, decode_items, is_decode_step, prefill_items, verify_item
 from paged.executors.status import ForwardWork, WorkMeter
 from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
-from paged.forward_step import validate_items
+from paged.forward_step import PreparedStep, validate_items
 from paged.kv_cache import KvCacheHandle
 from paged.models.logits_policy import apply_policies
 
@@ -41,6 +40,7 @@ class UnifiedExecutor(ModelExecutor):
         self._info = info
         self._meter = WorkMeter(info.device, self._memory_bytes)
         self._unfinished_prompts: set[KvCacheHandle] = set()
+        self._expected: tuple[PreparedStep, ForwardWork] | None = None
 
     @abstractmethod
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
@@ -55,6 +55,10 @@ class UnifiedExecutor(ModelExecutor):
         for item in items:
             if item.metadata.get("lora_adapter") is not None:
                 raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
+
+    def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
+        """See `prepare_step`; the forward that it prepares uses it by itself."""
+        return None
 
     def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
         """After a forward, for caches that do not count their tokens themselves."""
@@ -128,15 +132,41 @@ class UnifiedExecutor(ModelExecutor):
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         with self._call():
-            decodes = [
-                len(item.q_tokens) for item in batch.items if is_decode_step(item) and not self._is_unfinished(item)
-            ]
-            rows = sum(decodes)
-            work = ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
-            results = self._forward_items(batch.items, work)
+            expected, self._expected = self._expected, None
+            if expected is not None and expected[0].fits(batch.items):
+                work = expected[1]
+                try:
+                    results = self._forward_items(batch.items, work, is_checked=True)
+                finally:  # where an error came before the forward could take it
+                    expected[0].cancel()
+            else:
+                decodes = [
+                    len(item.q_tokens)
+                    for item in batch.items
+                    if is_decode_step(item)
+                    and not self._is_unfinished(item.kv_cache or self._handle(item.seq_id), item.pos_offset)
+                ]
+                rows = sum(decodes)
+                work = ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
+                results = self._forward_items(batch.items, work)
             if work.prefill_tokens:
                 self._note_unfinished(batch.items)
             return results
+
+    def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
+        """Do ahead what can be done for a `unified_decode` of one more token of each sequence, in this order, while the
+        device is busy with what came before.
+
+        The next call that runs tokens uses it if it is that one, and otherwise gives its room back. Nothing else need
+        know of it. None where the cache has no room, or nothing can be done ahead.
+        """
+        prepared, self._expected = self._prepare_step(handles), None
+        if prepared is not None:
+            decodes = sum(
+                handle.num_tokens > 0 and not self._is_unfinished(handle, handle.num_tokens) for handle in handles
+            )
+            self._expected = prepared, ForwardWork(len(handles) - decodes, len(handles) - decodes, decodes)
+        return prepared
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """All tokens of the sequence in one forward, each counted as a decode."""
@@ -176,12 +206,11 @@ class UnifiedExecutor(ModelExecutor):
         with self._meter.call(), torch.no_grad():
             yield
 
-    def _is_unfinished(self, item: UnifiedBatchItem) -> bool:
-        """Whether the item goes on with a prompt: chunks of it are not run yet, or it begins with a cached prefix."""
-        handle = item.kv_cache or self._handle(item.seq_id)
+    def _is_unfinished(self, handle: KvCacheHandle | None, length: int) -> bool:
+        """Whether its next token is of a prompt: chunks of it are not run yet, or it begins with a cached prefix."""
         if handle is None:
             return False
-        return 0 < handle.num_cached_tokens == item.pos_offset or handle in self._unfinished_prompts
+        return 0 < handle.num_cached_tokens == length or handle in self._unfinished_prompts
 
     def _note_unfinished(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Which prompts have chunks left, after a step with some."""
@@ -194,7 +223,9 @@ class UnifiedExecutor(ModelExecutor):
     def _final_rows(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor]:
         return [row for row in self._forward_items(items, work) if row is not None]
 
-    def _forward_items(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor | None]:
+    def _forward_items(
+        self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
+    ) -> list[torch.Tensor | None]:
         if not items:
             return []
 
@@ -209,22 +240,16 @@ class UnifiedExecutor(ModelExecutor):
                 )
             return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
 
-        return self._all_or_nothing(items, work, run)
+        return self._all_or_nothing(items, work, run, is_checked=is_checked)
 
-    def _all_or_nothing(self, items: Sequence[UnifiedBatchItem], work: ForwardWork, run: Callable[[], R]) -> R:
-        """Check the items, run, count; where that raises, every cache is again as it was."""
-        validate_items(
-            items,
-            vocab_size=self._info.vocab_size,
-            max_seq_len=self._info.max_sequence_length,
-            length_of=self._length,
-        )
-        before: dict[SeqId, int | None] = {cache_id_of(item): item.pos_offset for item in items}
-        if len(before) != len(items):
-            raise InvalidInputError(f"items: {len(items)} for {len(before)} sequences, expected one each")
-        before |= {
-            cache_id: None for cache_id, length in before.items() if length == 0 and self._handle(cache_id) is None
-        }
+    def _all_or_nothing(
+        self, items: Sequence[UnifiedBatchItem], work: ForwardWork, run: Callable[[], R], *, is_checked: bool = False
+    ) -> R:
+        """Check the items, run, count; where that raises, every cache is again as it was.
+
+        is_checked: they are, and all their sequences exist.
+        """
+        new = set() if is_checked else self._check_items(items)
         try:
             self._choose_adapters(items)
             with self._meter.forward(work):
@@ -232,8 +257,22 @@ class UnifiedExecutor(ModelExecutor):
                 self._advance(items)
                 return results
         except BaseException:
-            self._roll_back(before)
+            lengths = ((cache_id_of(item), item.pos_offset) for item in items)
+            self._roll_back({cache_id: None if cache_id in new else length for cache_id, length in lengths})
             raise
+
+    def _check_items(self, items: Sequence[UnifiedBatchItem]) -> set[SeqId]:
+        """Raise unless they can run; the caches that do not exist yet."""
+        validate_items(
+            items,
+            vocab_size=self._info.vocab_size,
+            max_seq_len=self._info.max_sequence_length,
+            length_of=self._length,
+        )
+        lengths = {cache_id_of(item): item.pos_offset for item in items}
+        if len(lengths) != len(items):
+            raise InvalidInputError(f"items: {len(items)} for {len(lengths)} sequences, expected one each")
+        return {cache_id for cache_id, length in lengths.items() if length == 0 and self._handle(cache_id) is None}
 
     def _roll_back(self, lengths: dict[SeqId, int | None]) -> None:
         """Bring caches back to the lengths they had; those with None did not exist."""
@@ -260,14 +299,3 @@ class UnifiedExecutor(ModelExecutor):
         if handle is None:
             raise InvalidInputError(f"cache_id: {cache_id!r} has no cache")
         return handle
-
-
-def cache_id_of(item: UnifiedBatchItem) -> SeqId:
-    """The cache an item continues."""
-    return item.seq_id if item.kv_cache is None else item.kv_cache.cache_id
-
-
-def is_decode_step(item: UnifiedBatchItem) -> bool:
-    """One token after others, with logits, or several that are verified: what a decode is."""
-    is_one = len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
-    return item.is_final_chunk and is_one and item.pos_offset > 0

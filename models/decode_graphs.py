@@ -67,11 +67,13 @@ class DecodeGraphs:
         self._sizes = tuple(sizes)
         self._replays: dict[int, Callable[[], None]] = {}
         self._inputs = self._table = self._product = torch.empty(0)
+        self._loaded: ForwardStep | None = None
 
     def clear(self) -> None:
         """Forget the graphs and give their memory back."""
         self._replays = {}
         self._inputs = self._table = self._product = torch.empty(0)
+        self._loaded = None
 
     def capture(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
         """Capture a graph for every size, the largest first; where that fails there are none. Needs no cache blocks.
@@ -101,17 +103,28 @@ class DecodeGraphs:
             and len(step.row_ids) == num_seqs
         )
 
-    def logits(self, step: ForwardStep) -> torch.Tensor:
-        """Run a step that `takes` has approved: float32 [num_seqs, vocab_size]."""
-        host, num_seqs = step.host, len(step.handles)
-        size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        table = host.block_table[:, : self._table_width]
+    def load(self, step: ForwardStep) -> None:
+        """Fill the static inputs for a step that `takes` has approved; for its `logits` its tokens may be others."""
+        num_seqs, size = len(step.handles), self._size(step)
+        table = step.host.block_table[:, : self._table_width]
         # Of the table's rows as much goes as the batch has: all of 256 rows for 40,000 tokens are 2.6 MB a step.
-        rows = _padded((step.token_ids, *host.arrays[:-1]), size)
+        rows = _padded((step.token_ids, *step.host.arrays[:-1]), size)
         *_, there = to_device((*rows, table), self._device, out=self._inputs)
         self._table[:num_seqs, : table.shape[1]].copy_(there)
+        self._loaded = step
+
+    def logits(self, step: ForwardStep) -> torch.Tensor:
+        """Run a step that `takes` has approved: float32 [num_seqs, vocab_size]."""
+        size = self._size(step)
+        if self._loaded is step:
+            to_device((_extended(step.token_ids, size, 0),), self._device, out=self._inputs)
+        else:
+            self.load(step)
         self._replays[size]()
-        return self._product[:num_seqs].to(torch.float32, copy=True)
+        return self._product[: len(step.handles)].to(torch.float32, copy=True)
+
+    def _size(self, step: ForwardStep) -> int:
+        return self._sizes[bisect_left(self._sizes, len(step.handles))]
 
     def _forward(self, size: int) -> Callable[[], None]:
         """The forward of `size` rows over the static inputs, all of them padding as yet."""

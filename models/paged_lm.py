@@ -11,7 +11,9 @@ import torch
 
 from paged.batch import SeqId, UnifiedBatchItem
 from paged.errors import InvalidInputError
-from paged.forward_step import forward_step, validate_items
+from paged.forward_step import ForwardStep, PreparedStep, validate_items
+from paged.kernels.lora_batch import LoraBatch
+from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
@@ -19,6 +21,7 @@ from paged.models.decode_graphs import DecodeGraphs, graph_sizes
 from paged.models.decoder_config import DecoderConfig
 from paged.models.logits_policy import answer_items
 from paged.models.lora import LoraAdapters
+from paged.step_ahead import StepAhead
 
 _WARMUP_ID = "paged.prepare"
 
@@ -85,6 +88,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         sizes = graph_sizes(cuda_graphs, self.device, kv_manager.config.num_blocks)
         self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
         self.num_graph_replays = 0
+        self._steps = StepAhead(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -118,6 +122,21 @@ class PagedCausalLM(DecoderOnlyLLM):
             return []
         with self._logits(items) as logits:
             return answer_items(logits, items)
+
+    def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
+        """Do what can be done before their tokens are known for a forward over one more token of each sequence.
+
+        The next forward uses it if it is that one, and otherwise cancels it first, as `PreparedStep.cancel` does. None
+        where there is no room for it.
+        """
+        prepared = self._steps.prepare(handles)
+        if prepared is not None:
+            step = prepared.step
+            if self._is_replay(step, self.adapters.batch(handles, [1] * len(handles))):
+                self.graphs.load(step)
+            else:
+                step.upload()
+        return prepared
 
     def prepare(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
         """Run a prompt and a decode step once, and once with each adapter, so that no request waits for kernels to
@@ -170,16 +189,17 @@ class PagedCausalLM(DecoderOnlyLLM):
     @contextmanager
     def _logits(self, items: Sequence[UnifiedBatchItem], *, all_rows: bool = False) -> Iterator[torch.Tensor]:
         """One forward; logits of the rows that sample, or of all. The sequences grow once the body ends well."""
-        validate_items(
-            items,
-            vocab_size=self._config.vocab_size,
-            max_seq_len=self._config.max_seq_len,
-            length_of=self._length,
-        )
-        with torch.no_grad(), forward_step(self.kv_manager, items) as step:
+        if not self._steps.expects(items):
+            validate_items(
+                items,
+                vocab_size=self._config.vocab_size,
+                max_seq_len=self._config.max_seq_len,
+                length_of=self._length,
+            )
+        with torch.no_grad(), self._steps.forward(items) as step:
             counts = [len(item.q_tokens) for item in items]
             lora = self.adapters.batch(step.handles, counts)
-            is_replay = lora is None and self.graphs.takes(step)
+            is_replay = self._is_replay(step, lora)
             if is_replay:
                 yield self.graphs.logits(step)
             else:
@@ -188,6 +208,9 @@ class PagedCausalLM(DecoderOnlyLLM):
                 yield self.network.logits(hidden if all_rows else hidden[step.sample_rows])
         self.num_graph_replays += is_replay
         self.adapters.count(step.handles, counts)
+
+    def _is_replay(self, step: ForwardStep, lora: LoraBatch | None) -> bool:
+        return lora is None and self.graphs.takes(step)
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)

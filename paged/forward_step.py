@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, SequenceTooLongError
-from paged.kv_cache import KvCacheHandle
+from paged.kv_cache import KvCacheHandle, KvSlotReservation
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata, HostMetadata
 from paged.staging import to_device
@@ -51,19 +51,88 @@ class ForwardStep:
     def metadata(self) -> AttentionMetadata:
         return self._moved[2]
 
+    def upload(self) -> None:
+        """Send the arrays to the device, if that was not done yet."""
+        _ = self._moved
+
+    def fill(self, token_ids: NDArray[np.int64]) -> None:
+        """Other tokens for the same rows; where the arrays are on the device, these follow."""
+        self.token_ids = token_ids
+        if "_moved" in self.__dict__:
+            to_device((token_ids,), self.device, out=self.input_ids.view(torch.uint8))
+
     @cached_property
     def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
         input_ids, sample_rows, *rest = to_device((self.token_ids, self.row_ids, *self.host.arrays), self.device)
         return input_ids, sample_rows, self.host.over(rest)
 
 
+class PreparedStep:
+    """A forward over one more token of each sequence that has its room and its metadata, before the tokens are known.
+
+    Whoever changes one of the sequences meanwhile need not know of it: that sequence keeps its room, and the step can
+    only be cancelled. is_used: a forward has taken it.
+    """
+
+    def __init__(
+        self, manager: PagedKvCacheManager, handles: Sequence[KvCacheHandle], *, vocab_size: int, max_seq_len: int
+    ) -> None:
+        """vocab_size, max_seq_len: the model's.
+
+        Raises:
+            SequenceTooLongError: a sequence would reach beyond `max_seq_len`.
+            InvalidInputError, StaleHandleError, OutOfBlocksError: as `forward_step`; nothing has changed.
+        """
+        for handle in handles:
+            if handle.num_tokens >= max_seq_len:
+                raise SequenceTooLongError(f"{handle!r}: the longest sequence is {max_seq_len}")
+        rows = np.arange(len(handles), dtype=np.int64)
+        self.step, self._reservation = _reserve(manager, handles, [1] * len(handles), np.zeros_like(rows), rows)
+        self.is_used = False
+        self._manager = manager
+        self._vocab_size = vocab_size
+        self._positions: list[int] = self.step.host.positions.tolist()
+        self._fitting: Sequence[UnifiedBatchItem] | None = None
+
+    def fits(self, items: Sequence[UnifiedBatchItem]) -> bool:
+        """Whether it is the forward of `items`, which are then all in order: one token of the vocabulary for each of
+        these sequences, none of which has changed since, and the logits of all wanted.
+        """
+        if not self._reservation.is_whole:
+            return False
+        if items is not self._fitting:  # asked by the executor, then by its model
+            tokens = [item.q_tokens for item in items]
+            if (
+                [item.pos_offset for item in items] != self._positions
+                or not all(len(ids) == 1 and 0 <= ids[0] < self._vocab_size for ids in tokens)
+                or not all(item.is_final_chunk for item in items)
+                or len({item.seq_id for item in items}) != len(items)
+                or tuple(item.kv_cache or self._manager.get_handle(item.seq_id) for item in items) != self.step.handles
+            ):
+                return False
+            self._fitting = items
+        return True
+
+    def take(self, items: Sequence[UnifiedBatchItem]) -> tuple[ForwardStep, KvSlotReservation]:
+        """The step with the tokens of items that fit, and its room."""
+        self.step.fill(np.array([item.q_tokens[0] for item in items], np.int64))
+        self.is_used = True
+        return self.step, self._reservation
+
+    def cancel(self) -> None:
+        """Give its room back; nothing happens to one that was used or cancelled."""
+        self._reservation.rollback()
+
+
 @contextmanager
-def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]) -> Iterator[ForwardStep]:
+def forward_step(
+    manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem], prepared: PreparedStep | None = None
+) -> Iterator[ForwardStep]:
     """Reserve room for all items and describe the forward; on leaving, the lengths grow by the items' tokens, and
     blocks that became full are published, also those of chunks and of generated tokens.
 
     An item without `kv_cache` uses the manager's sequence named `seq_id`, made on first use. Leaving by an exception
-    undoes everything: lengths, room, and the sequences made here.
+    undoes everything: lengths, room, and the sequences made here. prepared: one that fits the items.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
@@ -73,27 +142,45 @@ def forward_step(manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem]
     """
     made: list[KvCacheHandle] = []
     try:
-        handles = []
-        for item in items:
-            handle = item.kv_cache or manager.get_handle(item.seq_id)
-            if handle is None:
-                handle = manager.allocate(item.seq_id)
-                made.append(handle)
-            handles.append(handle)
-        counts = [len(item.q_tokens) for item in items]
-        requests = [
-            KvSlotRequest(handle.cache_id, handle.num_tokens + count)
-            for handle, count in zip(handles, counts, strict=True)
-        ]
-        with manager.reserve(requests) as reservation:
-            host = manager.host_metadata(zip(handles, counts, strict=True))
+        if prepared is not None:
+            step, room = prepared.take(items)
+        else:
+            handles = []
+            for item in items:
+                handle = item.kv_cache or manager.get_handle(item.seq_id)
+                if handle is None:
+                    handle = manager.allocate(item.seq_id)
+                    made.append(handle)
+                handles.append(handle)
+            counts = [len(item.q_tokens) for item in items]
             tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
-            yield ForwardStep(tokens, host, _sample_rows(items, counts), tuple(handles), manager.device)
-            reservation.commit([item.q_tokens for item in items])
+            step, room = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
+        with room:
+            yield step
+            room.commit([item.q_tokens for item in items])
     except BaseException:
         for handle in made:
             manager.free(handle)
         raise
+
+
+def _reserve(
+    manager: PagedKvCacheManager,
+    handles: Sequence[KvCacheHandle],
+    counts: Sequence[int],
+    token_ids: NDArray[np.int64],
+    row_ids: NDArray[np.int64],
+) -> tuple[ForwardStep, KvSlotReservation]:
+    requests = [
+        KvSlotRequest(handle.cache_id, handle.num_tokens + count) for handle, count in zip(handles, counts, strict=True)
+    ]
+    reservation = manager.reserve(requests)
+    try:
+        host = manager.host_metadata(zip(handles, counts, strict=True))
+    except BaseException:
+        reservation.rollback()
+        raise
+    return ForwardStep(token_ids, host, row_ids, tuple(handles), manager.device), reservation
 
 
 def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> NDArray[np.int64]:

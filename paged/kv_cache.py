@@ -273,6 +273,11 @@ class KvSlotReservation:
         return self._is_open
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is open, all of its sequences grow by it, and no other call has changed one of them since."""
+        return self._is_whole
+
+    @property
     def kept_blocks(self) -> list[int]:
         """Shared blocks that copies replaced, kept to go back to."""
         return [block for undo in self._undo.values() for block in undo.replaced.values()]

@@ -17,7 +17,7 @@ from tests.executors.test_engine import PROMPTS, TEN
 
 def test_figures_of_a_run(device: torch.device) -> None:
     executor = make_executor(device, num_blocks=64)
-    engine = Engine(executor, EngineConfig(max_num_seqs=2))
+    engine = Engine(executor, EngineConfig(max_num_seqs=2, prepare_ahead=False))
     metrics, empty = engine.metrics, asdict(engine.metrics)
     engine.step()
     assert asdict(metrics) == empty, "nothing was done"

@@ -36,6 +36,13 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "swap": ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": "tight", "num_swap_blocks": 64}),
     "swap without room": ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": "tight", "num_swap_blocks": 1}),
     "paced": ({"decode_stretch": 1.5}, {}),
+    "ahead": ({"prepare_ahead": True}, {}),
+    "ahead, two at a time": ({"prepare_ahead": True, "max_num_seqs": 2}, {}),
+    "ahead, recompute": ({"prepare_ahead": True, "admission_tokens": 0}, {"num_blocks": "tight"}),
+    "ahead, swap": (
+        {"prepare_ahead": True, "admission_tokens": 0, "preemption": "swap"},
+        {"num_blocks": "tight", "num_swap_blocks": 64, "cuda_graphs": (1, 2, 6)},
+    ),
     "graphs": ({}, {"cuda_graphs": (1, 2, 6)}),
     "graphs, recompute": ({"admission_tokens": 0}, {"cuda_graphs": True, "num_blocks": "tight"}),
     "graphs, swap": (
@@ -91,11 +98,12 @@ def test_same_tokens(case: Case, way: str) -> None:
     status = engine.executor.status()
     assert status.forwards >= engine.metrics.steps > status.graph_replays
     assert bool(status.graph_replays) == ("cuda_graphs" in options)
+    assert bool(engine.metrics.prepared_steps) == config.get("prepare_ahead", False)
     preempted = engine.metrics.preempted
     if "num_blocks" not in options:
         assert not preempted
     elif case.folder != RECALL:  # its answers take a block or two, and seldom the one too many
-        assert preempted["swap" if way in ("swap", "graphs, swap") else "recompute"] > 0
+        assert preempted["swap" if way.endswith("swap") else "recompute"] > 0
 
 
 @pytest.mark.parametrize("way", ["batched", "chunks of 7", "recompute"])

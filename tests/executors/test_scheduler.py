@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -39,12 +40,12 @@ class Numbers:
         return True
 
 
-def make(number: int, length: int = 10, *, priority: int = 0) -> Completion:
+def make(number: int, length: int = 10, *, priority: int = 0, max_tokens: int = 99) -> Completion:
     """The `number`-th request."""
     output = RequestOutput(number, [1] * length, [CompletionOutput(0)])
     rank = (number - 1000 * priority, number)
     return Completion(
-        Request(number, [1] * length, SamplingParams(), rank, {}, 99, frozenset(), output, 0.0), 0, 0, None
+        Request(number, [1] * length, SamplingParams(), rank, {}, max_tokens, frozenset(), output, 0.0), 0, 0, None
     )
 
 
@@ -84,6 +85,48 @@ def test_decodes_first_then_chunks_within_the_budget() -> None:
         {0: 1, 1: 1, 2: 1},
         {0: 1, 1: 1, 2: 1},
     ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_foreseen_comes(seed: int) -> None:
+    """When a step is under way, of the next one: its decodes, where it will hold all who decode and no chunks."""
+    rng = random.Random(seed)
+    config = EngineConfig(
+        token_budget=rng.choice([4, 12]), chunk_size=rng.choice([None, 3]), max_num_seqs=rng.choice([3, 16])
+    )
+    scheduler = Scheduler(config, Numbers(rng.choice([60, 1000])))
+    for number in range(12):
+        scheduler.add(make(number, rng.randint(1, 20), max_tokens=rng.randint(1, 20)))
+    right = missed = 0
+    plan = scheduler.plan()
+    while plan.decodes or plan.chunks:
+        for completion in plan.chunks:
+            completion.cached += len(completion.item.q_tokens)
+            if completion.num_to_prefill == 0:
+                scheduler.to_decoding(completion)
+        foreseen, takes_turns = scheduler.foresee(), len(scheduler.decoding) > config.token_budget
+        for completion in [*plan.decodes, *(one for one in plan.chunks if one.state is State.DECODE)]:
+            if completion.advance(1):
+                scheduler.remove(completion)
+        plan = scheduler.plan()
+        if foreseen:
+            assert (plan.decodes, plan.chunks) == (foreseen, [])
+            right += 1
+        else:
+            missed += bool(plan.decodes) and not plan.chunks and not takes_turns
+    assert right
+    assert missed <= 2, "whoever waits might have been let in"
+
+
+def test_what_a_full_budget_lets_foresee() -> None:
+    scheduler = Scheduler(EngineConfig(token_budget=2), Numbers(1000))
+    running = [make(number) for number in range(3)]
+    for completion in running[:2]:
+        scheduler.add_decoding(completion)
+    scheduler.add(make(3))
+    assert scheduler.foresee() == running[:2], "nothing is left for who waits"
+    scheduler.add_decoding(running[2])
+    assert scheduler.foresee() == [], "they take turns"
 
 
 def test_more_decodes_than_budget_take_turns() -> None:

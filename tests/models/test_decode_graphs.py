@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import paged.models.decode_graphs
 from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.models.decode_graphs import DEFAULT_SIZES, graph_sizes
@@ -149,6 +152,76 @@ def test_adapters_leave_the_graphs_alone(model: PagedCausalLM, llama_folder: Pat
     assert model.num_graph_replays == 3
 
 
+def next_items(model: PagedCausalLM, names: Sequence[int], token: int) -> list[UnifiedBatchItem]:
+    handles = [model.kv_manager.get_handle(name) for name in names]
+    return [
+        UnifiedBatchItem(handle.cache_id, [token], kv_cache=handle, pos_offset=handle.num_tokens)
+        for handle in handles
+        if handle is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    "meanwhile", ["nothing", "a decode of others", "a capture", "the same once more", "an adapter"]
+)
+def test_prepared_steps(
+    meanwhile: str, model: PagedCausalLM, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed or not, used or not, they give the logits of plain ones; one that is used sends only its tokens."""
+    plain = make(llama_folder, cuda_graphs=False)
+    for one in (model, plain):
+        begin(one, (8, 3, 7))
+    sizes: list[int] = []
+    send = paged.models.decode_graphs.to_device
+
+    def noted(arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        sizes.append(sum(array.nbytes for array in arrays))
+        return send(arrays, *args, **kwargs)
+
+    monkeypatch.setattr(paged.models.decode_graphs, "to_device", noted)
+    for token in (5, 6):
+        prepared = model.prepare_step([item.kv_cache for item in next_items(model, (0, 2, 1), 0) if item.kv_cache])
+        assert prepared is not None
+        if meanwhile == "a decode of others":
+            for one in (model, plain):
+                decode(one, (1, 2), 33)
+        elif meanwhile == "a capture":
+            model.graphs.capture()
+        elif meanwhile == "the same once more":
+            again = model.prepare_step(prepared.step.handles)
+            assert again is not None
+            prepared = again
+        elif meanwhile == "an adapter" and not model.adapters.names():
+            model.adapters.load("poetry", Adapter(("q_proj",), seed=1).save(tmp_path / "poetry", llama_folder))
+        sizes.clear()
+        replays = model.num_graph_replays
+        results = model.unified_forward(next_items(model, (0, 2, 1), token))
+        expected = plain.unified_forward(next_items(plain, (0, 2, 1), token))
+        for actual, want in zip(results, expected, strict=True):
+            assert want is not None
+            assert_same_logits(actual, want.cpu())
+        assert model.num_graph_replays == replays + 1
+        assert prepared.is_used == (meanwhile != "a decode of others")
+        if meanwhile in ("nothing", "the same once more", "an adapter"):
+            assert sizes == [4 * 8], "the tokens of the padded batch"
+
+
+def test_prepared_steps_with_adapters(model: PagedCausalLM, llama_folder: Path, tmp_path: Path) -> None:
+    model.adapters.load("poetry", Adapter(("q_proj",), seed=1).save(tmp_path / "poetry", llama_folder))
+    model.set_lora_adapter_for_cache(0, "poetry")
+    begin(model, (5, 6))
+    expected = model.unified_forward(next_items(model, (0, 1), 7))
+    for name, length in ((0, 5), (1, 6)):
+        model.truncate_kv(name, length)
+    prepared = model.prepare_step(model.kv_manager.handles())
+    for got, want in zip(model.unified_forward(next_items(model, (0, 1), 7)), expected, strict=True):
+        assert want is not None
+        assert_same_logits(got, want.cpu())
+    assert prepared is not None
+    assert prepared.is_used
+    assert model.num_graph_replays == 0
+
+
 def test_a_step_that_fails_changes_nothing(model: PagedCausalLM) -> None:
     begin(model, (4, 8))
     state = [(handle.blocks, handle.num_tokens) for handle in model.kv_manager.handles()]
@@ -213,7 +286,7 @@ class _NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("folder", ["qwen3_moe", "gpt_oss", "gemma3"], indirect=True)
 def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The PyTorch twins do, so that the check is seen to work."""
     forward = make(folder).graphs._forward(4)
@@ -230,17 +303,71 @@ def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.Mon
         forward()
 
 
-def test_recorder_of_a_device() -> None:
+def test_calls_stand_in_for_graphs_on_a_cpu() -> None:
     calls: list[int] = []
-    assert isinstance(graph_recorder(torch.device("cpu")), CallRecorder)
-    replay = CallRecorder().record(lambda: calls.append(len(calls)))
+    recorder = graph_recorder(torch.device("cpu"))
+    assert isinstance(recorder, CallRecorder)
+    replay = recorder.record(lambda: calls.append(len(calls)))
     replay()
     assert calls == [0, 1]
 
 
+def test_how_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of its own, which runs once before it captures; the streams wait for one another on both sides."""
+    events: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        events.append(f"on {stream.name}")
+        yield
+        events.append("off")
+
+    signature = inspect.signature(torch.cuda.graph.__init__)
+
+    @contextmanager
+    def capture(*args: Any, **kwargs: Any) -> Iterator[None]:
+        given = signature.bind(None, *args, **kwargs).arguments
+        assert isinstance(given["cuda_graph"], Graph)
+        events.append(("capture", given["pool"], given["stream"].name, given["capture_error_mode"]))
+        yield
+        events.append("captured")
+
+    side = iter([Stream("side")])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(side))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    recorder = graph_recorder(torch.device("cuda:0"))
+    assert isinstance(recorder, CudaGraphRecorder)
+    recorded = [
+        *("side waits for current", "on side", "run", "off"),
+        *(("capture", (0, 7), "side", "thread_local"), "run", "captured", "current waits for side"),
+    ]
+    for _ in range(2):
+        events.clear()
+        replay = recorder.record(lambda: events.append("run"))
+        assert events == recorded
+    replay()
+    assert events == [*recorded, "replay"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3_moe", torch.float32)]
+)
 def test_graphs_are_captured_for_real(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Graphs of several sizes in turns, as they share their memory; and again over weights that were replaced."""
     save_checkpoint(FAMILIES[family], tmp_path)
