@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 class ProgressBar(Protocol):
-    """What is used of tqdm's bar."""
+    """What is used of tqdm's bar; `total` may grow."""
+
+    total: int
 
     def update(self, n: int, /) -> object: ...
 
@@ -18,13 +20,15 @@ class ProgressBar(Protocol):
 
 
 class _NoBar:
+    total = 0
+
     def update(self, n: int, /) -> None: ...
 
     def close(self) -> None: ...
 
 
 def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
-    """A bar over `total` units of work."""
+    """A bar over `total` units of work, on stderr."""
     if shown:
         try:
             from tqdm import tqdm

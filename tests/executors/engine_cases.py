@@ -11,12 +11,13 @@ import torch
 from tokenizers import Tokenizer
 
 from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
-from paged.executors.cli import RECALL, _eos_token_ids
+from paged.executors.chat_tokenizer import read_eos_token_ids
+from paged.executors.cli import RECALL
 from paged.executors.model_executor import ModelExecutor
 from paged.models.recall.task import RecallPrompt, sample_prompts
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
-EOS = _eos_token_ids(RECALL)
+EOS = read_eos_token_ids(RECALL)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 

@@ -1,19 +1,79 @@
-"""`paged generate` on the bundled checkpoint: right answers, options that reach the engine, named errors."""
+"""`paged` itself, and `paged generate`: right answers, options that reach the engine, named errors."""
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
+import torch
 
+import paged
 from paged.executors import cli
-from paged.models.recall.task import sample_prompts
+from paged.executors.cli import RECALL
+from paged.models.recall.task import RecallPrompt, sample_prompts
+from tests.models.lora_folders import Adapter
+
+Generate = Callable[..., dict[str, Any]]
 
 
-def test_command_answers_its_own_task(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--count", "4", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+    """What `paged generate --json` prints; its errors with exit code 1."""
+
+    def run(*arguments: str, code: int = 0) -> dict[str, Any]:
+        assert cli.main(["generate", *arguments, "--json"]) == code
+        found = capsys.readouterr()
+        return json.loads(found.out) if code == 0 else {"error": found.err}
+
+    return run
+
+
+@pytest.fixture
+def prompt() -> RecallPrompt:
+    return sample_prompts(3, 1)[0]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The bundled checkpoint, in a folder of one's own."""
+    return Path(shutil.copytree(RECALL, tmp_path / "mine", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
+
+
+def texts(result: dict[str, Any]) -> list[str]:
+    return [answer["text"].strip() for answer in result["answers"]]
+
+
+def test_help_and_version_take_no_torch() -> None:
+    for argument, expected in (("--version", f"paged {paged.__version__}\n"), ("--help", "generate")):
+        code = (
+            f"import sys; from paged.executors.cli import main\ntry: main(['{argument}'])\n"
+            "except SystemExit as end: assert not end.code and 'torch' not in sys.modules"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert expected in result.stdout
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert "--json" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--no-such-option"])
+    assert end.value.code == 2
+
+
+def test_command_answers_its_own_task(capsys: pytest.CaptureFixture[str], generate: Generate) -> None:
+    result = generate("--count", "4")
     assert result["summary"]["correct"] == 4
     assert result["summary"]["peak_blocks"] > 0
     assert [answer["text"] for answer in result["answers"]] == [answer["expected"] for answer in result["answers"]]
@@ -21,34 +81,165 @@ def test_command_answers_its_own_task(capsys: pytest.CaptureFixture[str]) -> Non
     table = capsys.readouterr().out
     assert table.count(" right") == 3 + 1
     assert "torch.bfloat16" in table
+    assert cli.main(["generate", "--count", "2", "--max-new-tokens", "1"]) == 1, "one token is too short an answer"
+    assert "WRONG, expected" in capsys.readouterr().out
 
 
-def test_command_takes_prompts_and_names_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (prompt,) = sample_prompts(3, 1)
+def test_prompts_of_files_and_errors(
+    capsys: pytest.CaptureFixture[str], generate: Generate, tmp_path: Path, prompt: RecallPrompt
+) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text(f"{prompt.text}\n\n")
     assert cli.main(["generate", "--prompts", str(path), "--prompt", prompt.text]) == 0
-    assert capsys.readouterr().out.count(prompt.answer) >= 2
+    assert capsys.readouterr().out.count(f"\n{prompt.answer}\n") == 2
     for arguments, message in (
-        ([str(tmp_path), "--prompt", "x"], "tokenizer.json: no such file"),
-        ([str(tmp_path)], "no prompts"),
-        (["--prompts", str(tmp_path / "none")], "No such file"),
-        (["--num-blocks", "2"], "the cache holds 32"),
+        (("--prompts", str(tmp_path / "none")), "No such file"),
+        (("--num-blocks", "2"), "the cache holds 32"),
+        (("--lora", "french"), "expected NAME=FOLDER"),
+        (("--lora", "french=x", "--lora", "french=y"), "each name once"),
+        (("--temperature", "-1"), "temperature: -1.0, expected"),
+        (("--prompt", "x", "--chat"), "no chat template"),
+        (("--device", "gpu"), "--device gpu: expected cpu, cuda"),
+        *([] if torch.cuda.is_available() else [(("--device", "cuda"), "--device cuda: torch sees no GPU here")]),
     ):
-        assert cli.main(["generate", *arguments]) == 1
-        assert message in capsys.readouterr().err
+        assert message in generate(*arguments, code=1)["error"]
 
 
-def test_chunks_and_budget_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_stdin(
+    generate: Generate, copy: Path, prompt: RecallPrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name, or where a model of one's own is given no prompts and stdin is no terminal."""
+    for arguments in (("--prompts", "-"), (str(copy),)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{prompt.text}\n"))
+        assert texts(generate(*arguments)) == [prompt.answer]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert "no prompts" in generate(str(copy), code=1)["error"]
+    assert generate("--count", "1")["summary"]["correct"] == 1, "the bundled task does not wait for stdin"
+    terminal = io.StringIO("never read")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert "no prompts" in generate(str(copy), code=1)["error"]
+
+
+def test_one_prompt_streams(capsys: pytest.CaptureFixture[str], prompt: RecallPrompt) -> None:
+    """Only the text goes to stdout."""
+    assert cli.main(["generate", "--prompt", prompt.text]) == 0
+    found = capsys.readouterr()
+    assert found.out == f"{prompt.answer}\n"
+    assert "tokens/s" in found.err
+
+
+def test_chunks_and_budget_reach_the_engine(generate: Generate) -> None:
     def summary(*arguments: str) -> dict[str, int]:
-        assert cli.main(["generate", "--count", "3", "--json", *arguments]) == 0
-        found: dict[str, int] = json.loads(capsys.readouterr().out)["summary"]
-        return found
+        return dict(generate("--count", "3", *arguments)["summary"])
 
     whole, chunked = summary("--chunk-size", "512", "--token-budget", "2048"), summary("--token-budget", "32")
     assert whole["prefill_tokens"] == chunked["prefill_tokens"]
     assert chunked["steps"] >= whole["prefill_tokens"] / 32 > whole["steps"]
     assert chunked["mixed_steps"] > whole["mixed_steps"] == 0
-    small = summary("--num-blocks", "48")
+    small = summary("--num-blocks", "48", "--max-num-seqs", "2", "--num-swap-blocks", "16", "--warmup")
     assert small["correct"] == 3
     assert small["peak_blocks"] <= 48
+
+
+def test_sampling_options(generate: Generate, prompt: RecallPrompt) -> None:
+    arguments = ("--prompt", prompt.text, "--temperature", "30", "--ignore-eos", "--max-new-tokens", "6", "-n", "3")
+    first, again, other = (generate(*arguments, "--seed", seed) for seed in ("1", "1", "2"))
+    assert texts(first) == texts(again) != texts(other)
+    assert len(set(texts(first))) == 3
+    for option in (("--top-k", "1"), ("--top-p", "1e-9"), ("--min-p", "1")):
+        (best,) = set(texts(generate(*arguments, *option)))
+        assert best.startswith(prompt.answer)
+    (greedy,) = generate("--prompt", prompt.text, "--logprobs", "2", "--stop", prompt.answer[-2:])["answers"]
+    assert greedy["text"] == prompt.answer[:-2]
+    assert greedy["finish_reason"] == "stop"
+    assert [len(table) for table in greedy["logprobs"]] == [2] * greedy["new_tokens"]
+    free = generate("--prompt", prompt.text, "--ignore-eos", "--max-new-tokens", "20")
+    held = generate("--prompt", prompt.text, "--ignore-eos", "--max-new-tokens", "20", "--frequency-penalty", "50")
+    assert texts(free) != texts(held)
+
+
+def test_speculation_cache_dtype_and_drafts(generate: Generate) -> None:
+    whole = ("--count", "3", "--max-new-tokens", "8", "--chunk-size", "512", "--token-budget", "2048")
+    plain = generate(*whole)
+    looked_up, drafted = (
+        generate(*whole, *option) for option in (("--speculate", "2"), ("--draft", str(RECALL), "--speculate", "3"))
+    )
+    assert texts(looked_up) == texts(drafted) == texts(plain)
+    assert plain["summary"]["draft_tokens"] == 0 < looked_up["summary"]["draft_tokens"]
+    assert 0 < drafted["summary"]["accepted_tokens"] <= drafted["summary"]["draft_tokens"]
+    assert drafted["summary"]["steps"] < plain["summary"]["steps"]
+    assert generate("--count", "2", "--kv-cache-dtype", "fp8")["summary"]["correct"] == 2
+
+
+def test_adapters_answer_side_by_side(generate: Generate, tmp_path: Path, prompt: RecallPrompt) -> None:
+    """One that changes next to nothing is right, and one that changes much is not."""
+    weak = Adapter(("q_proj", "o_proj"), alpha=1e-6, seed=1).save(tmp_path / "weak", RECALL)
+    strong = Adapter(("q_proj", "o_proj"), alpha=1e3, seed=1).save(tmp_path / "strong", RECALL)
+    result = generate("--prompt", prompt.text, "--lora", f"weak={weak}", "--lora", f"strong={strong}")
+    assert [answer["adapter"] for answer in result["answers"]] == ["weak", "strong"]
+    right, wrong = texts(result)
+    assert right == prompt.answer != wrong
+    assert (
+        "rank 4, expected at most max_lora_rank 2"
+        in generate("--lora", f"a={weak}", "--max-lora-rank", "2", code=1)["error"]
+    )
+
+
+def test_chat_template(generate: Generate, copy: Path, prompt: RecallPrompt) -> None:
+    """The system's text makes the question one that the template completes."""
+    facts, _, question = prompt.text.partition("; ")
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}; {{ messages[1].content }}")
+    assert texts(generate(str(copy), "--chat", "--system", facts, "--prompt", question)) == [prompt.answer]
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+    assert "no system" in generate(str(copy), "--chat", "--prompt", question, code=1)["error"]
+
+
+def test_folders_that_lack_files(generate: Generate, copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    (copy / "model.safetensors").rename(copy / "weights.bin")
+    error = generate(str(copy), "--prompt", "x", code=1)["error"]
+    assert "tokenizer.json, *.safetensors missing; there is config.json" in error
+    assert "a file, expected a folder" in generate(str(copy / "config.json"), "--prompt", "x", code=1)["error"]
+    assert "no such folder, and no OWNER/NAME" in generate("./nowhere", "--prompt", "x", code=1)["error"]
+
+
+def test_models_of_the_hub(
+    generate: Generate, copy: Path, prompt: RecallPrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str], list[str]]] = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((repo_id, allow_patterns, ignore_patterns))
+        return str(copy)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert texts(generate("owner/model-1.5", "--prompt", prompt.text)) == [prompt.answer]
+    ((repo_id, wanted, unwanted),) = asked
+    files = (
+        "model.safetensors",
+        "config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "a.bin",
+        "consolidated.safetensors",
+    )
+    filtered = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=wanted, ignore_patterns=unwanted)
+    assert (repo_id, tuple(filtered)) == ("owner/model-1.5", files[:4])
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    error = generate("owner/model", "--prompt", "x", code=1)["error"]
+    assert "UnsupportedError" in error
+    assert "pip install" in error
+
+
+def test_hub_offline(tmp_path: Path) -> None:
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "paged", "generate", "owner/model", "--prompt", "x"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "CheckpointError: model 'owner/model': no such folder, not in the Hub's cache" in result.stderr
+    assert "hf download owner/model" in result.stderr
+    assert "Traceback" not in result.stderr

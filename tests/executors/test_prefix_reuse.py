@@ -19,11 +19,12 @@ from paged import (
     UnifiedBatch,
     UnifiedBatchItem,
 )
-from paged.executors.cli import RECALL, _eos_token_ids
+from paged.executors.chat_tokenizer import read_eos_token_ids
+from paged.executors.cli import RECALL
 from paged.models.recall.task import sample_pairs
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
-EOS = _eos_token_ids(RECALL)
+EOS = read_eos_token_ids(RECALL)
 BLOCK = 16
 NUM_PROMPTS = 32
 # 25 blocks and 5 tokens: a full block less would leave a prompt to one token, which counts as a decode step.

@@ -7,7 +7,8 @@ import torch
 from tokenizers import Tokenizer
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
-from paged.executors.cli import RECALL, _eos_token_ids
+from paged.executors.chat_tokenizer import read_eos_token_ids
+from paged.executors.cli import RECALL
 from paged.models.recall.task import sample_prompts
 
 
@@ -25,7 +26,7 @@ def test_answers_held_out_prompts(
     monkeypatch.setenv("PAGED_BACKEND", backend)
     executor = LlmExecutor.from_pretrained(RECALL, dtype=dtype, num_blocks=1024)
     tokenizer = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
-    eos = _eos_token_ids(RECALL)
+    eos = read_eos_token_ids(RECALL)
     prompts = sample_prompts(20_261, count, max_tokens=max_tokens)
     engine = Engine(executor, EngineConfig(token_budget=1024), tokenizer=tokenizer, eos_token_ids=eos)
     outputs = engine.generate(

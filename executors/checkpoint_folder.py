@@ -1,0 +1,61 @@
+"""Where a checkpoint lies: a folder of this machine, or what the Hugging Face Hub's client keeps of a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+
+# Never code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
+_UNWANTED = ("consolidated*", "original/*", "*.bin", "*.pt", "*.pth", "*.py")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def checkpoint_folder(model: str | Path) -> Path:
+    """The folder of a checkpoint, given as a folder or as OWNER/NAME on the Hub, which is downloaded if need be.
+
+    Raises:
+        InvalidInputError: there is no such folder, and it is no OWNER/NAME.
+        CheckpointError: the folder lacks files, or the model can be had neither from the Hub nor from its cache.
+        UnsupportedError: it is on the Hub, and the package huggingface_hub is not installed.
+    """
+    path = Path(model)
+    if path.is_dir():
+        _check_complete(path)
+        return path
+    if path.exists():
+        raise InvalidInputError(f"model {str(model)!r}: a file, expected a folder in Hugging Face layout")
+    if not _HUB_ID.fullmatch(str(model)):
+        raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
+    folder = _download(str(model))
+    _check_complete(folder)
+    return folder
+
+
+def _check_complete(folder: Path) -> None:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {present}")
+
+
+def _download(model_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise UnsupportedError(
+            f"model {model_id!r}: no such folder, and models of the Hub need huggingface_hub: pip install 'paged[cli]'"
+        ) from error
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
+    except Exception as error:  # of the client, of HTTP or of the file system, by release
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointError(
+            f"model {model_id!r}: no such folder, not in the Hub's cache and not to be downloaded "
+            f"({type(error).__name__}: {reason}). Without a network, fetch it elsewhere by `hf download {model_id} "
+            f"--local-dir FOLDER` and give FOLDER; models behind a licence need `hf auth login`"
+        ) from error
