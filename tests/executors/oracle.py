@@ -1,8 +1,7 @@
-"""What PagedAttentionExecutor must answer, from its formula in float64, and executors to ask."""
+"""PagedAttentionExecutors, whose answers are known in closed form, and what to ask them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,44 +37,6 @@ def make_executor(
         num_swap_blocks=num_swap_blocks,
     )
     return PagedAttentionExecutor(config, PagedKvCacheManager(cache))
-
-
-def expected_logits(config: PagedExecutorConfig, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [vocab_size] of the last of `tokens`, float64."""
-    attend = _one_hot_attention if config.embedding == "one_hot" else _sinusoidal_attention
-    logits = torch.zeros(config.vocab_size, dtype=torch.float64)
-    for j, value in enumerate(attend(config, tokens)):
-        logits[j % config.vocab_size] += value
-    return logits
-
-
-def _one_hot_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
-    """A weighted histogram of the tokens a head: in the query's, those equal to it count exp(1 / sqrt(head_dim))."""
-    width = config.num_kv_heads * config.head_dim
-    indices = [token % width for token in tokens]
-    group = config.num_heads // config.num_kv_heads
-    attention = []
-    for head in range(config.num_heads):
-        first = head // group * config.head_dim
-        own = range(first, first + config.head_dim)
-        heavy = indices[-1] if indices[-1] in own else None
-        weights = [math.exp(1 / math.sqrt(config.head_dim)) if index == heavy else 1.0 for index in indices]
-        for i in own:
-            hits = sum(weight for weight, index in zip(weights, indices, strict=True) if index == i)
-            attention.append(hits / sum(weights))
-    return attention
-
-
-def _sinusoidal_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
-    width = config.num_kv_heads * config.head_dim
-    angles = torch.tensor([[(t + 1) * (i + 1) for i in range(width)] for t in tokens], dtype=torch.float32)
-    heads = torch.sin(angles).double().view(len(tokens), config.num_kv_heads, config.head_dim)
-    attention: list[float] = []
-    for head in range(config.num_heads):
-        keys = heads[:, head // (config.num_heads // config.num_kv_heads)]
-        weights = torch.softmax(keys @ keys[-1] / math.sqrt(config.head_dim), 0)
-        attention += (weights @ keys).tolist()
-    return attention
 
 
 def prompt(*rows: Sequence[int], **fields: Any) -> PrefillInput:

@@ -13,9 +13,10 @@ import torch
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.async_executor import AsyncModelExecutor
+from paged.executors.closed_form import expected_logits
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
-from tests.executors.oracle import batch, expected_logits, make_executor, prompt, step
+from tests.executors.oracle import batch, make_executor, prompt, step
 from tests.tolerance import assert_close
 
 METHODS = {name for name, _ in inspect.getmembers(ModelExecutor, inspect.isfunction)}

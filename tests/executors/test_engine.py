@@ -21,6 +21,7 @@ from paged import (
     SequenceTooLongError,
     UnifiedBatch,
 )
+from paged.executors.closed_form import expected_logits
 from paged.executors.model_executor import ExecutorShutDownError
 from tests.executors.engine_cases import (
     EOS,
@@ -34,7 +35,7 @@ from tests.executors.engine_cases import (
     tokens_of,
 )
 from tests.executors.minimal_executor import MinimalExecutor
-from tests.executors.oracle import expected_logits, make_executor
+from tests.executors.oracle import make_executor
 from tests.executors.test_llm_executor import Parrot, UnifiedParrot, UnsupportedParrot, other_executor, parrot_logits
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 5 * i)] for i in range(5)]

@@ -17,11 +17,12 @@ from paged.errors import (
     StaleHandleError,
     UnsupportedError,
 )
+from paged.executors.closed_form import expected_logits
 from paged.executors.model_executor import ExecutorShutDownError
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.types import ExecutorState, MemoryRequirements
 from paged.kv_cache import KvCacheHandle
-from tests.executors.oracle import batch, expected_logits, make_executor, prompt, step
+from tests.executors.oracle import batch, make_executor, prompt, step
 from tests.tolerance import assert_close
 
 

@@ -9,7 +9,8 @@ import torch
 
 from paged import GreedyArgmax, LlmExecutor, PagedAttentionExecutor, UnifiedBatchItem, VerifyLogits
 from paged.executors.cli import RECALL
-from tests.executors.oracle import batch, expected_logits, make_executor
+from paged.executors.closed_form import expected_logits
+from tests.executors.oracle import batch, make_executor
 from tests.executors.test_llm_executor import Parrot, UnifiedParrot, other_executor, parrot_logits
 from tests.tolerance import assert_close
 

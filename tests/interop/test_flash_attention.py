@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError
+from paged.bench.attention_problem import Problem, make
 from paged.interop import flash_attn_varlen_func, flash_attn_with_kvcache
 from paged.kernels import reference
-from tests.kernels.attention_problem import Problem, make
 from tests.tolerance import assert_close
 
 OPTIONS: list[dict[str, Any]] = [

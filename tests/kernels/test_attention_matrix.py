@@ -8,7 +8,8 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from tests.kernels.attention_problem import Problem, check
+from paged.bench.attention_problem import Problem
+from tests.kernels.attention_problem import check
 from tests.tolerance import GPU_DTYPES
 
 LENGTHS = (((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)))

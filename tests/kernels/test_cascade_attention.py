@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paged import InvalidInputError, cascade_attention
+from paged.bench.attention_problem import Problem, make
 from paged.kernels import reference
 from paged.kernels.cascade_attention import cascade_plans
-from tests.kernels.attention_problem import Problem, make
 from tests.tolerance import assert_close, dtypes
 
 

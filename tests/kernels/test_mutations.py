@@ -11,7 +11,8 @@ import torch
 
 import paged.kernels.attention_kernels
 import paged.kernels.attention_launch
-from tests.kernels.attention_problem import Problem, check
+from paged.bench.attention_problem import Problem
+from tests.kernels.attention_problem import check
 
 SOURCE = Path(paged.kernels.attention_kernels.__file__ or "").read_text()
 

@@ -9,42 +9,11 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError, fused_moe
+from paged.bench.moe_formats import FORMATS, quantize
 from paged.kernels import reference
 from paged.kernels.fused_moe import moe_block_size
 from tests.kernels.test_fused_moe import Inputs, make_inputs
 from tests.tolerance import assert_close
-
-# Weights and how many of their rows and columns share a scale; 0 for all of them.
-FORMATS = {
-    "e4m3 tensor": ("e4m3", 0, 0),
-    "e4m3 channel": ("e4m3", 1, 0),
-    "e4m3 block": ("e4m3", 128, 128),
-    "int8 channel": ("int8", 1, 0),
-    "int8 group": ("int8", 1, 32),
-    "int4 channel": ("int4", 1, 0),
-    "int4 group": ("int4", 1, 96),
-}
-
-
-def quantize(w: torch.Tensor, kind: str, group_n: int, group_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of which every group's largest has the format's largest value, and their scales."""
-    num_experts, num_rows, num_columns = w.shape
-    group_n, group_k = group_n or num_rows, group_k or num_columns
-    blocks = (-(-num_rows // group_n), -(-num_columns // group_k))
-    padded = torch.zeros(num_experts, blocks[0] * group_n, blocks[1] * group_k, device=w.device)
-    padded[:, :num_rows, :num_columns] = w
-    groups = padded.view(num_experts, blocks[0], group_n, blocks[1], group_k)
-    scale = groups.abs().amax((2, 4)) / {"e4m3": 448, "int8": 127, "int4": 7}[kind]
-    values = (groups / scale[:, :, None, :, None]).reshape(padded.shape)[:, :num_rows, :num_columns]
-    if group_k == num_columns:
-        scale = scale[..., 0, 0] if group_n == num_rows else scale[..., 0]
-    if kind == "e4m3":
-        return values.to(torch.float8_e4m3fn).contiguous(), scale.contiguous()
-    whole = values.round().to(torch.int8)
-    if kind == "int4":
-        nibbles = (whole + 8).to(torch.uint8)
-        return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous(), scale
-    return whole.contiguous(), scale
 
 
 def make_quantized(
