@@ -18,6 +18,7 @@ RECALL = Path(__file__).resolve().parent.parent / "models" / "recall"
 # of benchmarks are known by their names alone, as `bench` imports this package.
 _COMMANDS = {
     "generate": ("paged.executors.commands.generate", "answer prompts with a checkpoint"),
+    "info": ("paged.executors.commands.info", "say what this machine has and what runs on it"),
     "verify": ("paged.bench.verify", "check every kernel on this machine against float64"),
 }
 
