@@ -13,8 +13,10 @@ _UNWANTED = ("consolidated*", "original/*", "*.bin", "*.pt", "*.pth", "*.py")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def checkpoint_folder(model: str | Path) -> Path:
+def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
     """The folder of a checkpoint, given as a folder or as OWNER/NAME on the Hub, which is downloaded if need be.
+
+    is_run: it must have all that running it takes; else config.json is enough, and no weights are downloaded.
 
     Raises:
         InvalidInputError: there is no such folder, and it is no OWNER/NAME.
@@ -23,27 +25,31 @@ def checkpoint_folder(model: str | Path) -> Path:
     """
     path = Path(model)
     if path.is_dir():
-        _check_complete(path)
+        _check_complete(path, is_run)
         return path
     if path.exists():
         raise InvalidInputError(f"model {str(model)!r}: a file, expected a folder in Hugging Face layout")
     if not _HUB_ID.fullmatch(str(model)):
         raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
-    folder = _download(str(model))
-    _check_complete(folder)
+    folder = _download(str(model), [name for name in _WANTED if is_run or name != "*.safetensors"])
+    _check_complete(folder, is_run)
     return folder
 
 
-def _check_complete(folder: Path) -> None:
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks of that which running takes."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
+    return missing if any(folder.glob("*.safetensors")) else [*missing, "*.safetensors"]
+
+
+def _check_complete(folder: Path, is_run: bool) -> None:
+    missing = missing_files(folder)
+    if missing if is_run else "config.json" in missing:
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {present}")
 
 
-def _download(model_id: str) -> Path:
+def _download(model_id: str, wanted: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -51,7 +57,7 @@ def _download(model_id: str) -> Path:
             f"model {model_id!r}: no such folder, and models of the Hub need huggingface_hub: pip install 'paged[cli]'"
         ) from error
     try:
-        return Path(snapshot_download(model_id, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
+        return Path(snapshot_download(model_id, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)))
     except Exception as error:  # of the client, of HTTP or of the file system, by release
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(

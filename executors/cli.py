@@ -19,6 +19,7 @@ RECALL = Path(__file__).resolve().parent.parent / "models" / "recall"
 _COMMANDS = {
     "generate": ("paged.executors.commands.generate", "answer prompts with a checkpoint"),
     "info": ("paged.executors.commands.info", "say what this machine has and what runs on it"),
+    "inspect": ("paged.executors.commands.inspect", "describe a checkpoint, or draw a cache at work"),
     "verify": ("paged.bench.verify", "check every kernel on this machine against float64"),
 }
 

@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
 _CPU_SEQUENCES = 4
 _CPU_BYTES = 1 << 30
 # On a GPU: the rest of the memory is for activations.
-_GPU_FRACTION = 0.9
+GPU_FRACTION = 0.9
 
 
 def load_model(
@@ -84,7 +84,7 @@ def load_model(
     """
     folder = Path(path)
     hf = HfConfig.read(folder)
-    network_class = _network_class(hf)
+    network_class = network_class_of(hf)
     config = network_class.read_config(hf)
     known_positions = config.max_position_embeddings
     max_seq_len = known_positions if max_seq_len is None else max_seq_len
@@ -129,7 +129,12 @@ def load_model(
     )
 
 
-def _network_class(hf: HfConfig) -> type[Llama]:
+def network_class_of(hf: HfConfig) -> type[Llama]:
+    """The class that runs a checkpoint.
+
+    Raises:
+        UnsupportedError: none of its architectures is known here.
+    """
     names = hf.items("architectures", str)
     for name in names:
         if name in ARCHITECTURES:
@@ -143,6 +148,6 @@ def _num_blocks(
     block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        return max(1, int(free_bytes * _GPU_FRACTION) // block_bytes)
+        return max(1, int(free_bytes * GPU_FRACTION) // block_bytes)
     wanted = _CPU_SEQUENCES * -(-max_seq_len // block_size)
     return max(1, min(wanted, _CPU_BYTES // block_bytes))

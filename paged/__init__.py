@@ -78,6 +78,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kv_cache_manager": ("PagedKvCacheManager",),
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
+    "paged.picture": ("CachePicture", "cache_picture"),
 }
 
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -46,6 +46,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def cached(self) -> tuple[int, ...]:
+        """Free blocks that are published, least recently used first."""
+        return tuple(self._cached)
+
+    @property
     def shared(self) -> KeysView[int]:
         """Blocks with more than one reference; a view that changes with the pool."""
         return self._extra_references.keys()

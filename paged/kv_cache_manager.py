@@ -397,6 +397,11 @@ class PagedKvCacheManager:
         with self._guard:
             return tuple(self._handles.values())
 
+    def cached_blocks(self) -> tuple[int, ...]:
+        """Free blocks with K/V that a prompt may begin with, least recently used first."""
+        with self._guard:
+            return self._pool.cached
+
     def k_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer, [num_blocks + 1, block_size, num_kv_heads, head_dim].
 

@@ -1,0 +1,175 @@
+"""A picture of a cache at one moment: which block belongs to which sequences, as text or as SVG."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+from xml.sax.saxutils import escape
+
+if TYPE_CHECKING:
+    from paged.batch import SeqId
+    from paged.kv_cache_manager import PagedKvCacheManager
+
+Kind = Literal["free", "cached", "own", "shared", "copy"]
+_LETTERS = string.ascii_letters + string.digits
+_MEANINGS: dict[Kind, str] = {
+    "free": "free",
+    "cached": "free, holds K/V that a prompt may begin with",
+    "own": "of one sequence",
+    "shared": "of several sequences",
+    "copy": "of several, copied when one of them writes its next token",
+}
+_MARKS: dict[Kind, str] = {"free": ".", "cached": "~", "own": " ", "shared": "+", "copy": "!"}
+_CELL, _LINE = 22, 18  # pixels
+
+
+@dataclass(frozen=True)
+class BlockCell:
+    """One block. holders: indices of the sequences that hold it; fill: the share of its positions with valid K/V."""
+
+    block: int
+    kind: Kind
+    holders: tuple[int, ...] = ()
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class SequenceLine:
+    """One sequence; its letter stands in its blocks. num_swapped: blocks of it that lie in host memory."""
+
+    letter: str
+    request_id: SeqId
+    namespace: Hashable
+    num_tokens: int
+    num_cached_tokens: int
+    num_blocks: int
+    num_swapped: int
+
+
+@dataclass(frozen=True)
+class CachePicture:
+    """Blocks 1 to num_blocks in order, and the sequences, oldest first. summary: counts in words."""
+
+    cells: tuple[BlockCell, ...]
+    sequences: tuple[SequenceLine, ...]
+    block_size: int
+    summary: str
+
+    def count(self, kind: Kind) -> int:
+        """How many blocks are of that kind."""
+        return sum(cell.kind == kind for cell in self.cells)
+
+    def text(self, columns: int = 32) -> str:
+        """For a terminal: a cell is the letter of the first sequence that holds the block, and a mark."""
+        cells = [(self._letter(cell) + _MARKS[cell.kind])[:2].rjust(2) for cell in self.cells]
+        rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+        width = len(str(len(cells)))
+        grid = [f"{1 + columns * index:{width}}  {' '.join(row)}".rstrip() for index, row in enumerate(rows)]
+        legend = [
+            f"{'a' if kind in ('own', 'shared', 'copy') else ''}{mark.strip()}".ljust(3)
+            + f" {self.count(kind):4}  {text}"
+            for (kind, text), mark in zip(_MEANINGS.items(), _MARKS.values(), strict=True)
+        ]
+        return "\n".join([*grid, "", *legend, "", *map(_line, self.sequences), self.summary])
+
+    def svg(self, columns: int = 32) -> str:
+        """A stand-alone SVG: a cell has a stripe for every sequence that holds its block, as high as it is full."""
+        num_rows = -(-len(self.cells) // columns)
+        body = [self._svg_cell(cell, *divmod(index, columns)) for index, cell in enumerate(self.cells)]
+        y = num_rows * _CELL + _LINE
+        for index, sequence in enumerate(self.sequences):
+            body.append(f'<rect x="2" y="{y - 11}" width="12" height="12" fill="{_colour(index)}"/>')
+            body.append(f'<text x="20" y="{y}">{escape(_line(sequence))}</text>')
+            y += _LINE
+        body.append(f'<text x="2" y="{y}">{escape(self.summary)}</text>')
+        width, height = max(columns * _CELL, 760) + 4, y + 8
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="monospace" font-size="12">\n'
+            f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+        )
+
+    def _letter(self, cell: BlockCell) -> str:
+        return self.sequences[cell.holders[0]].letter if cell.holders else ""
+
+    def _svg_cell(self, cell: BlockCell, row: int, column: int) -> str:
+        x, y, size = 2 + column * _CELL, 2 + row * _CELL, _CELL - 3
+        names = ", ".join(str(self.sequences[index].request_id) for index in cell.holders)
+        title = f"block {cell.block}: {_MEANINGS[cell.kind]}{f' ({names})' if names else ''}"
+        background = "#cfd8e6" if cell.kind == "cached" else "#f4f4f4"
+        dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
+        stripes, width, height = [], size / max(len(cell.holders), 1), size * cell.fill
+        for place, index in enumerate(cell.holders):
+            stripes.append(
+                f'<rect x="{x + place * width:.1f}" y="{y + size - height:.1f}" width="{width:.1f}" '
+                f'height="{height:.1f}" fill="{_colour(index)}"/>'
+            )
+        frame = f'x="{x}" y="{y}" width="{size}" height="{size}"'
+        return (
+            f'<g><title>{escape(title)}</title><rect {frame} fill="{background}"/>{"".join(stripes)}'
+            f'<rect {frame} fill="none" stroke="{"black" if len(cell.holders) > 1 else "#999"}"{dashes}/></g>'
+        )
+
+
+def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
+    """The cache as it stands. Take it while nobody changes the cache: what is asked one after the other is one moment
+    only then.
+    """
+    handles, stats, block_size = manager.handles(), manager.stats(), manager.config.block_size
+    cached = set(manager.cached_blocks())
+    holders: dict[int, list[int]] = {}
+    filled: dict[int, int] = {}
+    is_next: set[int] = set()  # blocks that some sequence's next token goes into
+    for index, handle in enumerate(handles):
+        for place, block in enumerate(handle.blocks):
+            if block == 0:  # swapped out, or behind the sliding window
+                continue
+            holders.setdefault(block, []).append(index)
+            tokens = min(max(handle.num_tokens - place * block_size, 0), block_size)
+            filled[block] = max(filled.get(block, 0), tokens)
+            if place == handle.num_tokens // block_size:
+                is_next.add(block)
+    cells = []
+    for block in range(1, manager.config.num_blocks + 1):
+        found = tuple(holders.get(block, ()))
+        if len(found) > 1:
+            kind: Kind = "copy" if block in is_next else "shared"
+        else:
+            kind = "own" if found else "cached" if block in cached else "free"
+        cells.append(BlockCell(block, kind, found, filled.get(block, 0) / block_size))
+    lines = [
+        SequenceLine(
+            letter=_LETTERS[index] if index < len(_LETTERS) else "?",
+            request_id=handle.request_id,
+            namespace=handle.namespace,
+            num_tokens=handle.num_tokens,
+            num_cached_tokens=handle.num_cached_tokens,
+            num_blocks=sum(block > 0 for block in handle.blocks),
+            num_swapped=handle.blocks.count(0) if handle.is_swapped else 0,
+        )
+        for index, handle in enumerate(handles)
+    ]
+    summary = (
+        f"{stats.used_blocks} of {stats.num_blocks} blocks of {block_size} tokens in use, {stats.shared_blocks} of "
+        f"them shared, {stats.cached_blocks} cached; {stats.cow_copies} copied on write, {stats.prefix_hit_tokens} "
+        f"tokens found in the cache, {stats.evictions} evicted; {manager.pressure.name} pressure"
+    )
+    return CachePicture(tuple(cells), tuple(lines), block_size, summary)
+
+
+def _line(sequence: SequenceLine) -> str:
+    notes = [f"{sequence.num_tokens} tokens", f"{sequence.num_blocks} blocks"]
+    if sequence.num_cached_tokens:
+        notes.append(f"{sequence.num_cached_tokens} tokens found in the cache")
+    if sequence.num_swapped:
+        notes.append(f"{sequence.num_swapped} blocks in host memory")
+    if sequence.namespace is not None:
+        notes.append(f"namespace {sequence.namespace!r}")
+    return f"{sequence.letter}  {sequence.request_id}: {', '.join(notes)}"
+
+
+def _colour(index: int) -> str:
+    """Hues a golden angle apart, so that neighbours differ however many there are."""
+    return f"hsl({index * 137.5 % 360:.0f} 65% 60%)"

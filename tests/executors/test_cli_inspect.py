@@ -1,0 +1,158 @@
+"""`paged inspect`: checkpoints described without being loaded, and the picture of a cache at work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import huggingface_hub
+import pytest
+import torch
+
+from paged import LlmExecutor
+from paged.executors import cli
+from paged.executors.cli import RECALL
+from paged.models import registry
+from paged.models.decoder_config import DecoderConfig
+
+Inspect = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
+    def run(*arguments: str, code: int = 0) -> dict[str, Any]:
+        assert cli.main(["inspect", *arguments, "--json"]) == code
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The bundled checkpoint, in a folder of one's own."""
+    return Path(shutil.copytree(RECALL, tmp_path / "mine", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
+
+
+def edit(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = LlmExecutor.from_pretrained(RECALL, num_blocks=4, dtype=torch.bfloat16)
+    info, manager = executor.info(), executor.kv_manager
+    assert manager is not None
+    monkeypatch.setattr(registry, "load_weights", None)
+    found = inspect("--dtype", "bfloat16", "--device-memory", "20MB")
+    assert found["supported"]
+    assert found["missing"] == []
+    assert found["parameters"] == sum(found["tensors"].values()) == info.num_parameters
+    assert found["weight_bytes"] == 2 * info.num_parameters
+    assert found["kv_bytes_per_token"] * 16 == manager.stats().bytes_per_block
+    sizes = (found["num_layers"], found["num_attention_heads"], found["num_kv_heads"], found["head_dim"])
+    assert sizes == (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim)
+    assert found["max_seq_len"] == info.max_sequence_length
+
+    # As many blocks as the loader takes on a GPU with so much memory left.
+    free = 20_000_000 - found["weight_bytes"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 20_000_000))
+    config: DecoderConfig = registry.Qwen3Moe.read_config(registry.HfConfig.read(RECALL))
+    num_blocks = registry._num_blocks(config, torch.bfloat16, torch.device("cuda"), 16, 1024)
+    assert found["kv_tokens"] == num_blocks * 16 > 1000
+    halved = inspect("--dtype", "bfloat16", "--device-memory", "20MB", "--kv-cache-dtype", "fp8", "--block-size", "8")
+    assert halved["kv_bytes_per_token"] * 2 == found["kv_bytes_per_token"]
+    assert halved["kv_tokens"] == pytest.approx(2 * found["kv_tokens"], rel=0.01)
+    assert inspect("--device-memory", "1KB")["kv_tokens"] == 0
+
+
+def test_sizes_of_memory(inspect: Inspect, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, expected in (("141GB", 141 * 10**9), ("1.5 GiB", 3 << 29), ("4096", 4096)):
+        assert inspect("--device-memory", text)["device_bytes"] == expected
+    for text in ("12XB", "GB", "1.2.3MB", "-1GB"):
+        assert cli.main(["inspect", f"--device-memory={text}"]) == 1
+        assert "expected a size such as 141GB or 80GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'], known are "),
+        ({"hidden_act": "relu6"}, "activation 'relu6'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (quantization_config)"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    values: dict[str, Any], reason: str, inspect: Inspect, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(copy, **values)
+    found = inspect(str(copy), "--device-memory", "1GB", code=1)
+    assert not found["supported"]
+    assert reason in found["reason"]
+    assert found["num_layers"] == 2
+    assert found["parameters"] == 178_432
+    assert found["kv_tokens"] is None
+    assert cli.main(["inspect", str(copy)]) == 1
+    assert f"no: {found['reason']}" in capsys.readouterr().out
+
+
+def test_without_weights(inspect: Inspect, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters come from the configuration; what is missing is listed."""
+    for name in ("model.safetensors", "tokenizer.json"):
+        (copy / name).unlink()
+    found = inspect(str(copy))
+    assert found["missing"] == ["tokenizer.json", "*.safetensors"]
+    assert found["parameters"] == 178_432
+    assert found["tensors"] == {}
+    assert cli.main(["inspect", str(copy)]) == 0
+    assert "missing files     tokenizer.json, *.safetensors" in capsys.readouterr().out
+    (copy / "config.json").unlink()
+    assert cli.main(["inspect", str(copy)]) == 1
+    assert "config.json, tokenizer.json, *.safetensors missing" in capsys.readouterr().err
+
+
+def test_weights_of_the_hub_are_not_downloaded(inspect: Inspect, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(copy)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert inspect("owner/model")["parameters"] == 178_432
+    assert "*.json" in asked[0]
+    assert "*.safetensors" not in asked[0]
+
+
+def test_truncated_weights(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert cli.main(["inspect", str(copy)]) == 1
+    assert "model.safetensors: missing, unreadable or truncated" in capsys.readouterr().err
+
+
+def test_picture_of_a_cache(inspect: Inspect, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of every kind, and every kind of sequence."""
+    file = tmp_path / "cache.svg"
+    found = inspect("--cache", "--svg", str(file))
+    assert {cell["kind"] for cell in found["cells"]} == {"free", "cached", "own", "shared", "copy"}
+    names = [sequence["request_id"] for sequence in found["sequences"]]
+    assert names == ["question 1", "question 2", "its fork", "an idle fork", "swapped out"]
+    assert [sequence["num_cached_tokens"] for sequence in found["sequences"]][:2] == [48, 48]
+    assert found["sequences"][-1]["num_swapped"] == 2
+    assert "1 copied on write" in found["summary"]
+    assert "its fork" in "".join(ElementTree.parse(file).getroot().itertext())
+    assert cli.main(["inspect", "--cache", "--block-size", "8", "--columns", "8"]) == 0
+    assert len(capsys.readouterr().out.splitlines()[0].split()) == 9
+    for arguments, message in (
+        (("--svg", "x.svg"), "only with --cache"),
+        (("--cache", "--svg", str(tmp_path / "no" / "x.svg")), "No such file"),
+        (("--cache", "--columns", "0"), "expected at least 1"),
+    ):
+        assert cli.main(["inspect", *arguments]) == 1
+        assert message in capsys.readouterr().err
