@@ -17,6 +17,7 @@ RECALL = Path(__file__).resolve().parent.parent / "models" / "recall"
 # command -> (module, what it does). A module has DESCRIPTION, add_arguments(parser) and run(args) -> exit code. Those
 # of benchmarks are known by their names alone, as `bench` imports this package.
 _COMMANDS = {
+    "bench": ("paged.executors.commands.bench", "run a benchmark, or all of them"),
     "generate": ("paged.executors.commands.generate", "answer prompts with a checkpoint"),
     "info": ("paged.executors.commands.info", "say what this machine has and what runs on it"),
     "inspect": ("paged.executors.commands.inspect", "describe a checkpoint, or draw a cache at work"),

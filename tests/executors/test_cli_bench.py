@@ -1,0 +1,96 @@
+"""`paged bench`: presets reach their modules with the arguments that follow them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged.bench import bench_kernels, bench_moe
+from paged.executors import cli
+from paged.executors.commands import bench
+from paged.executors.commands.bench import PRESETS
+
+
+def test_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*PRESETS, "all"]
+    assert cli.main(["bench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["moe"]["module"] == "bench_moe"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "speed"])
+    assert end.value.code == 2
+    assert "invalid choice: 'speed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    module = importlib.import_module(f"paged.bench.{PRESETS[name].module}")
+    assert callable(module.main)
+
+
+def test_arguments_go_to_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(bench_moe, "main", lambda argv: given.append((sys.argv[0], argv)) or 1)
+    before = sys.argv[0]
+    assert cli.main(["bench", "moe", "--only", "Mixtral", "--json", "x.json"]) == 1
+    assert given == [("paged bench moe", ["--only", "Mixtral", "--json", "x.json"])]
+    assert sys.argv[0] == before
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "attention", "--help"])
+    assert end.value.code == 0
+    assert "usage: paged bench attention" in capsys.readouterr().out
+
+
+def test_a_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`quick` has arguments of its own, and the caller's win."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(bench_kernels, "ceilings", lambda *_: bench_kernels.Ceilings(1e11, 1e11, 1e12))
+    path = tmp_path / "rows.json"
+    arguments = ["--device", "cpu", "--only", "merge_attn", "--repeats", "2", "--json", str(path)]
+    assert cli.main(["bench", "quick", *arguments]) == 0
+    assert [row["name"] for row in json.loads(path.read_text())["rows"]] == ["merge_attn_states"]
+    assert "merge_attn_states" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.needs_gpu])
+def test_no_gpu_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", name]) == 1
+    assert f"UnsupportedError: paged bench {name} runs on a GPU alone" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "paged.bench.schedule", raising=False)
+    monkeypatch.setitem(sys.modules, "paged.bench.schedule_model", None)
+    assert cli.main(["bench", "schedule"]) == 1
+    assert "paged bench schedule needs paged.bench.schedule_model" in capsys.readouterr().err
+
+
+def test_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What wrote results is reported, and the exit code is the worst."""
+    calls: list[Sequence[str]] = []
+
+    def call(*arguments: str) -> int:
+        calls.append(arguments)
+        if arguments[0] == "moe":
+            return 1
+        if arguments[0] != "report":
+            Path(arguments[2]).write_text("{}")
+        return 0
+
+    monkeypatch.setattr(bench, "_call", call)
+    assert cli.main(["bench", "all", "--out", str(tmp_path / "out"), "--repeats", "2"]) == 1
+    assert [arguments[0] for arguments in calls] == ["attention", "moe", "kernels", "engine", "cache", "report"]
+    assert calls[0][-2:] == ("--repeats", "2")
+    written = [str(tmp_path / "out" / f"{name}.json") for name in ("attention", "kernels", "engine", "cache")]
+    assert calls[-1] == ("report", *written, "--out", str(tmp_path / "out"))
