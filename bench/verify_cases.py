@@ -27,6 +27,7 @@ from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_cache_manager import PagedKvCacheManager
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 # Half of the time in the interpreter goes into these two.
 _SLOW = ("fused_moe.prefill", "add_lora.prefill")
 # Of the attention problems, one for every option.
@@ -162,11 +163,12 @@ def _empty_states(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def _norms(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Sizes that fill no tile."""
+    """Sizes that fill no tile, and every activation."""
     x, weight = torch.randn(3, 1025, device=device, dtype=dtype) * 30, torch.randn(1025, device=device, dtype=dtype)
     yield paged.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)
     gates = torch.randn(3, 2 * 1025, device=device, dtype=dtype) * 4
-    yield paged.silu_and_mul(gates), reference.silu_and_mul(gates)
+    for activation in _ACTIVATIONS:
+        yield paged.silu_and_mul(gates, activation=activation), reference.silu_and_mul(gates, activation)
 
 
 def _ragged_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -233,7 +235,7 @@ CHECKS = (
     ),
     *(
         Check(f"fused_moe: {activation}", partial(_moe_options, activation), is_quick=activation == "swiglu_oai")
-        for activation in ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+        for activation in _ACTIVATIONS
     ),
     *(
         # Rounding what e4m3 weights multiply, first the hidden states and then the activation, may tip either way.
