@@ -13,10 +13,8 @@ overhead.host: the same with the executor's own work on the host: checks, slots,
 throughput.10M, throughput.100M: 32 ragged prompts, 64 greedy tokens each, random weights, one run after a short one
     that warms up. The peer is `generate_batch` on the same weights, as it comes, and once more with a cache of our
     size, which `over_peer_sized` compares. At least 10 and 2.5 times the peer as it comes.
-    On a CPU `linear_share` of our time goes to the products with the weights, which the peer computes as well. With
-    nothing else to do there would be `bound_tokens_per_second`, and `bound_over_peer` in place of the ratio: one core
-    multiplies 75 to 95 GFLOP/s, and 32 rows of 10M parameters are 0.6 GFLOP a step, so 10 times the peer can be had
-    only where the peer spends 9 tenths of its time beside them.
+    On a CPU `linear_share` of our time goes to the products with the weights, without which there is no engine: with
+    nothing beside them there would be `bound_tokens_per_second`, and `bound_over_peer` in place of the ratio.
 long_prompt.budget, long_prompt.paced: 32 sequences decode and a prompt of 32k tokens arrives (4k on a CPU): the
     slowest step until its first token, in steps without it, with a budget of 2,048; paced is with `decode_stretch` 2.
     At most 2.
@@ -57,6 +55,7 @@ from paged.executors.model_executor import ModelExecutor
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.forward_step import ForwardStep
 from paged.kernels.compat import interpreting
+from paged.models import layers, llama
 
 REPEATS = 100
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
@@ -232,11 +231,11 @@ def _run_ours(executor: ModelExecutor, prompts: Sequence[Sequence[int]]) -> tupl
     assert manager is not None
     manager.clear_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=_NEW_TOKENS)
-    with _timed(torch.nn.functional, "linear") as linears:
+    with _timed(layers, "linear") as in_layers, _timed(llama, "linear") as in_head:
         start = perf_counter()
         outputs = Engine(executor).generate(prompts, params, progress=False)
         seconds = perf_counter() - start
-    return seconds, linears[0], [output.outputs[0].token_ids for output in outputs]
+    return seconds, in_layers[0] + in_head[0], [output.outputs[0].token_ids for output in outputs]
 
 
 def _check_same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> None:

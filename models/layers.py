@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from paged.kernels.fused_moe import fused_moe, moe_block_size
@@ -20,6 +19,7 @@ from paged.kernels.route_and_align import route_and_align
 from paged.kernels.route_tokens import route_tokens
 from paged.kernels.routing import Routing
 from paged.kernels.silu_and_mul import silu_and_mul
+from paged.kernels.torch_ops.linear import linear
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, MoeConfig
 from paged.models.weights import WeightSlots
@@ -57,7 +57,7 @@ class Linear(nn.Module):
         return tuple(self.parts.values())
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        out = functional.linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
         return out if lora is None or self.adapters is None else add_lora(out, x, self.adapters, lora)
 
     def weight_slots(self, prefix: str) -> WeightSlots:

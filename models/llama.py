@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paged.kernels.torch_ops.linear import linear
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, decoder_config
@@ -106,7 +107,7 @@ class Llama(nn.Module):
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the weights' dtype, [num_rows, vocab_size]; written to `out` where given."""
         weight = self.embed_tokens if self.lm_head is None else self.lm_head
-        return torch.mm(hidden, weight.T, out=out)
+        return linear(hidden, weight) if out is None else torch.mm(hidden, weight.T, out=out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size]."""

@@ -1,0 +1,41 @@
+"""Products with weights: oneDNN's and PyTorch's own say the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged.kernels.torch_ops import linear as module
+from paged.kernels.torch_ops.linear import linear
+from tests.tolerance import assert_close, dtypes
+
+
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("shape", [(1, 64), (33, 64), (0, 64), (2, 3, 64)])
+def test_matches_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, has_onednn: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_onednn:
+        monkeypatch.setattr(module, "_HAS_ONEDNN", False)
+    wide = torch.randn(*shape[:-1], 100, device=device).to(dtype) / 8
+    x, weight, bias = wide[..., 5:69], torch.randn(40, 64, device=device).to(dtype), torch.randn(40, device=device)
+    for given in (None, bias) if dtype == torch.float32 else (None,):  # 16-bit types may round before the bias
+        want = x.double() @ weight.double().T
+        out = linear(x, weight, given)
+        assert out.dtype == dtype
+        assert_close(out, want if given is None else want + given.double())
+
+
+def test_a_compiled_graph_holds_no_private_op(device: torch.device) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
+    compiled = torch.compile(linear, fullgraph=True, backend=backend)
+    assert_close(compiled(x, weight), x.double() @ weight.double().T)
+    [target] = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert target is torch.nn.functional.linear
