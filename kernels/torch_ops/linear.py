@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-# PyTorch gives float32 to MKL, which leaves half of the vector unit of an AMD EPYC (AVX-512) unused: 60 to 87 GFLOP/s
-# on one core where oneDNN comes to 110 to 180, for 32 to 2,048 rows. Packed weights would gain a fifth more for 32
-# rows, and take the memory of the model a second time.
+# PyTorch gives float32 to MKL, which on one core of an AMD EPYC with AVX-512 multiplies 60 to 87 GFLOP/s, where oneDNN
+# comes to 110 to 180, for 32 to 2,048 rows. Packed weights would gain a fifth more for 32 rows, and take the memory of
+# the model a second time.
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
