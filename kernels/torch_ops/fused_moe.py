@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch.nn import functional
 
 from paged.kernels.moe_weights import FP8_GROUP, ExpertLinear
 from paged.kernels.torch_ops.moe_align_block_size import expert_rows
+
+# Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us in place of 126 sorted, 16 in
+# float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
+_MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
+# Rows an expert from which oneDNN is faster in float32: it uses AVX-512 where torch.mm's library may not. On 2 cores of
+# an AMD EPYC 128 rows of 256 x 512 take 112 us in place of 225, 32 take 49 in place of 60.
+_MIN_ONEDNN = 32
 
 
 def fused_moe(
@@ -26,22 +35,69 @@ def fused_moe(
     Entries are gathered, activated and summed all at once: beside the products, the number of operations is fixed.
     """
     num_experts, top_k = len(gate_up.w), topk_ids.shape[1]
-    rows = topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)
-    # Entries whose expert is elsewhere come last.
-    ids, entries = torch.where(rows < 0, num_experts, rows).flatten().sort(stable=True)
-    ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
-    projected = _linear(hidden_states.index_select(0, entries // top_k), gate_up, ids, ends)
-    activated = gated_activation(projected.float(), activation, interleaved).to(hidden_states.dtype)
-    parts = _linear(activated, down, ids, ends).float()
-    num_here = int(ends[-1])
-    if num_here < len(parts):
-        parts[num_here:] = 0
-    in_order = torch.empty_like(parts).index_copy_(0, entries, parts).view(*topk_ids.shape, -1)
-    return out.copy_(torch.bmm(topk_weights.unsqueeze(1), in_order).squeeze(1))
+    rows = (topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)).flatten()
+
+    def activated(projected: torch.Tensor) -> torch.Tensor:
+        return gated_activation(projected.float(), activation, interleaved).to(hidden_states.dtype)
+
+    if len(rows) <= _MAX_UNSORTED[hidden_states.dtype] and not (gate_up.format or down.format):
+        experts = rows.tolist()
+        in_order = _vectors(activated(_vectors(hidden_states, gate_up, experts)), down, experts).float()
+    else:
+        # Entries whose expert is elsewhere come last.
+        ids, entries = torch.where(rows < 0, num_experts, rows).sort(stable=True)
+        ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
+        tokens, places = entries // top_k, torch.arange(len(ids), device=ids.device)
+        bounds = [0, *ends.tolist()]
+        length = _batch_length(bounds, len(ids), gate_up, down)
+        if length:
+            # Every expert's entries begin at a multiple of length; what is between them is computed and not read.
+            starts = functional.pad(ends, (1, -1))
+            places += (torch.arange(num_experts, device=ids.device) * length - starts)[ids]
+            tokens = tokens.new_zeros(num_experts * length).index_copy_(0, places, tokens).view(num_experts, length)
+        projected = _linear(hidden_states[tokens], gate_up, ids, ends)
+        parts = _linear(activated(projected), down, ids, ends).flatten(0, -2).float()
+        if bounds[-1] < len(ids):
+            parts[bounds[-1] :] = 0
+        in_order = parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, places))
+    return out.copy_(torch.bmm(topk_weights.unsqueeze(1), in_order.view(*topk_ids.shape, -1)).squeeze(1))
+
+
+def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch.Tensor:
+    """The matrix-vector product of each entry, of which a row of x has one or several; 0 for those of no expert."""
+    out, per_row = x.new_empty(len(experts), linear.w.shape[1]), len(experts) // len(x)
+    for entry, expert in enumerate(experts):
+        if 0 <= expert < len(linear.w):
+            torch.mv(linear.w[expert], x[entry // per_row], out=out[entry])
+            if linear.bias is not None:
+                out[entry] += linear.bias[expert]
+        else:
+            out[entry].zero_()
+    return out
+
+
+def _batch_length(bounds: list[int], num_entries: int, gate_up: ExpertLinear, down: ExpertLinear) -> int:
+    """Rows that every expert gets where one batch of all is better than a product each, else 0.
+
+    A batch computes an expert a thread, where a product alone shares out an expert's few rows: on 2 cores 8 rows of 256
+    x 512 take 16 us in place of 34 in float32, where 32 gain nothing, and 64 rows 22 in place of 38 in bfloat16. That
+    pays for the padding, and in bfloat16 for the weights of as many experts without entries.
+    """
+    num_experts, is_wide = len(bounds) - 1, gate_up.w.dtype == torch.float32
+    if gate_up.format or down.format or bounds[-1] < num_entries:
+        return 0
+    counts = [end - start for start, end in itertools.pairwise(bounds)]
+    longest, num_idle = max(counts), counts.count(0)
+    most = 16 if is_wide else 16 + num_entries / num_experts
+    return longest if longest <= most and num_idle * (8 if is_wide else 2) <= num_experts else 0
 
 
 def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each expert's product with the rows up to its end; rows beyond the last end hold anything."""
+    """Each expert's product with the rows up to its end; rows beyond the last end hold anything. Or with its part of a
+    batch [num_experts, length, in_features]."""
+    if x.dim() == 3:
+        out = torch.bmm(x, linear.w.mT)
+        return out if linear.bias is None else out + linear.bias.unsqueeze(1).to(out.dtype)
     if linear.format:
         out = _grouped_mm(
             quantized_token_groups(x) if linear.format == "e4m3" else x.float(), dequantized(linear), ends
@@ -76,13 +132,17 @@ def dequantized(linear: ExpertLinear) -> torch.Tensor:
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """torch's own where there are rows, and strides are multiples of 16 bytes, as it demands."""
     strides = x.stride(0) | w.stride(0) | w.stride(1)
-    if len(x) and strides * x.element_size() % 16 == 0:
+    has_onednn = x.dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    takes_onednn = has_onednn and len(x) >= _MIN_ONEDNN * len(w)
+    if len(x) and strides * x.element_size() % 16 == 0 and not takes_onednn:
         out: torch.Tensor = functional.grouped_mm(x, w.mT, offs=ends)
         return out
     out = x.new_empty(len(x), w.shape[1])
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        if end > start:
+        if end - start >= _MIN_ONEDNN and has_onednn:
+            out[start:end] = torch.ops.mkldnn._linear_pointwise(x[start:end], w[expert], None, "none", [], "")
+        elif end > start:
             torch.mm(x[start:end], w[expert].T, out=out[start:end])
         start = end
     return out

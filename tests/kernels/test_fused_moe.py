@@ -300,6 +300,26 @@ def test_strided_inputs_and_out(num_experts: int, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("unrouted", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 80])
+def test_any_number_of_tokens(num_tokens: int, unrouted: bool, device: torch.device) -> None:
+    """On a CPU products of an entry each, of a batch of all experts, and of an expert's many rows; rows apart by NaN,
+    biases, and an id of no expert beside a NaN weight."""
+    hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_tokens=num_tokens, num_experts=2)
+    strided = [torch.nn.functional.pad(tensor, (8, 16), value=math.nan) for tensor in (hidden_states, w1, w2)]
+    views = [tensor[..., 8:-16] for tensor in strided]
+    biases = {"w1_bias": torch.randn(2, 80, device=device), "w2_bias": torch.randn(2, 48, device=device)}
+    nan_rows = [False] * num_tokens
+    if unrouted:
+        topk_ids[0, 0], topk_ids[-1, 1] = 2, -1
+        topk_weights[-1, 1], nan_rows[-1] = math.nan, True
+    out = fused_moe(*views, topk_weights, topk_ids, **biases)
+    assert out.isnan().any(1).tolist() == nan_rows
+    known = topk_ids.masked_fill(topk_ids == 2, -1)
+    assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, known, **biases))
+
+
+@pytest.mark.usefixtures("backend")
 def test_weights_beyond_two_billion_elements(device: torch.device, tmp_path: Path) -> None:
     """Expert 2 begins 2^31 elements into a sparse file (or an untouched allocation on a GPU)."""
     hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=3, dtype=torch.float16)
