@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from paged.kernels.moe_weights import FP8_GROUP, ExpertLinear
+from paged.kernels.torch_ops.linear import linear as product
 from paged.kernels.torch_ops.moe_align_block_size import expert_rows
 
 # Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us in place of 126 sorted, 16 in
 # float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
 _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
-# Rows an expert from which oneDNN is faster in float32: it uses AVX-512 where torch.mm's library may not. On 2 cores of
-# an AMD EPYC 128 rows of 256 x 512 take 112 us in place of 225, 32 take 49 in place of 60.
-_MIN_ONEDNN = 32
+# Rows an expert from which a product each is faster than PyTorch's grouped ones in float32: on 2 cores of an AMD EPYC
+# 128 rows of 256 x 512 take 112 us in place of 225, 32 take 49 in place of 60.
+_MIN_ROWS_ALONE = 32
 
 
 def fused_moe(
@@ -34,7 +36,6 @@ def fused_moe(
 
     Entries are gathered, activated and summed all at once: beside the products, the number of operations is fixed.
     """
-    num_experts, top_k = len(gate_up.w), topk_ids.shape[1]
     rows = (topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)).flatten()
 
     def activated(projected: torch.Tensor) -> torch.Tensor:
@@ -42,25 +43,37 @@ def fused_moe(
 
     if len(rows) <= _MAX_UNSORTED[hidden_states.dtype] and not (gate_up.format or down.format):
         experts = rows.tolist()
-        in_order = _vectors(activated(_vectors(hidden_states, gate_up, experts)), down, experts).float()
+        parts = _vectors(activated(_vectors(hidden_states, gate_up, experts)), down, experts)
     else:
-        # Entries whose expert is elsewhere come last.
-        ids, entries = torch.where(rows < 0, num_experts, rows).sort(stable=True)
-        ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
-        tokens, places = entries // top_k, torch.arange(len(ids), device=ids.device)
-        bounds = [0, *ends.tolist()]
-        length = _batch_length(bounds, len(ids), gate_up, down)
-        if length:
-            # Every expert's entries begin at a multiple of length; what is between them is computed and not read.
-            starts = functional.pad(ends, (1, -1))
-            places += (torch.arange(num_experts, device=ids.device) * length - starts)[ids]
-            tokens = tokens.new_zeros(num_experts * length).index_copy_(0, places, tokens).view(num_experts, length)
-        projected = _linear(hidden_states[tokens], gate_up, ids, ends)
-        parts = _linear(activated(projected), down, ids, ends).flatten(0, -2).float()
-        if bounds[-1] < len(ids):
-            parts[bounds[-1] :] = 0
-        in_order = parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, places))
-    return out.copy_(torch.bmm(topk_weights.unsqueeze(1), in_order.view(*topk_ids.shape, -1)).squeeze(1))
+        parts = _sorted_by_expert(hidden_states, gate_up, down, rows, activated)
+    return out.copy_(torch.bmm(topk_weights.unsqueeze(1), parts.float().view(*topk_ids.shape, -1)).squeeze(1))
+
+
+def _sorted_by_expert(
+    x: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    rows: torch.Tensor,
+    activated: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What each entry's expert makes of its token, 0 for entries of no expert; rows int32 [num_entries]."""
+    num_experts, top_k = len(gate_up.w), len(rows) // len(x)
+    # Entries whose expert is elsewhere come last.
+    ids, entries = torch.where(rows < 0, num_experts, rows).sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
+    tokens, places = entries // top_k, torch.arange(len(ids), device=ids.device)
+    bounds = [0, *ends.tolist()]
+    length = _batch_length(bounds, len(ids), gate_up, down)
+    if length:
+        # Every expert's entries begin at a multiple of length; what is between them is computed and not read.
+        starts = functional.pad(ends, (1, -1))
+        places += (torch.arange(num_experts, device=ids.device) * length - starts)[ids]
+        tokens = tokens.new_zeros(num_experts * length).index_copy_(0, places, tokens).view(num_experts, length)
+    projected = _linear(x[tokens], gate_up, ids, ends)
+    parts = _linear(activated(projected), down, ids, ends).flatten(0, -2)
+    if bounds[-1] < len(ids):
+        parts[bounds[-1] :] = 0
+    return parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, places))
 
 
 def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch.Tensor:
@@ -132,18 +145,15 @@ def dequantized(linear: ExpertLinear) -> torch.Tensor:
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """torch's own where there are rows, and strides are multiples of 16 bytes, as it demands."""
     strides = x.stride(0) | w.stride(0) | w.stride(1)
-    has_onednn = x.dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    takes_onednn = has_onednn and len(x) >= _MIN_ONEDNN * len(w)
-    if len(x) and strides * x.element_size() % 16 == 0 and not takes_onednn:
+    has_many_rows = x.dtype == torch.float32 and len(x) >= _MIN_ROWS_ALONE * len(w)
+    if len(x) and strides * x.element_size() % 16 == 0 and not has_many_rows:
         out: torch.Tensor = functional.grouped_mm(x, w.mT, offs=ends)
         return out
     out = x.new_empty(len(x), w.shape[1])
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        if end - start >= _MIN_ONEDNN and has_onednn:
-            out[start:end] = torch.ops.mkldnn._linear_pointwise(x[start:end], w[expert], None, "none", [], "")
-        elif end > start:
-            torch.mm(x[start:end], w[expert].T, out=out[start:end])
+        if end > start:
+            out[start:end] = product(x[start:end], w[expert])
         start = end
     return out
 
