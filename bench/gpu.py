@@ -1,10 +1,11 @@
 """Everything a machine with a GPU is asked for, in one go: correctness, benchmarks, report.
 
-    python -m bench.gpu [--out DIR] [--budget SECONDS] [--peers DIR]      or  make gpu
+    python -m bench.gpu [--out DIR] [--budget SECONDS] [--peers DIR] [--only STEP ...]      or  make gpu
 
 Needs torch, triton and pytest, and installs nothing. Each step is a process of its own with a share of the time left;
 when one fails or runs out of time the others follow all the same, and what it wrote so far stays. DIR gets gpu.json
-(the steps), gpu.log (all output), attention.json, moe.json, kernels.json, report.html and a PNG of every chart.
+(the steps), gpu.log (all output), attention.json, moe.json, kernels.json, engine.json, report.html and a PNG of every
+chart. The engine comes last and has little of 540 seconds: `--only engine report` gives it all of another run.
 """
 
 from __future__ import annotations
@@ -56,31 +57,32 @@ class Outcome:
 
 
 def steps(out: Path) -> list[Step]:
-    """Correctness, attention, MoE, all kernels, report: 200, 190, 75, 60 and 15 of 540 seconds, or more where one is
-    early.
+    """Correctness, attention, MoE, all kernels, engine, report: 190, 175, 70, 50, 40 and 15 of 540 seconds, or more
+    where one is early.
     """
     python = [sys.executable, "-m"]
     ignored = [f"--ignore={path}" for path in _CPU_ONLY_TESTS]
     parallel = ["-n", str(_TEST_PROCESSES)] if importlib.util.find_spec("xdist") else []
     tests = [*python, "pytest", "tests/kernels", "tests/cache", "-q", "-p", "no:cacheprovider", *ignored, *parallel]
-    attention, moe, kernels = (out / f"{name}.json" for name in ("attention", "moe", "kernels"))
+    attention, moe, kernels, engine = (out / f"{name}.json" for name in ("attention", "moe", "kernels", "engine"))
 
-    def bench(module: str, path: Path) -> Callable[[float], list[str]]:
+    def bench(module: str, path: Path, *options: str) -> Callable[[float], list[str]]:
         def command(seconds: float) -> list[str]:
             budget = str(max(0.0, seconds - _LAST_CASE_SECONDS))
-            return [*python, module, "--json", str(path), "--budget", budget]
+            return [*python, module, "--json", str(path), "--budget", budget, *options]
 
         return command
 
     def report(_: float) -> list[str]:
-        written = [str(path) for path in (attention, moe, kernels, out / "gpu.json") if path.exists()]
+        written = [str(path) for path in (attention, moe, kernels, engine, out / "gpu.json") if path.exists()]
         return [*python, "paged.bench.report", *written, "--out", str(out)]
 
     return [
-        Step("tests", lambda _: tests, 0.37),
-        Step("attention", bench("paged.bench.bench_attention", attention), 0.56),
-        Step("moe", bench("paged.bench.bench_moe", moe), 0.5),
-        Step("kernels", lambda _: [*python, "paged.bench.bench_kernels", "--json", str(kernels)], 0.8),
+        Step("tests", lambda _: tests, 0.35),
+        Step("attention", bench("paged.bench.bench_attention", attention), 0.5),
+        Step("moe", bench("paged.bench.bench_moe", moe), 0.4),
+        Step("kernels", lambda _: [*python, "paged.bench.bench_kernels", "--json", str(kernels)], 0.48),
+        Step("engine", bench("paged.bench.bench_engine", engine, "--device", "cuda"), 0.75),
         Step("report", report, 1.0),
     ]
 
@@ -142,13 +144,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all steps, %(default)s when not given")
     parser.add_argument("--peers", type=Path, help="a folder that holds peers' packages, put on PYTHONPATH")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="tests, attention, moe, kernels, engine, report")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     if args.peers and not args.peers.is_dir():
         parser.error(f"--peers {args.peers}: no such folder")
     out = args.out.resolve()  # the steps run in the repository's folder
-    return run(steps(out), out, args.budget, args.peers)
+    chosen = [step for step in steps(out) if args.only is None or step.name in args.only]
+    return run(chosen, out, args.budget, args.peers)
 
 
 if __name__ == "__main__":

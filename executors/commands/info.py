@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     features = [*_features(device, backend), *_tables(device)]
     report: dict[str, Any] = {
         "device": _device(device),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in _PACKAGES}
+        | {"torch": torch.__version__},  # with the build, which the package's metadata may not name
         "backend": {"name": backend, "reason": reason},
         "features": [asdict(feature) for feature in features],
     }

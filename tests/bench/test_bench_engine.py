@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from paged import SamplingParams
-from paged.bench import bench_engine
-from paged.bench.bench_engine import CASES, DifferentTokensError, Row, main
+from paged.bench import bench_engine, engine_decode, engine_throughput
+from paged.bench.bench_engine import CASES, main
+from paged.bench.engine_rows import Row
+from paged.bench.engine_throughput import DifferentTokensError
 from paged.bench.goal import at_most
 
 CPU = torch.device("cpu")
@@ -43,22 +45,48 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
 
 def test_texts_must_agree() -> None:
     texts = [[index, 1] for index in range(20)]
-    bench_engine._check_same(texts, [*texts[:18], [0], [1]])
+    engine_throughput._check_same(texts, [*texts[:18], [0], [1]], 2)
+    engine_throughput._check_same(texts, [[index, 2] for index in range(20)], 1)
     with pytest.raises(DifferentTokensError, match="17 of 20"):
-        bench_engine._check_same(texts, [*texts[:17], [0], [1], [2]])
+        engine_throughput._check_same(texts, [*texts[:17], [0], [1], [2]], 2)
 
 
 def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
-    monkeypatch.setitem(bench_engine._SIZES, "tiny", sizes)
-    monkeypatch.setattr(bench_engine, "_NEW_TOKENS", 4)
-    row = bench_engine.throughput("tiny", 1.0, CPU, 1)
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 3}
+    monkeypatch.setitem(engine_throughput._SIZES, "tiny", sizes)
+    monkeypatch.setattr(engine_throughput, "_NEW_TOKENS", 4)
+    row = engine_throughput.throughput("tiny", 1.0, CPU, 1)
     detail = row.detail
     assert row.value == pytest.approx(detail["tokens_per_second"] / detail["peer_tokens_per_second"])
     assert 0 < detail["linear_share"] < 1
     assert detail["bound_tokens_per_second"] == pytest.approx(detail["tokens_per_second"] / detail["linear_share"])
     assert detail["bound_over_peer"] == pytest.approx(row.value / detail["linear_share"])
     assert row.goals[0].met == (row.value >= 1)
+
+
+@pytest.mark.parametrize("model", engine_decode.MODELS)
+def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 64th of the widths, 2 layers, 16 experts: bytes of weights and cache as counted by hand."""
+    config = dict(engine_decode.MODELS[model], num_hidden_layers=2, vocab_size=512, head_dim=32, num_attention_heads=8)
+    config |= {name: config[name] // 64 for name in ("hidden_size", "intermediate_size")}
+    config |= {"num_experts": 16, "moe_intermediate_size": 24} if "num_experts" in config else {}
+    monkeypatch.setitem(engine_decode.MODELS, model, config)
+    row = engine_decode.decode(model, CPU, 3, batch=2, context=40, goal=1e6)
+    detail, hidden, kv_heads = row.detail, config["hidden_size"], config["num_key_value_heads"]
+    projections = hidden * 32 * (8 + 2 * kv_heads) + 32 * 8 * hidden + 2 * 32 + 2 * hidden
+    mlp = 3 * hidden * config["intermediate_size"]
+    if "num_experts" in config:
+        mlp = hidden * 16 + 3 * 16 * 24 * hidden * (1 - 0.5**2)
+    weights = 2 * (projections + mlp) + hidden + 512 * hidden
+    bound_gb = detail["gb_per_s"] * detail["step_ms"] / 1e3
+    # 40 prompt tokens each, and what was decoded before and during the three steps.
+    cache = [2 * tokens * 2 * 2 * kv_heads * 32 for tokens in (40, 50)]
+    assert 4 * (weights + cache[0]) <= bound_gb * 1e9 <= 4 * (weights + cache[1])
+    assert row.value == pytest.approx(2 / detail["step_ms"] * 1e3)
+    assert detail["percent"] == pytest.approx(100 * detail["bound_ms"] / detail["step_ms"])
+    assert 0 < detail["forward_ms"] < detail["step_ms"]
+    assert (detail["sequences"], row.goals[0].met) == (2, False)
 
 
 def test_long_prompt_is_measured_until_its_first_token() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.bench import bench_attention, bench_kernels, bench_moe, gpu, report
+from paged.bench import bench_attention, bench_engine, bench_kernels, bench_moe, gpu, report
 
 
 def _python(code: str) -> list[str]:
@@ -43,7 +43,7 @@ def test_all_well(tmp_path: Path) -> None:
 def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the benchmarks and the report, with no case to run; the tests that the first step names are there."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    tests, attention, moe, kernels, told = gpu.steps(tmp_path)
+    tests, attention, moe, kernels, engine, told = gpu.steps(tmp_path)
     paths = [word for word in tests.command(1.0) if word.removeprefix("--ignore=").startswith("tests/")]
     assert len(paths) == 4
     assert all((gpu.ROOT / path.removeprefix("--ignore=")).exists() for path in paths)
@@ -53,6 +53,7 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (attention, bench_attention, nothing),
         (moe, bench_moe, nothing),
         (kernels, bench_kernels, nothing),
+        (engine, bench_engine, nothing),
         (told, report, []),
     ):
         python, flag, name, *words = step.command(50.0)
