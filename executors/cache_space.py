@@ -82,7 +82,7 @@ class BlockSpace:
             target = completion.longest
         else:
             target = min(completion.num_tokens + self._admission_tokens, completion.longest)
-        return max(0, -(-target // self._manager.config.block_size) - len(completion.handle.blocks))
+        return max(0, self._manager.config.blocks_for(target) - len(completion.handle.blocks))
 
 
 class TokenSpace:

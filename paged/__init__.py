@@ -25,6 +25,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "VerifyLogits",
     ),
     "paged.cache_events": ("BlockRemoved", "BlocksStored", "CacheCleared", "MemoryPressure"),
+    "paged.cache_stats": ("CacheStats",),
     "paged.errors": (
         "CheckpointError",
         "InvalidInputError",
@@ -74,8 +75,9 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.route_tokens": ("route_tokens",),
     "paged.kernels.routing": ("Routing",),
     "paged.kernels.silu_and_mul": ("silu_and_mul",),
-    "paged.kv_cache": ("CacheStats", "KvCacheHandle", "KvSlotReservation", "PagedKvCacheConfig"),
+    "paged.kv_cache": ("KvCacheHandle", "PagedKvCacheConfig"),
     "paged.kv_cache_manager": ("PagedKvCacheManager",),
+    "paged.kv_slot_reservation": ("KvSlotReservation",),
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
     "paged.picture": ("CachePicture", "cache_picture"),

@@ -104,7 +104,10 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each of `blocks`; those left without any are free. Of unpublished ones `blocks[0]` is
         reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
+        Zeros, which stand where a sequence has no block any more, are passed over.
         """
+        if 0 in blocks:
+            blocks = [block for block in blocks if block]
         extra, published = self._extra_references, self._published
         freed = blocks[::-1]
         if extra and not extra.keys().isdisjoint(freed):

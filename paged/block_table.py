@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.kv_cache import SequenceState
+from paged.kv_slot_reservation import SequenceState
 
 
 class BlockTable:

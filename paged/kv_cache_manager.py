@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
-from paged.block_pool import BlockPool
-from paged.block_table import BlockTable
 from paged.cache_events import CacheEvent, MemoryPressure, Notifier
-from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
-from paged.kv_cache import (
-    CacheStats,
-    KvCacheHandle,
-    KvSlotReservation,
-    PagedKvCacheConfig,
-    SequenceState,
-    Undo,
-    check_count,
-)
+from paged.cache_integrity import check_integrity
+from paged.cache_stats import CacheStats, count_stats
+from paged.errors import InvalidInputError
+from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig, check_count
 from paged.kv_cache_tensors import KvCacheTensors
+from paged.kv_inspection import KvInspection
+from paged.kv_slot_allocator import KvSlotAllocator
+from paged.kv_slot_reservation import KvSlotReservation, SequenceState
+from paged.live_sequences import LiveSequences
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.prefix_cache import PrefixCache
+from paged.sliding_window import SlidingWindow
 from paged.staging import to_device
+from paged.swap_space import SwapSpace
 from paged.token_chain import as_list
-
-_Span = tuple[SequenceState, int, int]
-"""A sequence, the first position that will be written, and the end of those."""
-
-_Need = tuple[SequenceState, list[int], list[int], int]
-"""A sequence; indices of the shared blocks a span writes to, of the published ones; blocks missing at its end."""
-
-# Positions behind the sliding window that are kept, so that rejected speculation can be rolled back.
-ROLLBACK_SLACK = 64
 
 
 class PagedKvCacheManager:
@@ -59,15 +46,14 @@ class PagedKvCacheManager:
         self.config = config
         self._guard = Notifier(self._measure_pressure)
         self._prefixes = PrefixCache(config, self._guard)
-        self._index, self._pool = self._prefixes.index, self._prefixes.pool
-        self._host_pool = BlockPool(config.num_swap_blocks)
+        self._pool = self._prefixes.pool
         self._tensors = KvCacheTensors(config)
-        self._table = BlockTable()
-        self._handles: dict[SeqId, KvCacheHandle] = {}
-        self._cow_copies = 0
-        self._num_swapped = 0
-        self._swapped_out_blocks = 0
-        self._swapped_in_blocks = 0
+        self._window = SlidingWindow(config, self._pool)
+        self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window)
+        self._swap = SwapSpace(config, self._prefixes, self._tensors)
+        self._sequences = LiveSequences(config, self._pool)
+        self._handles = self._sequences.handles
+        self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)
 
     @property
     def device(self) -> torch.device:
@@ -96,15 +82,15 @@ class PagedKvCacheManager:
         check_count("num_tokens", num_tokens)
         room = num_tokens if token_ids is None else max(num_tokens, len(token_ids))
         with self._guard:
-            self._check_new(request_id)
-            self._check_length(room)
+            self._sequences.check_new(request_id)
+            self._sequences.check_length(room)
             state = SequenceState(request_id, namespace)
             if token_ids is None or not self.config.enable_prefix_cache:
-                state.blocks = tuple(self._pool.allocate(self._blocks_for(room)))
+                state.blocks = tuple(self._pool.allocate(self.config.blocks_for(room)))
             else:
-                self._prefixes.begin(state, as_list(token_ids), self._blocks_for(room))
-                self._drop_unseen([state])
-            return self._add(state)
+                self._prefixes.begin(state, as_list(token_ids), self.config.blocks_for(room))
+                self._window.drop_unseen([state])
+            return self._sequences.add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Room for `num_tokens` more, and the length grows; the caller writes the K/V. Until then they are zeros.
@@ -116,12 +102,12 @@ class PagedKvCacheManager:
         """
         check_count("num_tokens", num_tokens)
         with self._guard:
-            state = self._state(handle)
+            state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
-            self._check_length(target)
-            with self._reserve([state], [target]) as reservation:
+            self._sequences.check_length(target)
+            with self._slots.reserve([state], [target]) as reservation:
                 written = max(state.num_tokens, state.num_written)
-                self._tensors.clear(self._slots(state, written, max(written, target)))
+                self._tensors.clear(state.blocks, written, max(written, target))
                 reservation.commit()
 
     def advance(self, handle: KvCacheHandle, num_tokens: int) -> None:
@@ -133,14 +119,14 @@ class PagedKvCacheManager:
         """
         check_count("num_tokens", num_tokens)
         with self._guard:
-            state = self._state(handle)
+            state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
             if target > handle.capacity:
                 raise InvalidInputError(f"num_tokens: length {target}, expected at most the capacity {handle.capacity}")
-            self._check_length(target)
-            self._settle(state)
+            self._sequences.check_length(target)
+            state.settle()
             state.num_tokens = target
-            self._drop_unseen([state])
+            self._window.drop_unseen([state])
 
     def commit(self, handle: KvCacheHandle, token_ids: Sequence[int]) -> None:
         """Publish the full blocks written so far. `token_ids` are those at positions 0.., as far as they are known.
@@ -149,8 +135,7 @@ class PagedKvCacheManager:
             InvalidInputError: they are not those the sequence was given before, or one exceeds int32.
         """
         with self._guard:
-            state = self._state(handle)
-            self._prefixes.commit(state, token_ids)
+            self._prefixes.commit(self._sequences.state(handle), token_ids)
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
         """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
@@ -159,7 +144,7 @@ class PagedKvCacheManager:
         """
         with self._guard:
             for handle, token_ids in items:
-                self._prefixes.append(self._state(handle), token_ids)
+                self._prefixes.append(self._sequences.state(handle), token_ids)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Roll back to the first `num_tokens` positions; blocks beyond them are given back.
@@ -170,15 +155,14 @@ class PagedKvCacheManager:
         """
         check_count("num_tokens", num_tokens)
         with self._guard:
-            state = self._state(handle)
+            state = self._sequences.state(handle)
             if num_tokens > state.num_tokens:
                 raise InvalidInputError(f"num_tokens: {num_tokens}, expected at most the length {state.num_tokens}")
-            if 0 in state.blocks[self._first_seen_block(num_tokens, 0) : self._blocks_for(num_tokens)]:
-                raise InvalidInputError(f"num_tokens: {num_tokens}, its sliding window has been given back in part")
-            self._settle(state)
-            kept = self._blocks_for(num_tokens)
+            self._window.check_rollback(state, num_tokens)
+            state.settle()
+            kept = self.config.blocks_for(num_tokens)
             dropped, state.blocks = state.blocks[kept:], state.blocks[:kept]
-            self._release(dropped)
+            self._pool.release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
             state.chain.cut(num_tokens, num_tokens // self.config.block_size)
@@ -190,14 +174,14 @@ class PagedKvCacheManager:
             InvalidInputError: `request_id` names a live sequence.
         """
         with self._guard:
-            source = self._state(handle)
-            self._check_new(request_id)
-            self._settle(source)
-            blocks = source.blocks[: self._blocks_for(source.num_tokens)]
+            source = self._sequences.state(handle)
+            self._sequences.check_new(request_id)
+            source.settle()
+            blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
             twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
             twin.chain = source.chain.copy(source.num_tokens, len(blocks))
-            return self._add(twin)
+            return self._sequences.add(twin)
 
     def free(self, handle: KvCacheHandle) -> None:
         """Give the sequence up; a second time does nothing. Blocks are free again once nobody holds them.
@@ -208,17 +192,14 @@ class PagedKvCacheManager:
         with self._guard:
             if not handle.is_valid:
                 return
-            state = self._state(handle, may_be_swapped=True)
-            self._settle(state)
-            self._release(state.blocks)
-            if state.host_blocks is not None:
-                self._host_pool.release(list(state.host_blocks.values()))
-                self._num_swapped -= 1
-            state.blocks, state.host_blocks, state.is_valid = (), None, False
+            state = self._sequences.state(handle, may_be_swapped=True)
+            state.settle()
+            self._pool.release(state.blocks)
+            self._swap.discard(state)
+            state.blocks = ()
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
             state.chain.cut(0, 0)
-            self._table.remove(state)
-            del self._handles[state.request_id]
+            self._sequences.remove(state)
 
     def swap_out(self, handle: KvCacheHandle) -> None:
         """Move the K/V to host memory and give the blocks back; nothing happens to one that is out already.
@@ -229,28 +210,7 @@ class PagedKvCacheManager:
             OutOfBlocksError: the host pool has too few blocks.
         """
         with self._guard:
-            state = self._state(handle, may_be_swapped=True)
-            if state.host_blocks is not None:
-                return
-            # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
-            kept = self._blocks_for(state.num_tokens)
-            moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in self._pool.shared]
-            host_blocks = self._host_pool.allocate(len(moved))
-            try:
-                self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
-            except BaseException:
-                self._host_pool.release(host_blocks)
-                raise
-            self._settle(state)
-            blocks = list(state.blocks[:kept])
-            dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
-            for i in moved:
-                blocks[i] = 0
-            state.blocks, state.host_blocks = tuple(blocks), dict(zip(moved, host_blocks, strict=True))
-            state.num_written = state.num_tokens
-            self._release(dropped)
-            self._num_swapped += 1
-            self._swapped_out_blocks += len(moved)
+            self._swap.swap_out(self._sequences.state(handle, may_be_swapped=True))
 
     def swap_in(self, handle: KvCacheHandle) -> None:
         """Bring the K/V back; nothing happens to a sequence that is not swapped out.
@@ -259,26 +219,7 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool has too few blocks.
         """
         with self._guard:
-            state = self._state(handle, may_be_swapped=True)
-            if state.host_blocks is None:
-                return
-            moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
-            taken = self._pool.allocate(len(moved))
-            try:
-                self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
-            except BaseException:
-                self._pool.release(taken)
-                raise
-            blocks = list(state.blocks)
-            for i, block in zip(moved, taken, strict=True):
-                blocks[i] = block
-            state.blocks, state.host_blocks = tuple(blocks), None
-            self._host_pool.release(host_blocks)
-            self._num_swapped -= 1
-            self._swapped_in_blocks += len(moved)
-            # What it had published may have been evicted meanwhile.
-            state.chain.withdraw(min(moved, default=len(blocks)))
-            self._prefixes.publish(state)
+            self._swap.swap_in(self._sequences.state(handle, may_be_swapped=True))
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Room for every sequence up to its `target_len`, for all of them or for none.
@@ -291,16 +232,16 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool cannot supply the room.
         """
         with self._guard:
-            states = self._requested(requests)
+            states = self._sequences.requested(requests)
             targets = [request.target_len for request in requests]
             admissions = [request.admission_target_len for request in requests]
             if any(admission is not None for admission in admissions):
                 highest = [
-                    (state, state.num_tokens, target if admission is None else admission)
-                    for state, target, admission in zip(states, targets, admissions, strict=True)
+                    target if admission is None else admission
+                    for target, admission in zip(targets, admissions, strict=True)
                 ]
-                self._pool.require(_blocks_needed(self._needs(highest)))
-            return self._reserve(states, targets)
+                self._slots.require(states, highest)
+            return self._slots.reserve(states, targets)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
         """The first `num_blocks` blocks of `source` become those of the empty `target`, in place of room it had there.
@@ -311,26 +252,7 @@ class PagedKvCacheManager:
         """
         check_count("num_blocks", num_blocks)
         with self._guard:
-            giver, taker = self._state(source), self._state(target)
-            if giver is taker:
-                raise InvalidInputError("target: the same sequence as source")
-            if giver.namespace != taker.namespace:
-                raise InvalidInputError(f"target: namespace {taker.namespace!r}, expected {giver.namespace!r}")
-            if taker.num_tokens > 0:
-                raise InvalidInputError(f"target: holds {taker.num_tokens} tokens, expected an empty sequence")
-            num_tokens = num_blocks * self.config.block_size
-            if num_tokens > giver.num_tokens:
-                full = giver.num_tokens // self.config.block_size
-                raise InvalidInputError(f"num_blocks: {num_blocks}, expected at most the {full} full blocks of source")
-            shared, dropped = giver.blocks[:num_blocks], taker.blocks[:num_blocks]
-            if 0 in shared:
-                raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
-            self._settle(taker)
-            self._pool.share(shared)
-            self._pool.release(dropped)
-            taker.blocks = shared + taker.blocks[num_blocks:]
-            taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
-            taker.chain = giver.chain.copy(num_tokens, num_blocks)
+            self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
     def evict(self, num_blocks: int) -> int:
         """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
@@ -386,7 +308,7 @@ class PagedKvCacheManager:
         """
         check_count("num_tokens", num_tokens)
         longest = self.config.max_seq_len
-        return (longest is None or num_tokens <= longest) and self._blocks_for(num_tokens) <= self._pool.num_free
+        return (longest is None or num_tokens <= longest) and self.config.blocks_for(num_tokens) <= self._pool.num_free
 
     def get_handle(self, request_id: SeqId) -> KvCacheHandle | None:
         """The live sequence of that name, or None."""
@@ -408,12 +330,10 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: there is no such layer.
         """
-        self._check_layer(layer)
         return self._tensors.k_cache(layer)
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k_cache`."""
-        self._check_layer(layer)
         return self._tensors.v_cache(layer)
 
     def build_metadata(
@@ -434,10 +354,10 @@ class PagedKvCacheManager:
     def host_metadata(self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]) -> HostMetadata:
         """`build_metadata` before it goes to the device."""
         with self._guard:
-            states, query_lens = self._new_tokens(items)
+            states, query_lens = self._sequences.of_step(items, any_swapped=self._swap.num_sequences > 0)
             lengths = np.array([state.num_tokens for state in states], np.int64)
-            self._make_ready(states, (lengths + query_lens).tolist())
-            table = self._table.gather(states)
+            self._slots.make_ready(states, (lengths + query_lens).tolist())
+            table = self._sequences.table.gather(states)
         return make_host_metadata(lengths, query_lens, table, self.config.block_size)
 
     def write_kv(
@@ -451,26 +371,7 @@ class PagedKvCacheManager:
             InvalidInputError: layer, position or a shape does not fit.
             OutOfBlocksError: a shared block would have to be copied, and none is free.
         """
-        self._check_layer(layer)
-        check_count("position", position)
-        if key.dim() == 2 and value.dim() == 2:
-            key, value = key[None], value[None]
-        self._tensors.check_rows(key, value)
-        with self._guard:
-            state = self._state(handle)
-            end = position + len(key)
-            if end > handle.capacity:
-                raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
-            self._check_seen(state, position, end)
-            self._make_exclusive([(state, position, end)])
-            if position < state.num_tokens:  # a rollback must not bring back what stood here
-                self._settle(state)
-            if len(key):  # what is written here need not be the K/V of the ids at these positions
-                state.chain.cut(position, position // self.config.block_size)
-            self._tensors.write(layer, self._slots(state, position, end), key, value)
-            readable = max(state.num_tokens, state.num_written)
-            if position <= readable:
-                state.num_written = max(readable, end)
+        self._inspection.write(handle, layer, position, key, value)
 
     def read_kv(
         self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int
@@ -482,43 +383,12 @@ class PagedKvCacheManager:
             InvalidInputError: there is no such layer, or a position holds nothing: it is not below `num_tokens`, and
                 `write_kv` has not written everything from there up to it.
         """
-        self._check_layer(layer)
-        check_count("start", start)
-        check_count("num_tokens", num_tokens)
-        with self._guard:
-            state = self._state(handle)
-            end, readable = start + num_tokens, max(state.num_tokens, state.num_written)
-            if end > readable:
-                raise InvalidInputError(f"num_tokens: positions {start}..{end}, expected within the {readable} written")
-            self._check_seen(state, start, end)
-            return self._tensors.read(layer, self._slots(state, start, end))
+        return self._inspection.read(handle, layer, start, num_tokens)
 
     def stats(self) -> CacheStats:
         """The cache as of now."""
         with self._guard:
-            free, total = self._pool.num_free, self._pool.num_blocks
-            return CacheStats(
-                num_blocks=total,
-                free_blocks=free,
-                used_blocks=total - free,
-                shared_blocks=len(self._pool.shared),
-                num_sequences=len(self._handles),
-                num_tokens=sum(handle.num_tokens for handle in self._handles.values()),
-                capacity_tokens=total * self.config.block_size,
-                utilization=(total - free) / total,
-                cow_copies=self._cow_copies,
-                allocation_failures=self._pool.num_refused + self._host_pool.num_refused,
-                bytes_per_block=self._tensors.bytes_per_block,
-                cached_blocks=self._pool.num_cached,
-                published_blocks=len(self._index.published),
-                prefix_hits=self._prefixes.num_hits,
-                prefix_misses=self._prefixes.num_misses,
-                prefix_hit_tokens=self._prefixes.num_hit_tokens,
-                evictions=self._prefixes.num_evictions,
-                swapped_out_blocks=self._swapped_out_blocks,
-                swapped_in_blocks=self._swapped_in_blocks,
-                swap_blocks_free=self._host_pool.num_free,
-            )
+            return count_stats(self._sequences, self._prefixes, self._slots, self._swap, self._tensors)
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """`stats()`, the pressure, and the histograms of sampled blocks (see `BlockAges`), ready for JSON."""
@@ -538,259 +408,10 @@ class PagedKvCacheManager:
             PagedError: names the first contradiction.
         """
         with self._guard:
-            references: Counter[int] = Counter()
-            host_references: Counter[int] = Counter()
-            reservations: set[KvSlotReservation] = set()
-            for handle in self._handles.values():
-                state = self._state(handle, may_be_swapped=True)
-                held = [block for block in state.blocks if block]
-                references.update(held)
-                host_references.update((state.host_blocks or {}).values())
-                if state.reservation is not None:
-                    reservations.add(state.reservation)
-                if len(set(held)) != len(held):
-                    raise PagedError(f"{state.request_id!r} holds a block twice: {state.blocks}")
-                if not state.num_cached_tokens <= state.num_tokens <= handle.capacity:
-                    raise PagedError(
-                        f"{state.request_id!r}: {state.num_cached_tokens} cached of {state.num_tokens} tokens, "
-                        f"capacity {handle.capacity}"
-                    )
-            for reservation in reservations:
-                references.update(reservation.kept_blocks)
-            self._pool.check(references)
-            self._host_pool.check(host_references)
-            self._index.check()
-
-    def _state(self, handle: KvCacheHandle, *, may_be_swapped: bool = False) -> SequenceState:
-        state = handle._state
-        if not state.is_valid:
-            raise StaleHandleError(f"handle: {state.request_id!r} has been freed")
-        if self._handles.get(state.request_id) is not handle:
-            raise InvalidInputError(f"handle: {state.request_id!r} belongs to another manager")
-        if state.host_blocks is not None and not may_be_swapped:
-            raise StaleHandleError(f"handle: {state.request_id!r} is swapped out")
-        return state
-
-    def _add(self, state: SequenceState) -> KvCacheHandle:
-        self._table.add(state)
-        handle = KvCacheHandle(state, self._pool, self.config.block_size)
-        self._handles[state.request_id] = handle
-        return handle
-
-    @staticmethod
-    def _settle(state: SequenceState) -> None:
-        if state.reservation is not None:
-            state.reservation.settle(state)
-
-    def _requested(self, requests: Sequence[KvSlotRequest]) -> list[SequenceState]:
-        """The sequences of requests that are well formed."""
-        handles, longest = self._handles, self.config.max_seq_len
-        states = []
-        for cache_id, target, admission in requests:
-            handle = handles.get(cache_id)
-            if handle is None:
-                raise InvalidInputError(f"cache_id: {cache_id!r} names no live sequence")
-            state = handle._state
-            if state.host_blocks is not None:
-                self._state(handle)
-            highest = target if admission is None else admission
-            if not state.num_tokens <= target <= highest:
-                raise InvalidInputError(
-                    f"target_len, admission_target_len: {target}, {admission} for {cache_id!r}, "
-                    f"expected {state.num_tokens} <= target_len <= admission_target_len"
-                )
-            if longest is not None and highest > longest:
-                self._check_length(highest)
-            states.append(state)
-        if len(set(map(id, states))) != len(states):
-            repeated = Counter(cache_id for cache_id, _, _ in requests).most_common(1)[0][0]
-            raise InvalidInputError(f"cache_id: {repeated!r} is given twice")
-        return states
-
-    def _reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> KvSlotReservation:
-        undo = self._make_room(self._unready(states, targets))
-        for state in states:
-            if state.reservation is not None:
-                self._settle(state)
-        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit)
-
-    def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[_Span]:
-        """The spans from each sequence's length to its target that cannot be written yet.
-
-        Only the block that the length lies in can be shared or published: those after it hold no tokens.
-        """
-        block_size, shared, published = self.config.block_size, self._pool.shared, self._index.published
-        unready = []
-        for state, target in zip(states, targets, strict=True):
-            start, blocks = state.num_tokens, state.blocks
-            if target > start:
-                if target > len(blocks) * block_size:
-                    unready.append((state, start, target))
-                elif state.reservation is None:  # an open one has seen to it
-                    tail = blocks[start // block_size]
-                    if tail in shared or tail in published:
-                        unready.append((state, start, target))
-        return unready
-
-    def _needs(self, spans: Iterable[_Span]) -> list[_Need]:
-        """What must change before the spans can be written; sequences that are ready are left out."""
-        block_size, published = self.config.block_size, self._index.published
-        needs = []
-        for state, start, end in spans:
-            if start >= end:
-                continue
-            blocks = state.blocks
-            num_blocks = len(blocks)
-            last = (end - 1) // block_size
-            shared: list[int] = []
-            stale: list[int] = []
-            for i in range(start // block_size, min(last + 1, num_blocks)):
-                if blocks[i] in self._pool.shared:
-                    shared.append(i)
-                elif blocks[i] in published:
-                    stale.append(i)
-            if last >= num_blocks or shared or stale:
-                needs.append((state, shared, stale, max(0, last + 1 - num_blocks)))
-        return needs
-
-    def _make_room(self, spans: Iterable[_Span]) -> dict[SeqId, Undo]:
-        """Give every sequence room up to its span's end, copies in place of the shared blocks the span writes to, and
-        withdraw published blocks that are about to change.
-
-        Returns, for every sequence whose blocks changed, what takes that back; the references of replaced blocks are
-        now the caller's.
-        """
-        needs = self._needs(spans)
-        if not needs:
-            return {}
-        taken = self._pool.allocate(_blocks_needed(needs))
-        used = 0
-        pairs: list[tuple[int, int]] = []
-        grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
-        for state, shared, _, fresh in needs:
-            if shared or fresh:
-                undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in shared})
-                blocks = list(state.blocks)
-                for index, copy in zip(shared, taken[used:], strict=False):
-                    blocks[index] = copy
-                    pairs.append((state.blocks[index], copy))
-                used += len(shared) + fresh
-                blocks += taken[used - fresh : used]
-                grown.append((state, tuple(blocks), undo))
-        try:
-            self._tensors.copy(pairs)
-        except BaseException:
-            self._pool.release(taken)
-            raise
-        for state, shared, stale, _ in needs:
-            self._prefixes.withdraw([state.blocks[index] for index in stale])
-            # A copy is not published, and neither is what will change: the chain goes on from before them.
-            state.chain.withdraw(min([*shared, *stale], default=len(state.blocks)))
-        for state, new_blocks, _ in grown:
-            state.blocks = new_blocks
-        self._cow_copies += len(pairs)
-        return {state.request_id: undo for state, _, undo in grown}
-
-    def _make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
-        """See that every sequence can be written from its length to its target without new room, and make it so where
-        a block is shared or published.
-        """
-        reservation = states[0].reservation if states else None
-        if reservation is not None and reservation.covers(states, targets):
-            return
-        unready = self._unready(states, targets)
-        for state, _, target in unready:
-            if target > len(state.blocks) * self.config.block_size:
-                raise InvalidInputError(
-                    f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
-                )
-        self._make_exclusive(unready)
-
-    def _make_exclusive(self, spans: Sequence[_Span]) -> None:
-        """Make room, and keep nothing of the shared blocks that copies replaced."""
-        for undo in self._make_room(spans).values():
-            self._pool.release(list(undo.replaced.values()))
-
-    def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[Sequence[int]] | None) -> None:
-        """After a reservation was committed: publish first, as blocks behind the window are given back then."""
-        if token_ids is not None and self.config.enable_prefix_cache:
-            for state, ids in zip(states, token_ids, strict=True):
-                self._prefixes.append(state, ids)
-        self._drop_unseen(states)
-
-    def _drop_unseen(self, states: Iterable[SequenceState]) -> None:
-        """Give back blocks that lie behind the sliding window of every later token."""
-        if self.config.sliding_window is None:
-            return
-        for state in states:
-            first = self._first_seen_block(state.num_tokens, ROLLBACK_SLACK)
-            if any(state.blocks[:first]):
-                self._release(state.blocks[:first])
-                state.blocks = (0,) * first + state.blocks[first:]
-
-    def _first_seen_block(self, num_tokens: int, slack: int) -> int:
-        """Index of the first block that the token after `num_tokens`, or after `slack` fewer, can see."""
-        window = self.config.sliding_window
-        return 0 if window is None else max(0, num_tokens - slack - window + 1) // self.config.block_size
-
-    def _check_seen(self, state: SequenceState, start: int, end: int) -> None:
-        if start < end and 0 in state.blocks[start // self.config.block_size : self._blocks_for(end)]:
-            raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
-
-    def _release(self, blocks: Sequence[int]) -> None:
-        self._pool.release([block for block in blocks if block] if 0 in blocks else blocks)
+            check_integrity(self._sequences, self._prefixes, self._swap.pool)
 
     def _measure_pressure(self) -> MemoryPressure:
         available = self._pool.num_free / self._pool.num_blocks
         if available < self.config.high_watermark:
             return MemoryPressure.CRITICAL
         return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
-
-    def _check_new(self, request_id: SeqId) -> None:
-        if request_id in self._handles:
-            raise InvalidInputError(f"request_id: {request_id!r} names a live sequence")
-
-    def _check_length(self, num_tokens: int) -> None:
-        longest = self.config.max_seq_len
-        if longest is not None and num_tokens > longest:
-            raise SequenceTooLongError(f"{num_tokens} tokens, max_seq_len is {longest}")
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.config.num_layers:
-            raise InvalidInputError(f"layer: {layer}, expected 0 <= layer < {self.config.num_layers}")
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
-
-    def _slots(self, state: SequenceState, start: int, end: int) -> NDArray[np.int64]:
-        blocks, within = np.divmod(np.arange(start, end), self.config.block_size)
-        return np.array(state.blocks, np.int64)[blocks] * self.config.block_size + within
-
-    def _new_tokens(
-        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
-    ) -> tuple[list[SequenceState], NDArray[np.int64]]:
-        """The sequences of a step, all of them able to run, and how many tokens each gets."""
-        pairs: list[Any] = list(items)
-        if pairs and isinstance(pairs[0], UnifiedBatchItem):
-            pairs = [self._item_tokens(item) for item in pairs]
-        states = [handle._state for handle, _ in pairs]
-        is_owned = self._table.owns(states)
-        if not is_owned or self._num_swapped:
-            for handle, _ in pairs:
-                self._state(handle)
-        if not is_owned:
-            raise InvalidInputError("items: a sequence is given twice")
-        counts = np.array([count for _, count in pairs], np.int64)
-        if counts.min(initial=0) < 0:
-            raise InvalidInputError(f"items: {counts.min()} new tokens, expected at least 0")
-        return states, counts
-
-    def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
-        handle = item.kv_cache or self._handles.get(item.seq_id)
-        if handle is None:
-            raise InvalidInputError(f"items: {item.seq_id!r} names no live sequence")
-        return handle, len(item.q_tokens)
-
-
-def _blocks_needed(needs: Iterable[_Need]) -> int:
-    return sum(len(shared) + fresh for _, shared, _, fresh in needs)

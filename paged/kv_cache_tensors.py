@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paged.errors import InvalidInputError
 from paged.kernels.checks import check_shape
@@ -22,6 +21,7 @@ class KvCacheTensors:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
         if not dtype.is_floating_point:
             raise InvalidInputError(f"dtype: {dtype}, expected a floating point type")
+        self._num_layers = config.num_layers
         self.storage = torch.zeros(
             (
                 config.num_layers,
@@ -46,12 +46,23 @@ class KvCacheTensors:
         self._caches: list[torch.Tensor] = [cache for layer in self.storage for cache in layer]
 
     def k_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim]."""
+        """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
+
+        Raises:
+            InvalidInputError: there is no such layer.
+        """
+        self.check_layer(layer)
         return self._caches[2 * layer]
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k_cache`."""
+        self.check_layer(layer)
         return self._caches[2 * layer + 1]
+
+    @property
+    def block_size(self) -> int:
+        """Positions in a block."""
+        return self.storage.shape[3]
 
     @property
     def bytes_per_block(self) -> int:
@@ -63,11 +74,10 @@ class KvCacheTensors:
         if block_pairs:
             copy_blocks(self._caches, block_pairs)
 
-    def clear(self, slots: NDArray[np.int64]) -> None:
-        """Fill slots with zeros, K and V of all layers."""
-        if len(slots):
-            index = torch.from_numpy(slots).to(self.storage.device)
-            self._bytes.flatten(2, 3).index_fill_(2, index, 0)
+    def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
+        """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""
+        if start < end:
+            self._bytes.flatten(2, 3).index_fill_(2, self._slots(blocks, start, end), 0)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device block to host block for every pair, K and V of all layers."""
@@ -91,25 +101,40 @@ class KvCacheTensors:
             _copy_runs(source, target, pairs)
         computing.wait_stream(self._swap_stream)
 
+    def check_layer(self, layer: int) -> None:
+        """Raise InvalidInputError unless there is such a layer."""
+        if not 0 <= layer < self._num_layers:
+            raise InvalidInputError(f"layer: {layer}, expected 0 <= layer < {self._num_layers}")
+
     def check_rows(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise InvalidInputError unless both are [num_tokens, num_kv_heads, head_dim], of the same num_tokens."""
         check_shape("key", key, ("num_tokens", *self.storage.shape[-2:]))
         check_shape("value", value, key.shape)
 
-    def write(self, layer: int, slots: NDArray[np.int64], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, into slots."""
-        index = torch.from_numpy(slots).to(self.storage.device)
+    def write(self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
+        the sequence in `blocks` on.
+        """
+        index = self._slots(blocks, start, start + len(key))
         for cache, rows in zip(self._bytes[layer], (key, value), strict=True):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
             stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
             dense = stored.clone(memory_format=torch.contiguous_format)
             cache.flatten(0, 1)[index] = dense.view(torch.uint8)
 
-    def read(self, layer: int, slots: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V in slots [num_tokens], each [num_tokens, num_kv_heads, head_dim]."""
-        index = torch.from_numpy(slots).to(self.storage.device)
+    def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V at positions start..end of the sequence in `blocks`, each [end - start, num_kv_heads,
+        head_dim].
+        """
+        index = self._slots(blocks, start, end)
         key, value = (cache.flatten(0, 1)[index].view(self.storage.dtype) for cache in self._bytes[layer])
         return key, value
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """int64 [end - start], where these positions stand in a cache whose blocks are laid end to end."""
+        indices, within = np.divmod(np.arange(start, end), self.block_size)
+        slots = np.array(blocks, np.int64)[indices] * self.block_size + within
+        return torch.from_numpy(slots).to(self.storage.device)
 
 
 def _copy_runs(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

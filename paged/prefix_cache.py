@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from paged.block_pool import BlockPool
 from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.errors import InvalidInputError
-from paged.kv_cache import PagedKvCacheConfig, SequenceState
+from paged.kv_cache import PagedKvCacheConfig
+from paged.kv_slot_reservation import SequenceState
 from paged.prefix_index import PrefixIndex
 from paged.token_chain import as_list, pack
 
@@ -98,6 +99,28 @@ class PrefixCache:
             parent_hash = chain.hashes[first - 1] if first else self.index.root(state.namespace)[0]
             token_ids = tuple(chain.ids[first * block_size : last * block_size])
             self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+
+    def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
+        """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""
+        if giver is taker:
+            raise InvalidInputError("target: the same sequence as source")
+        if giver.namespace != taker.namespace:
+            raise InvalidInputError(f"target: namespace {taker.namespace!r}, expected {giver.namespace!r}")
+        if taker.num_tokens > 0:
+            raise InvalidInputError(f"target: holds {taker.num_tokens} tokens, expected an empty sequence")
+        num_tokens = num_blocks * self._block_size
+        if num_tokens > giver.num_tokens:
+            full = giver.num_tokens // self._block_size
+            raise InvalidInputError(f"num_blocks: {num_blocks}, expected at most the {full} full blocks of source")
+        shared, dropped = giver.blocks[:num_blocks], taker.blocks[:num_blocks]
+        if 0 in shared:
+            raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
+        taker.settle()
+        self.pool.share(shared)
+        self.pool.release(dropped)
+        taker.blocks = shared + taker.blocks[num_blocks:]
+        taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
+        taker.chain = giver.chain.copy(num_tokens, num_blocks)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
         """`blocks` can no longer be found."""

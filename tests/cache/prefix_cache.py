@@ -61,7 +61,7 @@ class Cache:
 
     def found(self, tokens: Sequence[int], namespace: Hashable = None) -> int:
         """Tokens that the index knows of a prompt; changes nothing."""
-        return BLOCK * len(self.manager._index.match(list(tokens), namespace)[0])
+        return BLOCK * len(self.manager._prefixes.index.match(list(tokens), namespace)[0])
 
     def check(self, *handles: KvCacheHandle) -> None:
         """The sequences, or all, hold their own data; of what lies behind a sliding window nothing is asked."""
@@ -86,7 +86,7 @@ class Cache:
 
     def hashes(self) -> set[int | bytes]:
         """Of all published blocks."""
-        index = self.manager._index
+        index = self.manager._prefixes.index
         return {index.hash_of(block) for block in index.published}
 
     def snapshot(self) -> object:

@@ -247,7 +247,7 @@ def test_an_extend_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatc
     manager = PagedKvCacheManager(PagedKvCacheConfig(1, 1, 8, 4, 12, dtype=torch.float32, device="cpu"))
     handle = manager.allocate("a")
 
-    def fail(slots: object) -> None:
+    def fail(*arguments: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:

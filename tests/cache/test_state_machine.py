@@ -24,7 +24,7 @@ from paged import (
     MemoryPressure,
     OutOfBlocksError,
     StaleHandleError,
-    kv_cache_manager,
+    sliding_window,
 )
 from paged.batch import KvSlotRequest
 from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
@@ -160,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
             model.first = max(model.first, max(0, model.length - ROLLBACK_SLACK - window + 1) // BLOCK_SIZE)
 
     def published(self) -> dict[int, int | bytes]:
-        index = self.manager._index
+        index = self.manager._prefixes.index
         return {block: index.hash_of(block) for block in index.published}
 
     def snapshot(self) -> Any:
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         pools = [
             [pool.ref_count(block) for block in range(1, pool.num_blocks + 1)]
-            for pool in (self.manager._pool, self.manager._host_pool)
+            for pool in (self.manager._pool, self.manager._swap.pool)
         ]
         return handles, pools, self.published(), replace(self.manager.stats(), allocation_failures=0)
 
@@ -593,7 +593,7 @@ class WindowMachine(CacheMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     def patch(self, stack: ExitStack) -> None:
-        stack.enter_context(mock.patch.object(kv_cache_manager, "ROLLBACK_SLACK", ROLLBACK_SLACK))
+        stack.enter_context(mock.patch.object(sliding_window, "ROLLBACK_SLACK", ROLLBACK_SLACK))
 
 
 @pytest.mark.usefixtures("torch_backend")
