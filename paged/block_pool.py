@@ -102,9 +102,9 @@ class BlockPool:
             self.ages.revived(revived)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of `blocks`; those left without any are free. Of unpublished ones `blocks[0]` is
+        """Drop one reference of each of `blocks`, which differ but for zeros: those stand where a sequence has no block
+        any more, and are passed over. Blocks left without any reference are free. Of unpublished ones `blocks[0]` is
         reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
-        Zeros, which stand where a sequence has no block any more, are passed over.
         """
         if 0 in blocks:
             blocks = [block for block in blocks if block]

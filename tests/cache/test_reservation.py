@@ -105,6 +105,18 @@ def test_rollback_leaves_no_trace(manager: PagedKvCacheManager, way: str) -> Non
         reservation.commit()
 
 
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_all_holders_of_a_shared_block_grow_at_once(manager: PagedKvCacheManager, end: str) -> None:
+    """Each gets a copy, so that nobody is left to hold the block that they shared."""
+    a, b = forked(manager)
+    tail = a.blocks[1]
+    reservation = manager.reserve([KvSlotRequest("a", 7), KvSlotRequest("b", 7)])
+    assert tail not in (a.blocks[1], b.blocks[1])
+    getattr(reservation, end)()
+    manager.check_integrity()
+    assert manager._pool.ref_count(tail) == (0 if end == "commit" else 2)
+
+
 def test_leaving_without_commit_keeps_the_room(manager: PagedKvCacheManager) -> None:
     a, b = forked(manager)
     with manager.reserve([KvSlotRequest("b", 9)]):
