@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cache.prefix_cache import Cache
+
 
 @pytest.fixture
 def torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Copies by PyTorch on a CPU: thousands of launches of Triton's interpreter would take minutes."""
     if device.type == "cpu":
         monkeypatch.setenv("PAGED_BACKEND", "torch")
+
+
+@pytest.fixture
+def cache(device: torch.device) -> Cache:
+    """A small cache whose contents are known."""
+    return Cache(device=device)

@@ -114,3 +114,12 @@ def test_every_listener_is_told() -> None:
     manager.on_pressure(more.append)
     manager.allocate("a", 10 * BLOCK)
     assert levels == more == [CRITICAL]
+
+
+def test_changes_before_registration_are_not_told() -> None:
+    manager, levels = PagedKvCacheManager(CONFIG), list[MemoryPressure]()
+    handle = manager.allocate("a", 10 * BLOCK)
+    manager.on_pressure(levels.append)
+    assert levels == []
+    manager.free(handle)
+    assert levels == [LOW]
