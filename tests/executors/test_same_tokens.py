@@ -152,12 +152,36 @@ def test_forks_are_the_same(case: Case) -> None:
     _check_empty(engine)
 
 
-def test_both_backends_agree(backend: str) -> None:
-    """Short prompts, as a forward takes a second in the interpreter."""
-    prompts = recall_prompts(3, max_tokens=24, seed=2)
+@pytest.fixture(scope="module")
+def short_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Few tokens, as a forward takes a third of a second in the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGED_BACKEND", "torch")
+        folder = tmp_path_factory.mktemp("llama")
+        save_checkpoint(FAMILIES["llama"], folder)
+        prompts = [tokens(length, seed=length) for length in (4, 8, 3)]
+        return Case(folder, prompts, SamplingParams(temperature=0, max_tokens=6), tight=6, eos=[])
+
+
+@pytest.mark.parametrize("way", ["batched", "chunks of 7", "no prefix cache", "recompute", "swap", "ahead, swap"])
+def test_ways_on_both_backends(short_case: Case, backend: str, way: str) -> None:
+    config, options = WAYS[way]
+    engine = short_case.engine(config, options)
+    assert tokens_of(engine.generate(short_case.prompts, short_case.params, progress=False)) == short_case.tokens
+    assert bool(engine.metrics.preempted) == ("num_blocks" in options)
+    _check_empty(engine)
+
+
+def test_all_at_once_on_both_backends(backend: str) -> None:
+    """Drafts, chunks, swap, a prefix that comes again, and forks."""
     executor = LlmExecutor.from_pretrained(RECALL, num_blocks=16, num_swap_blocks=16)
     config = EngineConfig(chunk_size=16, max_num_seqs=2, preemption="swap", admission_tokens=0)
     engine = SpeculativeDecoder(executor, num_draft_tokens=2, config=config, tokenizer=TOKENIZER, eos_token_ids=EOS)
-    outputs = engine.generate(encode(prompts), SamplingParams(temperature=0, max_tokens=6), progress=False)
-    assert [output.outputs[0].text.strip() for output in outputs] == [prompt.answer for prompt in prompts]
+    params = [SamplingParams(temperature=0, max_tokens=6, n=n) for n in (1, 1, 1, 4)]
+    prompts = recall_prompts(3, max_tokens=24, seed=2)
+    prompts.append(prompts[0])
+    outputs = engine.generate(encode(prompts), params, progress=False)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert {one.text.strip() for one in output.outputs} == {prompt.answer}
+    assert outputs[-1].num_cached_tokens > 0
     _check_empty(engine)
