@@ -63,7 +63,8 @@ def steps(out: Path) -> list[Step]:
     python = [sys.executable, "-m"]
     ignored = [f"--ignore={path}" for path in _CPU_ONLY_TESTS]
     parallel = ["-n", str(_TEST_PROCESSES)] if importlib.util.find_spec("xdist") else []
-    tests = [*python, "pytest", "tests/kernels", "tests/cache", "-q", "-p", "no:cacheprovider", *ignored, *parallel]
+    paths = ["tests/kernels", "tests/cache", "tests/models/test_decode_graphs.py"]
+    tests = [*python, "pytest", *paths, "-q", "-p", "no:cacheprovider", *ignored, *parallel]
     attention, moe, kernels, engine = (out / f"{name}.json" for name in ("attention", "moe", "kernels", "engine"))
 
     def bench(module: str, path: Path, *options: str) -> Callable[[float], list[str]]:

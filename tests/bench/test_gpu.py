@@ -45,7 +45,7 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     tests, attention, moe, kernels, engine, told = gpu.steps(tmp_path)
     paths = [word for word in tests.command(1.0) if word.removeprefix("--ignore=").startswith("tests/")]
-    assert len(paths) == 4
+    assert len(paths) == 5
     assert all((gpu.ROOT / path.removeprefix("--ignore=")).exists() for path in paths)
     nothing = ["--only", "no such case", "--device", "cpu", "--repeats", "2"]
     assert gpu.run([gpu.Step("good", lambda _: _python("print(1)"), 1.0)], tmp_path, 10.0) == 0
