@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +55,12 @@ class SequenceBatch:
     visible: torch.Tensor
     blind_rows: torch.Tensor | None
     positions: tuple[torch.Tensor, torch.Tensor]
+
+    @cached_property
+    def bias(self) -> torch.Tensor:
+        """float32 like visible: 0, or -inf. Fused attention makes it of bools anew in every layer, 5 % of a step of 32
+        decodes of 10M parameters."""
+        return torch.zeros(self.visible.shape, device=self.visible.device).masked_fill_(~self.visible, -math.inf)
 
     def distance(self) -> torch.Tensor:
         """Between queries and keys, int64 [n, 1, Q, L]."""

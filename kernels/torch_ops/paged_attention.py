@@ -62,11 +62,11 @@ def _fused(
     if queries.shape[2] == 1:  # the heads of a group as queries of one head: 15 % faster for decodes
         grouped = queries.view(len(queries), keys.shape[1], -1, queries.shape[3])
         attended = torch.nn.functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=batch.visible, scale=call.softmax_scale
+            grouped, keys, values, attn_mask=batch.bias, scale=call.softmax_scale
         )
         return attended.view(queries.shape)
     return torch.nn.functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=batch.visible, scale=call.softmax_scale, enable_gqa=True
+        queries, keys, values, attn_mask=batch.bias, scale=call.softmax_scale, enable_gqa=True
     )
 
 
