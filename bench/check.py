@@ -34,9 +34,9 @@ def error_shares(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | Non
     return ((given - want).abs() / budget).nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(is_same, 0.0)
 
 
-def compare(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raise WrongResultError unless every element of `got` lies within its budget of `want`, see `error_shares`."""
-    wrong = int((error_shares(got, want) > 1).sum())
+def compare(got: torch.Tensor, want: torch.Tensor, judged_as: torch.dtype | None = None, budgets: float = 1) -> None:
+    """Raise WrongResultError unless all of `got` lies within so many budgets of `want`, see `error_shares`."""
+    wrong = int((error_shares(got, want, judged_as) > budgets).sum())
     if wrong:
         error = (got.detach().double() - want.detach().to(got.device, torch.float64)).abs()
         raise WrongResultError(f"{wrong} of {want.numel()} elements off, the largest error is {error.max():.3g}")

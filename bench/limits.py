@@ -88,16 +88,23 @@ def attention_cost(
 
 
 def moe_cost(
-    entries_per_expert: Sequence[int], *, num_tokens: int, hidden_size: int, intermediate_size: int, element_size: int
+    entries_per_expert: Sequence[int],
+    *,
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    element_size: int,
+    expert_bytes: int | None = None,
 ) -> Cost:
     """The three products of every routed entry, without padding: F = 6 (T K) H I.
 
     Weights of experts that got entries are read once, hidden states read and written once; activations between the
-    products and the parts that are summed after them are overhead and do not count.
+    products and the parts that are summed after them are overhead and do not count. expert_bytes: of an expert's
+    quantised weights and their scales.
     """
     active = sum(entries > 0 for entries in entries_per_expert)
-    weights = 3 * active * hidden_size * intermediate_size
-    return Cost(
-        6 * sum(entries_per_expert) * hidden_size * intermediate_size,
-        (weights + 2 * num_tokens * hidden_size) * element_size,
-    )
+    area = hidden_size * intermediate_size
+    if expert_bytes is None:
+        expert_bytes = 3 * area * element_size
+    num_bytes = active * expert_bytes + 2 * num_tokens * hidden_size * element_size
+    return Cost(6 * sum(entries_per_expert) * area, num_bytes)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-# Weights and how many of their rows and columns share a scale; 0 for all of them.
+
+class Format(NamedTuple):
+    """Weights and how many of their rows and columns share a scale; 0 for all of them."""
+
+    kind: str
+    group_n: int
+    group_k: int
+
+    def __str__(self) -> str:
+        """The numbers of an expert that share a scale as the field calls them: "tensor", "channel" or their sizes."""
+        sizes = f"{self.group_n}x{self.group_k}" if self.group_k else "channel" if self.group_n else "tensor"
+        return f"{self.kind}-{sizes}"
+
+
 FORMATS = {
-    "e4m3 tensor": ("e4m3", 0, 0),
-    "e4m3 channel": ("e4m3", 1, 0),
-    "e4m3 block": ("e4m3", 128, 128),
-    "int8 channel": ("int8", 1, 0),
-    "int8 group": ("int8", 1, 32),
-    "int4 channel": ("int4", 1, 0),
-    "int4 group": ("int4", 1, 96),
+    "e4m3 tensor": Format("e4m3", 0, 0),
+    "e4m3 channel": Format("e4m3", 1, 0),
+    "e4m3 block": Format("e4m3", 128, 128),
+    "int8 channel": Format("int8", 1, 0),
+    "int8 group": Format("int8", 1, 32),
+    "int4 channel": Format("int4", 1, 0),
+    "int4 group": Format("int4", 1, 96),
 }
 
 

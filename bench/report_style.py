@@ -24,6 +24,8 @@ _SYSTEMS = {
     "flex": System("torch flex", "torch", "<", "-."),
     "torch_grouped_mm": System("torch grouped", "torch", ">"),
     "transformers": System("transformers", "transformers", "P"),
+    "transformers_eager": System("transformers eager", "transformers", "h", "--"),
+    "transformers_batched_mm": System("transformers batched", "transformers", "p", ":"),
     "flashinfer": System("FlashInfer", "flashinfer", "X"),
 }
 

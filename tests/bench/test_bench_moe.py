@@ -14,7 +14,8 @@ import paged
 from paged.bench import bench_moe
 from paged.bench.bench_moe import geometric_means, goals, main
 from paged.bench.limits import Ceilings, Cost
-from paged.bench.moe_cases import CASES, MODELS, MoeCase
+from paged.bench.moe_cases import CASES, MODELS, QUANTIZED_FORMATS, QUANTIZED_TOKENS, MoeCase
+from paged.bench.moe_formats import Format
 
 CPU = torch.device("cpu")
 
@@ -28,9 +29,16 @@ def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_cover_every_power_of_two() -> None:
     for model in MODELS:
         for routing in ("balanced", "zipf"):
-            sizes = {case.num_tokens for case in CASES if case.model == model and case.routing == routing}
-            assert sizes == {2**exponent for exponent in range(16)}
+            cases = [case for case in CASES if case.format is None and case.model == model and case.routing == routing]
+            assert {case.num_tokens for case in cases} == {2**exponent for exponent in range(16)}
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_quantized_weights_come_last() -> None:
+    """So that a budget is spent on the others first."""
+    num_quantized = len(QUANTIZED_FORMATS) * len(QUANTIZED_TOKENS)
+    assert [case.format is None for case in CASES] == [True] * (len(CASES) - num_quantized) + [False] * num_quantized
+    assert CASES[-1].name == "Qwen3-30B-A3B-int4-1x128.balanced.1024"
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -45,7 +53,28 @@ def test_tokens_have_distinct_experts_and_cost_what_is_here(model: Any) -> None:
     active = sum(entries > 0 for entries in histogram)
     area = case.model.hidden_size * case.model.intermediate_size
     num_bytes = (3 * active * area + 2 * 64 * case.model.hidden_size) * 4
-    assert case.cost(batch) == Cost(6 * sum(histogram) * area, num_bytes)
+    assert case.cost(case.layer(CPU, torch.float32), batch) == Cost(6 * sum(histogram) * area, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "expert_bytes"),
+    # An expert's 192 x 256 and 256 x 96 weights, and 4 bytes for every scale.
+    [
+        (Format("e4m3", 128, 128), "e4m3-128x128", 73728 + 4 * (2 * 2 + 2)),
+        (Format("e4m3", 1, 0), "e4m3-channel", 73728 + 4 * (192 + 256)),
+        (Format("e4m3", 0, 0), "e4m3-tensor", 73728 + 4 * 2),
+        (Format("int8", 1, 128), "int8-1x128", 73728 + 4 * (192 * 8 + 256 * 3)),
+        (Format("int4", 1, 128), "int4-1x128", 73728 // 2 + 4 * (192 * 8 + 256 * 3)),
+    ],
+    ids=str,
+)
+def test_quantized_weights_cost_what_is_stored(layout: Format, name: str, expert_bytes: int) -> None:
+    case = MoeCase(MODELS[0], 64, "balanced", layout)
+    assert case.name == f"Qwen3-30B-A3B-{name}.balanced.64"
+    case = case.small()
+    layer, batch = case.layer(CPU, torch.float32), case.batch(CPU, torch.float32)
+    active = sum(entries > 0 for entries in case.histogram(batch))
+    assert case.cost(layer, batch) == Cost(6 * 64 * 8 * 256 * 96, active * expert_bytes + 2 * 64 * 256 * 4)
 
 
 def test_zipf_has_favourites() -> None:
@@ -61,6 +90,7 @@ def test_goals_and_means() -> None:
     limits = Ceilings(copy=4e12, read=4e12, matmul=8e14)
     row = {
         "model": "Qwen3-30B-A3B",
+        "format": None,
         "tokens": 64,
         "bound_by": "memory",
         "active_experts": 128,
@@ -70,6 +100,7 @@ def test_goals_and_means() -> None:
         "peers": {"vllm": {"ratio": 1.5}},
     }
     assert [(goal["value"], goal["met"]) for goal in goals(row, limits)] == [(1.5, True), (90.0, False)]
+    assert [goal["value"] for goal in goals(row | {"format": "e4m3-128x128"}, limits)] == [1.5]
     prefill = row | {"tokens": 16384, "bound_by": "matmul", "tflop_per_s": 530.0, "peers": {}}
     assert [(goal["value"], goal["met"]) for goal in goals(prefill, limits)] == [(None, None), (530.0, True)]
     assert geometric_means([row, row | {"peers": {"vllm": {"ratio": 6.0}}}, prefill]) == pytest.approx({"vllm": 3.0})
@@ -94,6 +125,35 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert any(line.startswith(row["name"]) for line in lines)
     main([*arguments, "--budget", "0"], lines.append)
     assert "0 rows, 0 refused, 4 not run" in lines[-1]
+
+
+def test_quantized_weights_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cases = [case for case in CASES if case.format and case.num_tokens == 16]
+    monkeypatch.setattr(bench_moe, "CASES", cases)
+    path = tmp_path / "rows.json"
+    assert main(["--device", "cpu", "--repeats", "2", "--only", "A3B", "--json", str(path)], lambda _: None) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["name"], row["format"]) for row in rows] == [(case.name, str(case.small().format)) for case in cases]
+    for row in rows:
+        assert row["matmul_dtype"] == "float32"
+        assert row["absent"]["transformers"] == "takes no quantised weights"
+
+
+def test_comparison_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every experts' function of transformers, as its models call it, and the goal: the fastest of them."""
+    monkeypatch.setattr(bench_moe, "CPU_SECONDS", 0.05)
+    path = tmp_path / "rows.json"
+    arguments = ["--device", "cpu", "--repeats", "2", "--only", "small-cpu", "--json", str(path)]
+    assert main(arguments, lambda _: None) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["tokens"] for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    for row in rows:
+        peers = {"transformers", "transformers_eager", "transformers_batched_mm"}
+        assert set(row["peers"]) == (peers if row["tokens"] <= 8 else peers - {"transformers_batched_mm"})
+        (goal,) = row["goals"]
+        assert goal["value"] == min(peer["ratio"] for peer in row["peers"].values())
+    assert rows[-1]["absent"]["transformers_batched_mm"] == "copies 1536 MB of weights, more than 32 MB"
+    assert rows[0]["samples"] > rows[-1]["samples"] >= bench_moe.MIN_REPEATS
 
 
 def test_wrong_result_is_refused_and_wrong_peer_gets_no_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""vLLM's experts as a peer: the same result out of its kernels, in the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="vLLM's kernels need triton")
+
+import paged
+from paged.bench import moe_peer_vllm
+from paged.bench.check import compare
+from paged.bench.moe_cases import MODELS, MoeCase
+from paged.bench.moe_formats import Format
+from paged.bench.moe_peer_vllm import vllm_call
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM's Python files are not on the path"
+)
+TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark itself checks it on a GPU")
+@pytest.mark.parametrize("num_tokens", [1, 6])
+@pytest.mark.parametrize("layout", [None, Format("int8", 1, 128), Format("int4", 1, 128)], ids=str)
+def test_result_is_ours(num_tokens: int, layout: Format | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16, as the interpreter multiplies no bfloat16; one token takes no alignment where weights are whole."""
+    monkeypatch.setattr(moe_peer_vllm, "_table", lambda case, device: {} if case.format else {1: TILE})
+    case = MoeCase(MODELS[0], num_tokens, "balanced", layout).small()
+    case = replace(case, model=replace(case.model, num_experts=8, top_k=2, num_local_experts=8))
+    layer, batch = (make(torch.device("cpu"), torch.float16) for make in (case.layer, case.batch))
+    ours = paged.fused_moe(batch.hidden_states, layer.w1, layer.w2, batch.topk_weights, batch.topk_ids, **layer.options)
+    compare(vllm_call(case, layer, batch)(), ours, budgets=1 if layout is None else 2)
