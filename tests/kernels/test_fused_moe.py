@@ -14,7 +14,10 @@ from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_bloc
 from paged.kernels import reference
 from paged.kernels.device import Device
 from paged.kernels.fused_moe import moe_block_size
-from paged.kernels.moe_config import MoeShape, fallback_tiles, takes_gemv
+from paged.kernels.moe_align_block_size import MoeAlignment
+from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles, takes_gemv
+from paged.kernels.moe_gemm import expert_gemm
+from paged.kernels.moe_weights import ExpertLinear
 from tests.tolerance import assert_close, dtypes
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -85,8 +88,15 @@ def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str, **options: A
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(
     ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "top_k"),
-    # Whole tiles; a tail in every dimension; matrix-vector products, with and without tails.
-    [(9, 64, 32, 4, 2), (3, 511, 33, 3, 1), (1, 40, 65, 8, 5), (2, 512, 256, 16, 2), (1, 511, 33, 24, 6)],
+    # Whole tiles; a tail in every dimension; matrix-vector products, with and without tails; 16 of 512 experts.
+    [
+        (9, 64, 32, 4, 2),
+        (3, 511, 33, 3, 1),
+        (1, 40, 65, 8, 5),
+        (2, 512, 256, 16, 2),
+        (1, 511, 33, 24, 6),
+        (9, 40, 32, 512, 16),
+    ],
 )
 def test_matches_reference(
     num_tokens: int,
@@ -280,6 +290,28 @@ def test_more_entries_than_32_bits_address(device: torch.device) -> None:
     spots = [0, 65537, 131071]
     few = (inputs[0][spots], *inputs[1:3], inputs[3][spots], inputs[4][spots])
     assert_matches(out[spots], few, "triton")
+
+
+def test_entries_beyond_two_billion_elements(device: torch.device, tmp_path: Path) -> None:
+    """The last of 131,073 tokens of 8 experts each: entries read and write rows from 2^31 elements on, in sparse files
+    (or untouched allocations on a GPU). Below the output lie as many elements again, where offsets of 32 bits, which
+    turn negative, would write."""
+    num_entries, num_columns, depth, far = 8 * 131073, 2048, 64, 2**31
+
+    def untouched(name: str, size: int) -> torch.Tensor:
+        if device.type == "cuda":
+            return torch.empty(size, dtype=torch.float16, device=device)
+        return torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.float16)
+
+    x = untouched("x", far + num_entries * num_columns)[far:].view(num_entries, num_columns)[:, :depth]
+    out = untouched("out", far + num_entries * num_columns)[far:].view(num_entries, num_columns)
+    entries = torch.arange(num_entries - 8, num_entries + 8, dtype=torch.int32, device=device)
+    x[-8:] = torch.randn(8, depth, device=device)
+    w = torch.randn(1, num_columns, depth, device=device).half()
+    one, padded = (torch.tensor([value], dtype=torch.int32, device=device) for value in (0, 16))
+    assert (num_entries - 8) * num_columns >= far
+    expert_gemm(x, ExpertLinear(w), out, MoeAlignment(entries, one, padded), MoeTile(16, 128, 64, 1, 4, 2))
+    assert_close(out[-8:], x[-8:].cpu().double() @ w[0].cpu().double().T)
 
 
 @pytest.mark.usefixtures("backend")

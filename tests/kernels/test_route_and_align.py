@@ -29,7 +29,7 @@ def assert_routed_and_aligned(
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
     # One program; several, the last of them half empty; several tiles of the table of ranks; too many tokens for one.
-    [(1, 128, 8), (50, 128, 8), (90, 257, 2), (40, 512, 10), (MAX_FUSED_TOKENS + 1, 8, 2)],
+    [(1, 128, 8), (50, 128, 8), (90, 257, 2), (40, 512, 10), (20, 512, 16), (MAX_FUSED_TOKENS + 1, 8, 2)],
 )
 def test_matches_both_operations(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> None:
     ticket = torch.zeros(1, dtype=torch.int32, device=device)

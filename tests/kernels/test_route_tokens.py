@@ -17,7 +17,7 @@ from tests.tolerance import GPU_DTYPES, assert_close
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
-    [(5, 128, 8), (131, 8, 2), (3, 257, 16), (2, 512, 10), (4, 60, 60), (3, 1, 1)],
+    [(5, 128, 8), (131, 8, 2), (3, 257, 16), (2, 512, 10), (3, 512, 16), (4, 60, 60), (3, 1, 1)],
 )
 def test_matches_reference(
     num_tokens: int, num_experts: int, top_k: int, renormalize: bool, scoring: str, device: torch.device
