@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     if interpreting():
         parser.error(INTERPRETING)
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU")
+        parser.error("torch sees no GPU: tiles are timed on the chip they are for, so run this there")
     end = time.monotonic() + args.budget
     device = torch.device("cuda")
     chip = device_of(device)

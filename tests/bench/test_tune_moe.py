@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="tuning needs triton")
 
 from paged.bench.moe_cases import MODELS
-from paged.bench.tune_moe import Candidate, new_table, search_space, shape_of, tune
+from paged.bench.tune_moe import Candidate, main, new_table, search_space, shape_of, tune
 from paged.kernels import moe_table
 from paged.kernels.device import Device
 from paged.kernels.moe_config import MoeTile, fallback_tiles
@@ -65,6 +65,22 @@ def test_table_is_looked_up_by_the_nearest_size(monkeypatch: pytest.MonkeyPatch,
         tiles = moe_tiles(shape_of(QWEN3, num_tokens), torch.bfloat16, H200)
         assert tiles.gate_up == tiles.down == replace(TILE, block_m=rows)
     assert load_table(tmp_path / name)[64 * QWEN3.top_k].down.block_m == 16
+
+
+def test_what_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for interpreted, message in (
+        ("1", "unset it to benchmark"),
+        ("0", "torch sees no GPU: tiles are timed on the chip"),
+    ):
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+        with pytest.raises(SystemExit) as stopped:
+            main(["--model", "Qwen3-30B-A3B", "--out", str(tmp_path)])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_table_is_said_once(
