@@ -17,6 +17,15 @@ torch.set_num_threads(1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each of two processes begins with half of the tests marked long, as each is dealt half of the list: where they
+    came last, one process ran them one after the other while the other was idle, minutes in all."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    middle = len(others) // 2
+    items[:] = [*long[::2], *others[:middle], *long[1::2], *others[middle:]]
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where tensors of a test live: the GPU where there is one."""

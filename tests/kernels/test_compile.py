@@ -20,6 +20,7 @@ from paged.bench.machine_code import count, occupancy, read_code
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_configuration_compiles(target: str, tmp_path: Path) -> None:
     """In a process of its own: this one may have replaced the compiler by the interpreter."""

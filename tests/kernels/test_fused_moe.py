@@ -331,12 +331,21 @@ def test_strided_inputs_and_out(num_experts: int, device: torch.device) -> None:
     assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """PyTorch's, for tests of what depends on them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("backend", "threads")
 @pytest.mark.parametrize("unrouted", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 80])
 def test_any_number_of_tokens(num_tokens: int, unrouted: bool, device: torch.device) -> None:
-    """On a CPU products of an entry each, of a batch of all experts, and of an expert's many rows; rows apart by NaN,
-    biases, and an id of no expert beside a NaN weight."""
+    """On a CPU products of an entry each, with two threads of all experts at once, and of an expert's many rows; rows
+    apart by NaN, biases, and an id of no expert beside a NaN weight."""
     hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_tokens=num_tokens, num_experts=2)
     strided = [torch.nn.functional.pad(tensor, (8, 16), value=math.nan) for tensor in (hidden_states, w1, w2)]
     views = [tensor[..., 8:-16] for tensor in strided]
