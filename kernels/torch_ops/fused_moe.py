@@ -101,7 +101,7 @@ def _batch_length(bounds: list[int], num_entries: int, gate_up: ExpertLinear, do
         return 0
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     longest, num_idle = max(counts), counts.count(0)
-    most = 16 if is_wide else 16 + num_entries / num_experts
+    most = 24 if is_wide else 16 + num_entries / num_experts
     return longest if longest <= most and num_idle * (8 if is_wide else 2) <= num_experts else 0
 
 
