@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -46,9 +47,7 @@ def run(args: argparse.Namespace) -> int:
     features = [*_features(device, backend), *_tables(device)]
     report: dict[str, Any] = {
         "device": _device(device),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in _PACKAGES}
-        | {"torch": torch.__version__},  # with the build, which the package's metadata may not name
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "backend": {"name": backend, "reason": reason},
         "features": [asdict(feature) for feature in features],
     }
@@ -66,10 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _version(package: str) -> str | None:
-    import paged
-
-    if package == "paged":
-        return paged.__version__
+    if package in ("paged", "torch"):  # which may not be installed, or whose metadata may not name the build
+        return str(importlib.import_module(package).__version__)
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
