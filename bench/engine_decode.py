@@ -70,17 +70,17 @@ class _Clock:
     """Seconds in an executor's forward: on a GPU those between two events around its launches."""
 
     def __init__(self, executor: LlmExecutor, device: torch.device) -> None:
-        self._run, self._device = executor.unified_decode, device
+        self._run = executor.unified_decode
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._seconds = 0.0
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         start = perf_counter()
-        for event in self._events[:1]:
-            event.record()
+        if self._events:
+            self._events[0].record()
         results: list[torch.Tensor | None] = self._run(batch)
-        for event in self._events[1:]:
-            event.record()
+        if self._events:
+            self._events[1].record()
         self._seconds = perf_counter() - start
         return results
 
