@@ -19,7 +19,7 @@ from paged.kernels.route_and_align import route_and_align
 from paged.kernels.route_tokens import route_tokens
 from paged.kernels.routing import Routing
 from paged.kernels.silu_and_mul import silu_and_mul
-from paged.kernels.torch_ops.linear import linear
+from paged.kernels.torch_ops.linear import linear, pack
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, MoeConfig
 from paged.models.weights import WeightSlots
@@ -59,6 +59,10 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
         out = linear(x, self.weight, self.bias)
         return out if lora is None or self.adapters is None else add_lora(out, x, self.adapters, lora)
+
+    def pack(self) -> None:
+        """Let a CPU multiply faster, in the same memory; see `pack`."""
+        self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots: WeightSlots = {}

@@ -212,12 +212,12 @@ class LoraAdapters:
 
     def _empty_stack(self, linear: Linear) -> LoraWeights:
         out_features, in_features = linear.weight.shape
-        num_parts = len(linear.sizes)
+        num_parts, dtype, device = len(linear.sizes), linear.weight.dtype, linear.weight.device
         return LoraWeights(
-            a=linear.weight.new_empty((self.max_loras, num_parts, self.max_rank, in_features)),
-            b=linear.weight.new_empty((self.max_loras, self.max_rank, out_features)),
-            ranks=torch.zeros((self.max_loras, num_parts), dtype=torch.int32, device=linear.weight.device),
-            scales=torch.zeros((self.max_loras, num_parts), device=linear.weight.device),
+            a=torch.empty((self.max_loras, num_parts, self.max_rank, in_features), dtype=dtype, device=device),
+            b=torch.empty((self.max_loras, self.max_rank, out_features), dtype=dtype, device=device),
+            ranks=torch.zeros((self.max_loras, num_parts), dtype=torch.int32, device=device),
+            scales=torch.zeros((self.max_loras, num_parts), device=device),
             part_sizes=linear.sizes,
         )
 

@@ -33,6 +33,8 @@ class DecoderNetwork(Protocol):
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None: ...
 
+    def pack(self) -> None: ...
+
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, /
     ) -> torch.Tensor: ...
@@ -140,11 +142,12 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def prepare(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
         """Run a prompt and a decode step once, and once with each adapter, so that no request waits for kernels to
-        compile, and capture `graphs`.
+        compile, and capture `graphs`; on a CPU, pack the weights first.
 
         track: iterates over the batch sizes that are captured, and may show how far it has come.
         """
         self.graphs.clear()
+        self.network.pack()
         for adapter in (None, *self.adapters.names()):
             try:
                 self.set_lora_adapter_for_cache(_WARMUP_ID, adapter)

@@ -138,7 +138,7 @@ def test_warmup_runs_the_adapters(
         launches.append(metadata.lora is not None)  # type: ignore[attr-defined]
         return network(input_ids, positions, metadata)
 
-    spy.logits = network.logits  # type: ignore[attr-defined]
+    spy.logits, spy.pack = network.logits, network.pack  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "network", spy)
     executor.warmup()
     assert launches == [False, False]

@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from paged.kernels.torch_ops import linear as module
-from paged.kernels.torch_ops.linear import linear
+from paged.kernels.torch_ops.linear import linear, pack
 from tests.tolerance import assert_close, dtypes
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("has_onednn", [True, False])
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize("shape", [(1, 64), (33, 64), (0, 64), (2, 3, 64)])
 def test_matches_float64(
-    shape: tuple[int, ...], dtype: torch.dtype, has_onednn: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    has_onednn: bool,
+    is_packed: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not has_onednn:
         monkeypatch.setattr(module, "_HAS_ONEDNN", False)
@@ -22,9 +28,19 @@ def test_matches_float64(
     x, weight, bias = wide[..., 5:69], torch.randn(40, 64, device=device).to(dtype), torch.randn(40, device=device)
     for given in (None, bias) if dtype == torch.float32 else (None,):  # 16-bit types may round before the bias
         want = x.double() @ weight.double().T
-        out = linear(x, weight, given)
+        out = linear(x, pack(weight) if is_packed else weight, given)
         assert out.dtype == dtype
         assert_close(out, want if given is None else want + given.double())
+
+
+def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, half = torch.randn(40, 64, device=device), torch.randn(40, 64, device=device, dtype=torch.float16)
+    packed = pack(weight)
+    assert packed.is_mkldnn == (device.type == "cpu" and module._HAS_ONEDNN)
+    assert pack(packed) is packed
+    assert pack(half) is half
+    monkeypatch.setattr(module, "_HAS_ONEDNN", False)
+    assert pack(weight) is weight
 
 
 def test_a_compiled_graph_holds_no_private_op(device: torch.device) -> None:

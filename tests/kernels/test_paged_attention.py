@@ -12,6 +12,7 @@ from paged.bench import attention_problems
 from paged.bench.attention_problem import Problem, make
 from paged.kernels import reference
 from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.torch_ops import attention_batches
 from tests.kernels.attention_problem import check
 from tests.tolerance import assert_close, dtypes
 
@@ -26,10 +27,16 @@ PROBLEMS = (
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_matches_reference(problem: Problem, device: torch.device, backend: str) -> None:
+def test_matches_reference(
+    problem: Problem, device: torch.device, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(problem, device)
-    if backend == "torch":  # whose fused attention gives no log-sum-exp
-        check(problem, device, return_lse=False)
+    if backend == "torch":
+        check(problem, device, return_lse=False)  # fused attention gives no log-sum-exp
+        for max_rows in (0, 1000):  # all keys gathered, and all read in place where that can be
+            monkeypatch.setattr(attention_batches, "_MAX_ROWS_IN_PLACE", max_rows)
+            check(problem, device)
+            check(problem, device, return_lse=False)
 
 
 @pytest.mark.usefixtures("backend")
@@ -96,7 +103,8 @@ def test_layers_share_batches_of_the_twin(device: torch.device, monkeypatch: pyt
     layer(window_size=(8, -1))
     layer(causal=torch.arange(len(attention_problems.MIXED), device=device) < 3)
     layer(block_table=tensors.block_table.clone())
-    assert len(plan.batches) == 4
+    layer(k_cache=torch.stack((tensors.k_cache,) * 2, 1)[:, 0])
+    assert len(plan.batches) == (5 if device.type == "cpu" else 4)
 
 
 def test_layers_share_a_plan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,3 +125,13 @@ def test_after_fork_both_go_their_own_way(case: Case) -> None:
     )
     assert_same_logits(results[0], case.expected(PROMPT[:19] + left)[-1])
     assert_same_logits(results[1], case.expected(PROMPT[:19] + right)[-1])
+
+
+@on_torch
+def test_prepared_weights(case: Case) -> None:
+    num_parameters = case.ours.num_parameters()
+    for _ in range(2):
+        case.ours.prepare()
+        test_whole_prompt_then_decode(case)
+        case.ours.reset()
+    assert case.ours.num_parameters() == num_parameters
