@@ -16,7 +16,7 @@ from paged.executors.detokenizer import Tokenizer
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.request import Completion, CompletionOutput, Request, RequestOutput
 from paged.executors.sampling_params import SamplingParams
-from paged.executors.token_noise import Stream, noise_keys
+from paged.executors.token_noise import Stream, hash_seeds, noise_keys
 
 
 class Intake:
@@ -78,7 +78,8 @@ class Intake:
             arrived=perf_counter(),
         )
         seed = self._seed + arrival if params.seed is None else params.seed
-        seeds = noise_keys(np.array([seed % (1 << 64)], np.uint64), np.arange(params.n), Stream.TOKEN).tolist()
+        hashed = hash_seeds(np.array([seed % (1 << 64)], np.uint64))
+        seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
         return request
 

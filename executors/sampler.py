@@ -14,7 +14,7 @@ from paged.executors.request import Completion
 from paged.executors.sampling import apply_penalties, apply_rules_, draw, filter_, rejection_sample
 from paged.executors.sampling_rows import SamplingRows, index_tensor, pair_tensors, sampling_rows
 from paged.executors.token_counts import TokenCounts
-from paged.executors.token_noise import Stream, noise_keys, split_keys, uniform
+from paged.executors.token_noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.kernels.greedy_argmax import greedy_argmax
 from paged.staging import to_device
 
@@ -80,7 +80,7 @@ class Sampler:
         extras = [ids[:end] for ids in drafts.token_ids for end in range(len(ids) + 1)]
         adjusted = self._sharpen(self._adjust(logits, rows, extras), rows)
         positions = np.array([one.num_tokens for one in completions], np.int64)[:, None] + np.arange(width + 1)
-        seeds = np.array([one.seed for one in completions], np.uint64)[:, None]
+        seeds = hash_seeds(np.array([one.seed for one in completions], np.uint64))[:, None]
         first_rows, ids, num_drafts, uniforms, keys = to_device(
             (
                 np.array([0, *accumulate(sizes[:-1])], np.int64),
@@ -111,7 +111,7 @@ class Sampler:
             logits = self._adjust(logits, rows, extras)
         if not rows.num_drawn:
             return greedy_argmax(logits), logits
-        keys = noise_keys(rows.seeds[rows.is_drawn], rows.positions(extras)[rows.is_drawn], stream)
+        keys = noise_keys(rows.hashed_seeds, rows.positions(extras)[rows.is_drawn], stream)
         (halves,) = to_device((split_keys(keys),), self._device)
         if rows.random is None:
             return draw(logits, halves), logits

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paged.executors.request import Completion
 from paged.executors.sampling import Filters, TokenRules
 from paged.executors.sampling_params import SamplingParams
+from paged.executors.token_noise import hash_seeds
 from paged.staging import to_device
 
 
@@ -20,9 +21,9 @@ from paged.staging import to_device
 class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
-    seeds, prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
-    is_drawn: rows that are drawn by chance, `num_drawn` of them; random: their indices, None for all or none. filters:
-    one row for each that is drawn.
+    prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
+    is_drawn: rows that are drawn by chance, `num_drawn` of them; random: their indices, None for all or none.
+    hashed_seeds, filters: one row for each that is drawn.
     penalised, penalties: rows that have any, and of each repetition, presence and frequency, float32 [n, 1].
     with_minimum: rows whose end tokens may have to wait.
     num_logprobs: the most that a row wants, None where none wants any.
@@ -31,9 +32,9 @@ class SamplingRows:
     completions: list[Completion]
     prompt_lengths: NDArray[np.int64]
     outputs: list[list[int]]
-    seeds: NDArray[np.uint64]
     is_drawn: NDArray[np.bool_]
     num_drawn: int
+    hashed_seeds: NDArray[np.uint64]
     random: torch.Tensor | None
     rules: TokenRules
     filters: Filters
@@ -67,9 +68,9 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
         completions=completions,
         prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
         outputs=[one.token_ids for one in completions],
-        seeds=np.array([one.seed for one in completions], np.uint64),
         is_drawn=is_drawn,
         num_drawn=len(random),
+        hashed_seeds=hash_seeds(np.array([completions[row].seed for row in random], np.uint64)),
         random=None if len(random) in (0, len(params)) else index_tensor(random, device),
         rules=TokenRules(
             allowed=pair_tensors(allowed, device) if allowed else None,

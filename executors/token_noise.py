@@ -26,10 +26,14 @@ class Stream(IntEnum):
     ACCEPT = 2
 
 
-def noise_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64], stream: Stream) -> NDArray[np.uint64]:
-    """One 64-bit key each, by splitmix64 (Steele et al., 2014) of seed, position and stream; shapes broadcast."""
-    hashed = _splitmix64(seeds)
-    return _splitmix64(hashed + positions.astype(np.uint64) * np.uint64(len(Stream)) + np.uint64(stream))
+def hash_seeds(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What `noise_keys` takes: splitmix64 (Steele et al., 2014) of each, so that near seeds lead far apart."""
+    return _splitmix64(seeds)
+
+
+def noise_keys(hashed_seeds: NDArray[np.uint64], positions: NDArray[np.int64], stream: Stream) -> NDArray[np.uint64]:
+    """One 64-bit key each, by splitmix64 of `hash_seeds`, position and stream; shapes broadcast."""
+    return _splitmix64(hashed_seeds + positions.astype(np.uint64) * np.uint64(len(Stream)) + np.uint64(stream))
 
 
 def uniform(keys: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ from paged import (
 from paged.executors.request import Completion
 from paged.executors.sampler import Drafts, Sampler
 from paged.executors.sampling import draw, rejection_sample
-from paged.executors.token_noise import Stream, noise_keys, split_keys, uniform
+from paged.executors.token_noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from tests.executors.engine_cases import check_pool_empty, tokens_of
 from tests.executors.oracle import make_executor
 from tests.executors.statistics import chi_square_p
@@ -35,7 +35,7 @@ NUM, VOCAB, WIDTH = 8_000, 6, 3
 
 
 def _keys(width: int, stream: Stream) -> np.ndarray:
-    return noise_keys(np.arange(NUM, dtype=np.uint64)[:, None], np.arange(width)[None], stream)
+    return noise_keys(hash_seeds(np.arange(NUM, dtype=np.uint64))[:, None], np.arange(width)[None], stream)
 
 
 @pytest.mark.parametrize("drafts_are_certain", [False, True])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.executors.token_noise import Stream, exponential, noise_keys, split_keys, uniform
+from paged.executors.token_noise import Stream, exponential, hash_seeds, noise_keys, split_keys, uniform
 from tests.executors.statistics import chi_square_p
 
 
 def _keys(seeds: list[int], positions: list[int], stream: Stream = Stream.TOKEN) -> torch.Tensor:
-    keys = noise_keys(np.array(seeds, np.uint64), np.array(positions, np.int64), stream)
+    keys = noise_keys(hash_seeds(np.array(seeds, np.uint64)), np.array(positions, np.int64), stream)
     return torch.from_numpy(split_keys(keys))
 
 
@@ -44,7 +44,7 @@ def test_neighbours_are_independent() -> None:
 
 def test_values_stay_as_they_are() -> None:
     """A seed written down today gives the same text tomorrow, so the numbers may never change."""
-    keys = noise_keys(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 5, 1_000_000]), Stream.TOKEN)
+    keys = noise_keys(hash_seeds(np.array([0, 1, 2**64 - 1], np.uint64)), np.array([0, 5, 1_000_000]), Stream.TOKEN)
     assert keys.tolist() == [12035550249420947055, 8370401632533425341, 5813018127432269293]
     values = exponential(torch.from_numpy(split_keys(keys)), 150_000)
     assert values.isfinite().all()
