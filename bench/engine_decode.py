@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from unittest import mock
@@ -15,55 +12,16 @@ from unittest import mock
 import torch
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, UnifiedBatch
+from paged.bench.engine_models import BLOCK_SIZE, MODELS, random_executor
 from paged.bench.engine_rows import Row
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import Cost, speed
 from paged.bench.timing import ceilings
-from paged.executors.checkpoint_summary import summarize
-from paged.models import registry
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.weights import WeightSlots
 
-_BLOCK_SIZE = 16
 # Samples of each ceiling.
 _CEILING_REPEATS = 10
-# Of the free memory, for weights and cache; the rest is for graphs and the allocator.
-_MEMORY_SHARE = 0.95
-_QWEN3: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-# config.json as published, as far as it matters here.
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-8B": {
-        **_QWEN3,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-    },
-    "Qwen3-30B-A3B": {
-        **_QWEN3,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-}
 
 
 class _Clock:
@@ -132,7 +90,7 @@ def decode(
             forwards.append(clock.seconds())
         num_tokens = (num_tokens + manager.stats().num_tokens) // 2
     weight_bytes, multiplied = _weights(executor, config, batch)
-    kv_bytes = num_tokens * manager.stats().bytes_per_block // _BLOCK_SIZE
+    kv_bytes = num_tokens * manager.stats().bytes_per_block // BLOCK_SIZE
     found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
     tokens_per_second = batch / (found.median_us / 1e6)
     detail = {
@@ -150,30 +108,6 @@ def decode(
     }
     goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found.percent, goal)]
     return Row(f"decode.{model}", tokens_per_second, "tokens/s", goals, detail)
-
-
-def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens: int) -> LlmExecutor:
-    """The model of a config.json with random weights made on the device, and a cache of num_tokens or of what fits."""
-    dtype = benchmark_dtype(device)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_weights", _fill):
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        if device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(device)
-            room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype).kv_tokens
-            num_tokens = min(num_tokens, room or 0)
-        return LlmExecutor.from_pretrained(
-            folder, device=device, dtype=dtype, num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE
-        )
-
-
-def _fill(_folder: Path, slots: WeightSlots, *, tied_head: bool) -> None:
-    """In place of loading: normal numbers that keep the variance of what passes through, and norms of 1."""
-    for weight in slots.values():
-        assert isinstance(weight, torch.Tensor)
-        if weight.dim() == 1:
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, weight.shape[-1] ** -0.5)
 
 
 def _weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -> tuple[int, int]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 # Weight of the newest measurement: the costs drift with the lengths of the sequences.
 _NEWEST = 0.3
-# Of the time that a step may take, how much is planned with: a measured cost is that of the chunk before.
-_MARGIN = 0.85
+# Of the time that a step may take, how much is planned with: a measured cost is that of the chunk before, and beside
+# other work on its machine a step takes up to a half longer than foreseen.
+_MARGIN = 0.8
 # So that a prompt gets through, whatever a token of it costs.
-_SMALLEST_CHUNK = 16
+_SMALLEST_CHUNK = 8
 
 
 class StepPacer:
     """Learns from step times what a step without prompts takes, and what a prompt token adds.
 
-    stretch: a step takes at most this many times as long as one without prompt tokens, unless 16 of them take longer.
+    stretch: a step takes at most this many times as long as one without prompt tokens, unless 8 of them take longer.
     """
 
     def __init__(self, stretch: float) -> None:

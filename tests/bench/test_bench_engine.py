@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from paged import SamplingParams
-from paged.bench import bench_engine, engine_decode, engine_throughput
+from paged.bench import bench_engine, engine_decode, engine_long_prompt, engine_models, engine_throughput
 from paged.bench.bench_engine import CASES, main
 from paged.bench.engine_rows import Row
 from paged.bench.engine_throughput import DifferentTokensError
 from paged.bench.goal import at_most
 
 CPU = torch.device("cpu")
+TINY = {
+    **engine_models.MODELS["Llama-10M"],
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +59,7 @@ def test_texts_must_agree() -> None:
 
 
 def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 3}
-    monkeypatch.setitem(engine_throughput._SIZES, "tiny", sizes)
+    monkeypatch.setitem(engine_models.MODELS, "Llama-tiny", TINY)
     monkeypatch.setattr(engine_throughput, "_NEW_TOKENS", 4)
     row = engine_throughput.throughput("tiny", 1.0, CPU, 1)
     detail = row.detail
@@ -65,13 +70,13 @@ def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.goals[0].met == (row.value >= 1)
 
 
-@pytest.mark.parametrize("model", engine_decode.MODELS)
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
 def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 64th of the widths, 2 layers, 16 experts: bytes of weights and cache as counted by hand."""
-    config = dict(engine_decode.MODELS[model], num_hidden_layers=2, vocab_size=512, head_dim=32, num_attention_heads=8)
+    config = dict(engine_models.MODELS[model], num_hidden_layers=2, vocab_size=512, head_dim=32, num_attention_heads=8)
     config |= {name: config[name] // 64 for name in ("hidden_size", "intermediate_size")}
     config |= {"num_experts": 16, "moe_intermediate_size": 24} if "num_experts" in config else {}
-    monkeypatch.setitem(engine_decode.MODELS, model, config)
+    monkeypatch.setitem(engine_models.MODELS, model, config)
     row = engine_decode.decode(model, CPU, 3, batch=2, context=40, goal=1e6)
     detail, hidden, kv_heads = row.detail, config["hidden_size"], config["num_key_value_heads"]
     projections = hidden * 32 * (8 + 2 * kv_heads) + 32 * 8 * hidden + 2 * 32 + 2 * hidden
@@ -89,9 +94,14 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     assert (detail["sequences"], row.goals[0].met) == (2, False)
 
 
-def test_long_prompt_is_measured_until_its_first_token() -> None:
-    row = bench_engine.long_prompt("long_prompt.budget", None, CPU, 3)
-    assert row.detail["steps"] == 3, "4,096 tokens in steps of 2,048, of which 32 rows decode"
+@pytest.mark.parametrize(("stretch", "steps"), [(None, 3), (2.0, 600)])
+def test_long_prompt_is_measured_until_its_first_token(
+    stretch: float | None, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 tokens in steps of 2,048, of which 32 rows decode; paced in many more."""
+    monkeypatch.setitem(engine_models.MODELS, "tiny", TINY)
+    row = engine_long_prompt.long_prompt("x", "tiny", stretch, CPU, 3)
+    assert row.detail["steps"] == 3 if stretch is None else 3 < row.detail["steps"] < steps
     assert row.value >= row.detail["median_times_steady"]
 
 
