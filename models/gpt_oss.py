@@ -14,10 +14,10 @@ from paged.models.decoder_config import (
     weights_dtype,
 )
 from paged.models.hf_config import HfConfig
-from paged.models.layers import SparseMoe
 from paged.models.llama import DecoderLayer, Llama
 from paged.models.mxfp4 import mxfp4_slots
 from paged.models.rope import rope_config
+from paged.models.sparse_moe import SparseMoe
 from paged.models.weights import WeightSlots
 
 # What the clamped SwiGLU of `fused_moe` has built in.

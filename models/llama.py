@@ -14,8 +14,9 @@ from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, decoder_config
 from paged.models.hf_config import HfConfig
-from paged.models.layers import Attention, GatedMlp, Linear, RmsNorm, SparseMoe, empty_parameter
+from paged.models.layers import Attention, GatedMlp, Linear, RmsNorm, empty_parameter
 from paged.models.rope import rope_table
+from paged.models.sparse_moe import SparseMoe
 from paged.models.weights import WeightSlots
 
 
