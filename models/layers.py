@@ -20,6 +20,10 @@ from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig
 from paged.models.weights import WeightSlots
 
+# Rows of an MLP at once on a CPU: what lies between the products of 2,048 rows comes as fresh pages in every layer,
+# 120,000 faults and a tenth of the time of a prompt at 100M parameters.
+_CPU_ROWS = 512
+
 
 def empty_parameter(*shape: int) -> nn.Parameter:
     """Memory for a weight that is loaded, never trained."""
@@ -192,6 +196,15 @@ class GatedMlp(nn.Module):
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
+        """May write its result over x."""
+        in_parts = x.device.type == "cpu" and len(x) > _CPU_ROWS and lora is None
+        if in_parts and not torch.compiler.is_dynamo_compiling():
+            for rows in x.split(_CPU_ROWS):
+                rows.copy_(self._project(rows, None))
+            return x
+        return self._project(x, lora)
+
+    def _project(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         activated = silu_and_mul(self.gate_up_proj(x, lora), activation=self.activation)
         projected: torch.Tensor = self.down_proj(activated, lora)
         return projected

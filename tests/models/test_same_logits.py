@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paged.batch import GreedyArgmax, UnifiedBatchItem
+from paged.models import layers
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 
@@ -125,6 +126,12 @@ def test_after_fork_both_go_their_own_way(case: Case) -> None:
     )
     assert_same_logits(results[0], case.expected(PROMPT[:19] + left)[-1])
     assert_same_logits(results[1], case.expected(PROMPT[:19] + right)[-1])
+
+
+@on_torch
+def test_mlps_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_CPU_ROWS", 7)
+    test_whole_prompt_then_decode(case)
 
 
 @on_torch
