@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paged.kv_cache_manager import PagedKvCacheManager
 from tests.cache.prefix_cache import Cache
+from tests.cache.random_kv import make_manager
 
 
 @pytest.fixture
@@ -19,3 +21,9 @@ def torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None
 def cache(device: torch.device) -> Cache:
     """A small cache whose contents are known."""
     return Cache(device=device)
+
+
+@pytest.fixture
+def manager(device: torch.device) -> PagedKvCacheManager:
+    """Six blocks of four tokens, in two layers."""
+    return make_manager(device=device)

@@ -1,0 +1,74 @@
+"""K and V of a sequence are read back as they were written, and nothing else can be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged import InvalidInputError
+from paged.kv_cache_manager import PagedKvCacheManager
+from tests.cache.random_kv import assert_holds, grow, make_manager, random_rows
+
+
+def test_six_tokens_read_back_across_two_blocks(manager: PagedKvCacheManager) -> None:
+    handle = manager.allocate("a", 6)
+    key, value = random_rows(6)
+    for position in range(6):
+        manager.write_kv(handle, 1, position, key[position], value[position])
+    manager.advance(handle, 6)
+    got_key, got_value = manager.read_kv(handle, 1, 0, 6)
+    assert torch.equal(got_key.cpu(), key)
+    assert torch.equal(got_value.cpu(), value)
+    assert torch.equal(manager.read_kv(handle, 1, 3, 2)[0].cpu(), key[3:5])
+    block, offset = handle.blocks[1], 1
+    assert torch.equal(manager.k_cache(1)[block, offset].cpu(), key[5])
+    assert torch.equal(manager.v_cache(1)[block, offset].cpu(), value[5])
+    assert not manager.read_kv(handle, 0, 0, 6)[0].any()
+
+
+def test_requests_never_see_each_others_data(manager: PagedKvCacheManager) -> None:
+    a, b = manager.allocate("a"), manager.allocate("b")
+    parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"a": [], "b": []}
+    for count in (1, 3, 2, 4):
+        for handle in (a, b):
+            parts[str(handle.cache_id)].append(grow(manager, handle, count))
+    for handle in (a, b):
+        keys, values = zip(*parts[str(handle.cache_id)], strict=True)
+        assert_holds(manager, handle, torch.cat(keys), torch.cat(values))
+    assert not set(a.blocks) & set(b.blocks)
+
+
+def test_growing_keeps_what_was_there(manager: PagedKvCacheManager) -> None:
+    handle = manager.allocate("a")
+    key, value = grow(manager, handle, 4)
+    grow(manager, handle, 4)
+    assert_holds(manager, handle, key, value)
+
+
+def test_a_recycled_block_shows_nothing_of_its_last_owner() -> None:
+    manager = make_manager(num_blocks=2)
+    first = manager.allocate("a")
+    grow(manager, first, 8)
+    manager.free(first)
+    second = manager.allocate("b", 4)
+    with pytest.raises(InvalidInputError, match=r"positions 0\.\.1, expected within the 0 written"):
+        manager.read_kv(second, 0, 0, 1)
+    manager.extend(second, 8)
+    for layer in range(2):
+        assert not torch.stack(manager.read_kv(second, layer, 0, 8)).any()
+
+
+def test_reads_stop_at_what_was_written_without_a_gap(manager: PagedKvCacheManager) -> None:
+    handle = manager.allocate("a", 8)
+    key, value = random_rows(8)
+    manager.write_kv(handle, 0, 0, key[:3], value[:3])
+    manager.write_kv(handle, 0, 5, key[5:6], value[5:6])
+    assert torch.equal(manager.read_kv(handle, 0, 0, 3)[0].cpu(), key[:3])
+    with pytest.raises(InvalidInputError, match="expected within the 3 written"):
+        manager.read_kv(handle, 0, 5, 1)
+    manager.write_kv(handle, 0, 3, key[3:], value[3:])
+    assert torch.equal(manager.read_kv(handle, 0, 0, 8)[1].cpu(), value)
+    manager.advance(handle, 2)
+    manager.truncate(handle, 1)
+    with pytest.raises(InvalidInputError, match="expected within the 1 written"):
+        manager.read_kv(handle, 0, 1, 1)
