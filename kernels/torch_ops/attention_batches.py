@@ -75,19 +75,19 @@ class SequenceBatch:
         return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
 
 
-def sequence_batches(call: AttentionCall, plan: AttentionPlan | None, *, scores_per_pair: int) -> list[SequenceBatch]:
+def sequence_batches(call: AttentionCall, plan: AttentionPlan | None, *, keeps_scores: bool) -> list[SequenceBatch]:
     """All queries that see keys, in batches; made once for the layers that share a plan.
 
-    scores_per_pair: float32 values that the caller holds at once for a query and a key.
+    keeps_scores: the caller holds those of all heads at once, not only where keys are read in place.
     """
     if plan is None:
-        return list(_batches(call, scores_per_pair))
+        return list(_batches(call, keeps_scores))
     tensors = call.block_table, call.is_causal, call.mask
-    sizes = call.window, call.k_cache.shape, call.q.shape[1:], scores_per_pair
-    key: Hashable = (*map(_place, tensors), *sizes, _is_read_in_place(call))
+    sizes = call.window, call.k_cache.shape, call.q.shape[1:], keeps_scores
+    key: Hashable = (*map(_place, tensors), *sizes, _is_read_in_place(call, 1))
     if key not in plan.batches:
         # The tensors stay with the batches, so that no other one can take their place in memory.
-        plan.batches[key] = list(_batches(call, scores_per_pair)), tensors
+        plan.batches[key] = list(_batches(call, keeps_scores)), tensors
     return plan.batches[key][0]
 
 
@@ -95,18 +95,17 @@ def _place(tensor: torch.Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _batches(call: AttentionCall, scores_per_pair: int) -> Iterator[SequenceBatch]:
+def _batches(call: AttentionCall, keeps_scores: bool) -> Iterator[SequenceBatch]:
     _, num_q_heads, head_dim = call.q.shape
     batch: list[Piece] = []
     num_queries = num_keys = pairs = 0
-    pieces = _pieces(call, scores_per_pair)
+    pieces = _pieces(call, num_q_heads if keeps_scores else 1)
     for piece in sorted(pieces, key=lambda piece: (piece.num_queries, piece.num_keys), reverse=True):
         num_queries, num_keys = max(num_queries, piece.num_queries), max(num_keys, piece.num_keys)
         pairs += piece.num_queries * piece.num_keys
         padded = (len(batch) + 1) * num_queries * num_keys
-        if batch and (
-            padded * scores_per_pair > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING
-        ):
+        kept_heads = num_q_heads if keeps_scores or _is_read_in_place(call, num_queries) else 1
+        if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
             yield _batch(call, batch)
             batch = []
             num_queries, num_keys, pairs = piece.num_queries, piece.num_keys, piece.num_queries * piece.num_keys
@@ -167,17 +166,18 @@ def _batch(call: AttentionCall, pieces: list[Piece]) -> SequenceBatch:
 def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.Tensor | None:
     """See `SequenceBatch.pairs`; slots: [n, L]."""
     num_q_heads, num_kv_heads = call.q.shape[1], call.k_cache.shape[2]
-    rows_per_head = num_queries * num_q_heads // num_kv_heads
-    if rows_per_head > _MAX_ROWS_IN_PLACE or not _is_read_in_place(call):
+    if not _is_read_in_place(call, num_queries):
         return None
+    rows_per_head = num_queries * num_q_heads // num_kv_heads
     heads = torch.arange(num_kv_heads)[:, None, None]
     columns = (slots[:, None, None] * num_kv_heads + heads).expand(-1, -1, rows_per_head, -1).reshape(-1)
     num_rows, num_keys = len(slots) * num_q_heads * num_queries, slots.shape[1]
     return _csr(torch.arange(num_rows + 1) * num_keys, columns, (num_rows, call.k_cache[..., 0].numel()))
 
 
-def _is_read_in_place(call: AttentionCall) -> bool:
-    return all(
+def _is_read_in_place(call: AttentionCall, num_queries: int) -> bool:
+    is_small = num_queries * call.q.shape[1] <= _MAX_ROWS_IN_PLACE * call.k_cache.shape[2]
+    return is_small and all(
         cache.is_contiguous() and cache.dtype == torch.float32 and cache.device.type == "cpu"
         for cache in (call.k_cache, call.v_cache)
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
     """Twin of `kernels.paged_attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
     q, out, lse = call.q, call.out, call.lse
-    num_q_heads, num_kv_heads = q.shape[1], call.k_cache.shape[2]
+    num_kv_heads = call.k_cache.shape[2]
     out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)
@@ -26,7 +26,7 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
             lse[:, : int(call.cu_seqlens_q[-1])] = call.sinks.float()[:, None]
     # Scores that nobody asks for, PyTorch's fused attention never writes: a third of the time for a long chunk.
     is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
-    for batch in sequence_batches(call, plan, scores_per_pair=1 if is_plain else num_q_heads):
+    for batch in sequence_batches(call, plan, keeps_scores=not is_plain):
         num_seqs, _, num_queries, _ = batch.visible.shape
         queries = q.index_select(0, batch.rows).float()
         if call.k_scale is not None:
