@@ -84,7 +84,7 @@ def sequence_batches(call: AttentionCall, plan: AttentionPlan | None, *, keeps_s
         return list(_batches(call, keeps_scores))
     tensors = call.block_table, call.is_causal, call.mask
     sizes = call.window, call.k_cache.shape, call.q.shape[1:], keeps_scores
-    key: Hashable = (*map(_place, tensors), *sizes, _is_read_in_place(call, 1))
+    key: Hashable = (*map(_place, tensors), *sizes, _max_queries_in_place(call))
     if key not in plan.batches:
         # The tensors stay with the batches, so that no other one can take their place in memory.
         plan.batches[key] = list(_batches(call, keeps_scores)), tensors
@@ -97,6 +97,7 @@ def _place(tensor: torch.Tensor | None) -> Hashable:
 
 def _batches(call: AttentionCall, keeps_scores: bool) -> Iterator[SequenceBatch]:
     _, num_q_heads, head_dim = call.q.shape
+    max_in_place = _max_queries_in_place(call)
     batch: list[Piece] = []
     num_queries = num_keys = pairs = 0
     pieces = _pieces(call, num_q_heads if keeps_scores else 1)
@@ -104,7 +105,7 @@ def _batches(call: AttentionCall, keeps_scores: bool) -> Iterator[SequenceBatch]
         num_queries, num_keys = max(num_queries, piece.num_queries), max(num_keys, piece.num_keys)
         pairs += piece.num_queries * piece.num_keys
         padded = (len(batch) + 1) * num_queries * num_keys
-        kept_heads = num_q_heads if keeps_scores or _is_read_in_place(call, num_queries) else 1
+        kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
         if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
             yield _batch(call, batch)
             batch = []
@@ -166,7 +167,7 @@ def _batch(call: AttentionCall, pieces: list[Piece]) -> SequenceBatch:
 def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.Tensor | None:
     """See `SequenceBatch.pairs`; slots: [n, L]."""
     num_q_heads, num_kv_heads = call.q.shape[1], call.k_cache.shape[2]
-    if not _is_read_in_place(call, num_queries):
+    if num_queries > _max_queries_in_place(call):
         return None
     rows_per_head = num_queries * num_q_heads // num_kv_heads
     heads = torch.arange(num_kv_heads)[:, None, None]
@@ -175,12 +176,13 @@ def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.
     return _csr(torch.arange(num_rows + 1) * num_keys, columns, (num_rows, call.k_cache[..., 0].numel()))
 
 
-def _is_read_in_place(call: AttentionCall, num_queries: int) -> bool:
-    is_small = num_queries * call.q.shape[1] <= _MAX_ROWS_IN_PLACE * call.k_cache.shape[2]
-    return is_small and all(
+def _max_queries_in_place(call: AttentionCall) -> int:
+    """Queries of a piece up to which its keys are read in place; 0 where they cannot be."""
+    is_readable = all(
         cache.is_contiguous() and cache.dtype == torch.float32 and cache.device.type == "cpu"
         for cache in (call.k_cache, call.v_cache)
     )
+    return _MAX_ROWS_IN_PLACE * call.k_cache.shape[2] // call.q.shape[1] if is_readable else 0
 
 
 def _csr(rows: torch.Tensor, columns: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
