@@ -16,23 +16,14 @@ _NUM_DECODES = 32
 _BUDGET = 2048
 
 
-def long_prompt(
-    name: str,
-    model: str,
-    stretch: float | None,
-    device: torch.device,
-    repeats: int,
-    *,
-    prompt_tokens: int | None = None,
-) -> Row:
+def long_prompt(name: str, model: str, stretch: float | None, device: torch.device, repeats: int) -> Row:
     """The slowest step of decodes while a long prompt comes in, over the steps without it.
 
     Those take longer as the decodes grow: from the median of `repeats` before to that of as many after. slowest_steady:
     of these steps over their median, which is the machine's doing.
-    prompt_tokens: 32k by default, 4k on a CPU.
     """
-    length = prompt_tokens or (32_768 if device.type == "cuda" else 4096)
-    # With 16 tokens a step, the least that is paced, and as many decodes before it.
+    length = 32_768 if device.type == "cuda" else 4096
+    # For prompts that come in 8 tokens a step, the least that is paced.
     room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length
     executor = random_executor(MODELS[model], device, room)
     executor.warmup()
