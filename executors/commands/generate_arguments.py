@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--chunk-size", type=int, default=64, help="prompt tokens of one sequence a step")
     engine.add_argument("--token-budget", type=int, default=256, help="tokens a step")
     engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences that run at the same time")
-    engine.add_argument("--warmup", action="store_true", help="compile kernels and capture CUDA graphs first")
+    engine.add_argument(
+        "--warmup",
+        action="store_true",
+        help="first compile kernels and capture CUDA graphs; on a CPU, pack the weights",
+    )
     engine.add_argument("--speculate", type=int, metavar="N", help="N drafts a step, looked up in the text itself")
     engine.add_argument("--draft", metavar="MODEL", help="a smaller checkpoint makes the drafts, 4 unless --speculate")
 
