@@ -17,50 +17,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import paged.bench.compile_cases
+from paged.bench.compile_case import TARGETS, CompileCase
 from paged.bench.machine_code import SM_LIMITS, count, occupancy, read_code
+from paged.bench.peer_compile import peer_cases
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 # Shared memory one program may take, bytes: all of an SM's that is not reserved.
 SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limits in SM_LIMITS.items()}
-
-
-@dataclass(frozen=True)
-class CompileCase:
-    """One configuration of one kernel, as a wrapper may launch it.
-
-    signature: every kernel argument in order: "*fp16", "*i32", "i32", "fp32", ... or "constexpr", which None is, too.
-    constexprs: the value of every "constexpr" argument.
-    divisible_by_16: the arguments that the launcher would find divisible by 16 (pointers of torch tensors always are).
-    expect: target -> names of `machine_code.INSTRUCTIONS` that the code must contain.
-    targets: those of TARGETS on which the wrapper would launch this configuration.
-    programs_per_sm: how many the wrapper counts on an SM to hold.
-    """
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    divisible_by_16: tuple[str, ...] = ()
-    expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    targets: tuple[str, ...] = tuple(TARGETS)
-    programs_per_sm: int = 1
 
 
 @dataclass(frozen=True)
@@ -192,8 +162,6 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         write(_row(report) + "".join(f"  <- {text}" for text in wrong))
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
-    from paged.bench.peer_compile import peer_cases  # which needs CompileCase
-
     try:
         peers = [case for case in peer_cases() if args.only in case.name]
     except FileNotFoundError as missing:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.bench.compile import TARGETS, CompileCase
+from paged.bench.compile_case import TARGETS, CompileCase
 
 _FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
 _HEAD_DIM, _BLOCK_SIZE, _NUM_Q_HEADS, _NUM_KV_HEADS = 128, 16, 32, 8

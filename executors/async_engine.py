@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from paged.batch import SeqId
 from paged.errors import PagedError
 from paged.executors.engine import Engine
 from paged.executors.engine_metrics import EngineStatus, prometheus_text
 from paged.executors.request import RequestOutput
 from paged.executors.sampling_params import SamplingParams
+from paged.seq_id import SeqId
 
 P = ParamSpec("P")
 R = TypeVar("R")

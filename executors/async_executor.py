@@ -10,10 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch
+from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
 from paged.executors.lora_loader import lora_loader
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
+from paged.seq_id import SeqId
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged.batch import SeqId, UnifiedBatch, UnifiedBatchItem
+from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.executors.llm_executor import LlmExecutor
 from paged.kv_cache import KvCacheHandle
+from paged.seq_id import SeqId
 
 
 def run_tour(executor: LlmExecutor) -> None:

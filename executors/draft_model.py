@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paged.batch import SeqId, UnifiedBatch, UnifiedBatchItem
+from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.request import Completion
@@ -17,6 +17,7 @@ from paged.executors.sampler import Drafts, Sampler
 from paged.executors.sampling_rows import index_tensor
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
+from paged.seq_id import SeqId
 
 _LOG = logging.getLogger("paged")
 

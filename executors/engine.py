@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from paged.batch import SeqId
 from paged.errors import InvalidInputError
 from paged.executors.detokenizer import Tokenizer
 from paged.executors.engine_config import EngineConfig
@@ -20,6 +19,7 @@ from paged.executors.progress import progress_bar
 from paged.executors.proposer import Proposer
 from paged.executors.request import RequestOutput
 from paged.executors.sampling_params import SamplingParams
+from paged.seq_id import SeqId
 
 _DEFAULT_PARAMS = SamplingParams()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from time import perf_counter
 
-from paged.batch import SeqId
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.batch_runner import HandleRunner, UnifiedRunner
 from paged.executors.cache_space import BlockSpace, TokenSpace
@@ -22,6 +21,7 @@ from paged.executors.step_pacer import StepPacer
 from paged.executors.step_runner import Ran, StepRunner
 from paged.executors.steps_ahead import StepsAhead
 from paged.executors.unified_executor import UnifiedExecutor
+from paged.seq_id import SeqId
 
 
 class EngineCore:

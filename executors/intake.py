@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from paged.batch import SeqId
 from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.detokenizer import Tokenizer
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.request import Completion, CompletionOutput, Request, RequestOutput
 from paged.executors.sampling_params import SamplingParams
 from paged.executors.token_noise import Stream, hash_seeds, noise_keys
+from paged.seq_id import SeqId
 
 
 class Intake:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from paged.batch import SeqId, UnifiedBatchItem, VerifyLogits
+from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.progress import tracked
 from paged.executors.row_batches import cache_id_of, is_decode_step
@@ -24,6 +24,7 @@ from paged.models.logits_policy import apply_policies
 from paged.models.lora import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
+from paged.seq_id import SeqId
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, SeqId, UnifiedBatch
+from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 from paged.kv_cache_manager import PagedKvCacheManager
+from paged.seq_id import SeqId
 
 
 class ExecutorShutDownError(PagedError):

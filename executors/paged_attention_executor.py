@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from paged.batch import SeqId, UnifiedBatchItem
+from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
@@ -21,6 +21,7 @@ from paged.kernels.reshape_and_cache import reshape_and_cache
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.logits_policy import answer_items
+from paged.seq_id import SeqId
 from paged.step_ahead import StepAhead
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged.batch import SeqId
 from paged.errors import InvalidInputError
 from paged.executors.request import Completion
 from paged.executors.sampler import Drafts
 from paged.kv_cache_manager import PagedKvCacheManager
+from paged.seq_id import SeqId
 
 
 class PromptLookup:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from paged.batch import FullLogits, SeqId, UnifiedBatchItem, VerifyLogits
+from paged.batch import FullLogits, UnifiedBatchItem, VerifyLogits
 from paged.executors.detokenizer import Detokenizer, Tokenizer, find_stop, held_back
 from paged.executors.sampling_params import SamplingParams
 from paged.kv_cache import KvCacheHandle
+from paged.seq_id import SeqId
 
 # Given in place of a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1

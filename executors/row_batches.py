@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, SeqId, UnifiedBatchItem, VerifyLogits
+from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError
 from paged.kernels.checks import check_shape
 from paged.kv_cache import KvCacheHandle
+from paged.seq_id import SeqId
 
 
 def cache_id_of(item: UnifiedBatchItem) -> SeqId:

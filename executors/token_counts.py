@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paged.batch import SeqId
 from paged.executors.request import Completion
+from paged.seq_id import SeqId
 from paged.staging import to_device
 
 

@@ -14,7 +14,6 @@ from paged.batch import (
     DecodeOutput,
     PrefillInput,
     PrefillOutput,
-    SeqId,
     UnifiedBatch,
     UnifiedBatchItem,
 )
@@ -26,6 +25,7 @@ from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
 from paged.forward_step import PreparedStep, validate_items
 from paged.kv_cache import KvCacheHandle
 from paged.models.logits_policy import apply_policies
+from paged.seq_id import SeqId
 
 R = TypeVar("R")
 

@@ -20,7 +20,7 @@ from paged.kernels.attention_plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARP
 from paged.kernels.compat import triton
 from paged.kernels.device import device_of
 from paged.kernels.launch import Launch
-from paged.kernels.torch_ops.attention_batches import SequenceBatch
+from paged.kernels.torch_ops.attention_batches import SharedBatches
 
 # What a piece costs besides its blocks, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
 # block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
@@ -91,8 +91,8 @@ class AttentionPlan:
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
         self.launches: dict[Hashable, list[Launch]] = {}
-        # What the PyTorch twin gathers and masks, with the tensors it was made of.
-        self.batches: dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | None, ...]]] = {}
+        # What the PyTorch twin reads and masks.
+        self.batches: SharedBatches = {}
         self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
     def schedules(self, shape: AttentionShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from paged.batch import SeqId, UnifiedBatchItem
+from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
+from paged.seq_id import SeqId
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep
 from paged.kv_cache import PagedKvCacheConfig
 from paged.metadata import AttentionMetadata
+from paged.models.decoder_network import DecoderNetwork
 from paged.models.graph_recorder import graph_recorder
 from paged.staging import staged_size, to_device
-
-if TYPE_CHECKING:
-    from paged.models.paged_lm import DecoderNetwork
 
 # Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))

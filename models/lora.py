@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from paged.batch import SeqId
 from paged.errors import InvalidInputError
 from paged.kernels.lora_batch import LoraBatch
 from paged.kernels.lora_weights import LoraWeights
@@ -19,6 +18,7 @@ from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.layers import Linear
 from paged.models.lora_checkpoint import TARGET_MODULES, LowRank, read_adapter
+from paged.seq_id import SeqId
 from paged.staging import to_device
 
 

@@ -5,47 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from paged.batch import SeqId, UnifiedBatchItem
+from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, validate_items
 from paged.kernels.lora_batch import LoraBatch
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
-from paged.metadata import AttentionMetadata
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decode_graphs import DecodeGraphs, graph_sizes
-from paged.models.decoder_config import DecoderConfig
+from paged.models.decoder_network import DecoderNetwork
 from paged.models.logits_policy import answer_items
 from paged.models.lora import LoraAdapters
+from paged.seq_id import SeqId
 from paged.step_ahead import StepAhead
 
 _WARMUP_ID = "paged.prepare"
-
-
-class DecoderNetwork(Protocol):
-    """What PagedCausalLM runs; `models.llama.Llama` is one."""
-
-    config: DecoderConfig
-
-    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None: ...
-
-    def pack(self) -> None: ...
-
-    def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, /
-    ) -> torch.Tensor: ...
-
-    def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
 
 
 class PagedCausalLM(DecoderOnlyLLM):

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError
+from paged.seq_id import SeqId
 
 if TYPE_CHECKING:
     import torch
 
     from paged.kv_cache import KvCacheHandle
-
-SeqId = str | int
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paged.batch import SeqId
 from paged.block_pool import BlockPool
 from paged.errors import InvalidInputError
 from paged.kv_slot_reservation import SequenceState
+from paged.seq_id import SeqId
 
 if TYPE_CHECKING:
     import torch

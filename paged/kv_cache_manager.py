@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
+from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache_events import CacheEvent, MemoryPressure, Notifier
 from paged.cache_integrity import check_integrity
 from paged.cache_stats import CacheStats, count_stats
@@ -22,6 +22,7 @@ from paged.kv_slot_reservation import KvSlotReservation, SequenceState
 from paged.live_sequences import LiveSequences
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.prefix_cache import PrefixCache
+from paged.seq_id import SeqId
 from paged.sliding_window import SlidingWindow
 from paged.staging import to_device
 from paged.swap_space import SwapSpace

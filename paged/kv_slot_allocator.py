@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paged.batch import SeqId
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.kv_slot_reservation import KvSlotReservation, SequenceState, Undo
 from paged.prefix_cache import PrefixCache
+from paged.seq_id import SeqId
 from paged.sliding_window import SlidingWindow
 
 Span = tuple[SequenceState, int, int]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import compress
 from types import TracebackType
 
-from paged.batch import SeqId
 from paged.block_pool import BlockPool
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
+from paged.seq_id import SeqId
 from paged.token_chain import TokenChain
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.batch import KvSlotRequest, SeqId, UnifiedBatchItem
+from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTable
 from paged.errors import InvalidInputError, SequenceTooLongError, StaleHandleError
 from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.kv_slot_reservation import SequenceState
+from paged.seq_id import SeqId
 
 
 class LiveSequences:

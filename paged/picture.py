@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
-    from paged.batch import SeqId
     from paged.kv_cache_manager import PagedKvCacheManager
+    from paged.seq_id import SeqId
 
 Kind = Literal["free", "cached", "own", "shared", "copy"]
 _LETTERS = string.ascii_letters + string.digits

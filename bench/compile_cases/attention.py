@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compile import TARGETS, CompileCase
+from paged.bench.compile_case import TARGETS, CompileCase
 from paged.kernels.attention_config import decode_tile, padded_head_dim, prefill_tile
 from paged.kernels.attention_kernels import _attention_kernel, _merge_splits_kernel
 from paged.kernels.attention_mask import _pack_mask_kernel

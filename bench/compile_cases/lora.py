@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compile import TARGETS, CompileCase
+from paged.bench.compile_case import TARGETS, CompileCase
 from paged.kernels.device import Device
 from paged.kernels.lora import _lora_expand_kernel, _lora_shrink_kernel
 from paged.kernels.lora_batch import FEW_ROWS, MANY_ROWS

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from paged.bench.compile import TARGETS, CompileCase
+from paged.bench.compile_case import TARGETS, CompileCase
 from paged.bench.compile_cases.moe_steps import QWEN3_30B_A3B, kernel_case
 from paged.kernels.device import Device
 from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles, quantized_tile

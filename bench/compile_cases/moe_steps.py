@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from paged.bench.compile import CompileCase
+from paged.bench.compile_case import CompileCase
 from paged.kernels.moe_align_block_size import _count_kernel, _place_kernel
 from paged.kernels.moe_gemv import _down_gemv_kernel, _gate_up_gemv_kernel, down_gemv_tile
 from paged.kernels.moe_sum import _moe_sum_kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from paged.bench.compile import CompileCase
+from paged.bench.compile_case import CompileCase
 from paged.kernels.rms_norm import _rms_norm_kernel, num_warps
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from paged.bench.compile import CompileCase
+from paged.bench.compile_case import CompileCase
 from paged.kernels.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.greedy_argmax import BLOCK_TOKENS, _greedy_argmax_chunk_kernel, _greedy_argmax_reduce_kernel
 from paged.kernels.merge_attn_states import _merge_attn_states_kernel

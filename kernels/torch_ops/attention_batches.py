@@ -8,14 +8,11 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from paged.kernels.attention_call import AttentionCall
-
-if TYPE_CHECKING:
-    from paged.kernels.attention_plan import AttentionPlan
 
 # Queries of a piece: a long chunk is cut so that its first queries do not meet the keys that only its last ones see.
 _MAX_QUERIES = 256
@@ -75,20 +72,21 @@ class SequenceBatch:
         return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
 
 
-def sequence_batches(call: AttentionCall, plan: AttentionPlan | None, *, keeps_scores: bool) -> list[SequenceBatch]:
-    """All queries that see keys, in batches; made once for the layers that share a plan.
+# Batches by what they depend on, with the tensors they were made of, so that no others can take their place in memory.
+SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | None, ...]]]
+
+
+def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool) -> list[SequenceBatch]:
+    """All queries that see keys, in batches, which layers of one step share.
 
     keeps_scores: the caller holds those of all heads at once, not only where keys are read in place.
     """
-    if plan is None:
-        return list(_batches(call, keeps_scores))
     tensors = call.block_table, call.is_causal, call.mask
     sizes = call.window, call.k_cache.shape, call.q.shape[1:], keeps_scores
     key: Hashable = (*map(_place, tensors), *sizes, _max_queries_in_place(call))
-    if key not in plan.batches:
-        # The tensors stay with the batches, so that no other one can take their place in memory.
-        plan.batches[key] = list(_batches(call, keeps_scores)), tensors
-    return plan.batches[key][0]
+    if key not in shared:
+        shared[key] = list(_batches(call, keeps_scores)), tensors
+    return shared[key][0]
 
 
 def _place(tensor: torch.Tensor | None) -> Hashable:

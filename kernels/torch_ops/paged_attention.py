@@ -26,7 +26,7 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
             lse[:, : int(call.cu_seqlens_q[-1])] = call.sinks.float()[:, None]
     # Scores that nobody asks for, PyTorch's fused attention never writes: a third of the time for a long chunk.
     is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
-    for batch in sequence_batches(call, plan, keeps_scores=not is_plain):
+    for batch in sequence_batches(call, {} if plan is None else plan.batches, keeps_scores=not is_plain):
         num_seqs, _, num_queries, _ = batch.visible.shape
         queries = q.index_select(0, batch.rows).float()
         if call.k_scale is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import GreedyArgmax, SeqId, UnifiedBatchItem
+from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.errors import (
     CheckpointError,
     InvalidInputError,
@@ -24,6 +24,7 @@ from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
 from paged.executors.types import ModelInfo
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.seq_id import SeqId
 from tests.executors.oracle import batch, prompt, step
 from tests.tolerance import assert_close
 

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
 
-from paged.bench.compile import SHARED_LIMIT, TARGETS, CompileCase, Report, problems
+from paged.bench.compile import SHARED_LIMIT, Report, problems
+from paged.bench.compile_case import TARGETS, CompileCase
 from paged.bench.machine_code import count, occupancy, read_code
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"

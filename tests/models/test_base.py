@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paged.batch import SeqId, UnifiedBatchItem
+from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.seq_id import SeqId
 
 
 class Echo(DecoderOnlyLLM):
