@@ -17,7 +17,7 @@ from paged.bench.limits import Cost, moe_cost
 from paged.bench.timing import Call
 from paged.kernels import reference
 from paged.kernels.cascade_attention import cascade_plans
-from paged.kernels.moe_align_block_size import max_num_blocks
+from paged.kernels.moe_alignment import max_num_blocks
 
 BLOCK_SIZE = 16
 SCALES = ("full", "small", "check")  # for a GPU, for a CPU, for the comparison with the reference

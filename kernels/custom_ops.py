@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from paged.kernels.moe_alignment import MoeAlignment, new_alignment
 from paged.kernels.routing import Routing, new_routes
 
 ops = torch.ops.paged
@@ -64,10 +65,8 @@ def _run(op: str, *args: Any, **kwargs: Any) -> Any:
             if (flags := arguments.pop("is_causal", None)) is not None:
                 arguments["causal"] = flags
         case "fused_moe":
-            from paged.kernels import moe_align_block_size
-
             if (aligned := arguments.get("aligned")) is not None:
-                arguments["aligned"] = moe_align_block_size.MoeAlignment(*aligned)
+                arguments["aligned"] = MoeAlignment(*aligned)
         case "add_lora":
             from paged.kernels.lora_batch import LoraBatch
             from paged.kernels.lora_weights import LoraWeights
@@ -153,8 +152,6 @@ def _route_tokens(router_logits: torch.Tensor, *routing: Any, **named: Any) -> t
 def _moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, *_args: Any, **_kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    from paged.kernels.moe_align_block_size import new_alignment
-
     return new_alignment(topk_ids.numel(), block_size, num_experts, topk_ids.device)
 
 
@@ -174,8 +171,6 @@ def _route_and_align(
     *routing: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, ...]:
-    from paged.kernels.moe_align_block_size import new_alignment
-
     weights, ids = _route_tokens(router_logits, *routing, **named)
     num_columns = router_logits.shape[1] + Routing(*routing, **named).num_shared_experts
     num_experts = num_columns if num_local_experts is None else num_local_experts

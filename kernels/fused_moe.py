@@ -10,7 +10,8 @@ from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.moe_activation import check_activation
-from paged.kernels.moe_align_block_size import MoeAlignment, check_expert_map, max_num_blocks, moe_align_block_size
+from paged.kernels.moe_align_block_size import check_expert_map, moe_align_block_size
+from paged.kernels.moe_alignment import MoeAlignment, max_num_blocks
 from paged.kernels.moe_config import MoeShape, takes_gemv
 from paged.kernels.moe_gemm import expert_gemm
 from paged.kernels.moe_gemv import moe_gemv

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from paged.kernels.backend import use_triton
@@ -11,6 +9,7 @@ from paged.kernels.checks import check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.moe_alignment import MoeAlignment, max_num_blocks, new_alignment
 from paged.kernels.torch_ops import moe_align_block_size as torch_op
 
 # Entries a tile: 16 a thread of 4 warps.
@@ -18,18 +17,6 @@ _TILE = 2048
 # Parts the entries are cut into at the most: every program reads the counts of all parts and experts, and 16 x 512 of
 # them are still one load of 64 a thread; 16 x 128 programs fill 132 SMs.
 _MAX_CHUNKS = 16
-
-
-class MoeAlignment(NamedTuple):
-    """Routed entries sorted into blocks of one expert each; see `moe_align_block_size`."""
-
-    sorted_token_ids: torch.Tensor
-    expert_ids: torch.Tensor
-    num_tokens_post_padded: torch.Tensor
-
-    @property
-    def block_size(self) -> int:
-        return self.sorted_token_ids.numel() // max(self.expert_ids.numel(), 1)
 
 
 @triton.jit
@@ -124,19 +111,6 @@ def _place_kernel(
         ranks = tl.cumsum(chosen.to(tl.int32), axis=0)
         tl.store(sorted_token_ids_ptr + place + ranks - 1, entries, mask=chosen)
         place += tl.max(ranks, axis=0)
-
-
-def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
-    """Blocks that `num_entries` routed entries can need, however they are spread: every expert in use may leave
-    block_size - 1 places of its last block empty, and no more experts than entries are in use."""
-    return -(-(num_entries + min(num_experts, num_entries) * (block_size - 1)) // block_size)
-
-
-def new_alignment(num_entries: int, block_size: int, num_experts: int, device: torch.device) -> MoeAlignment:
-    """Memory for an alignment, enough for the worst spread of entries."""
-    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
-    sizes = (num_blocks * block_size, num_blocks, 1)
-    return MoeAlignment(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
 
 def moe_align_block_size(

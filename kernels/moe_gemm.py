@@ -11,7 +11,7 @@ from paged.kernels.device import device_of
 from paged.kernels.dot import dot
 from paged.kernels.fp8 import as_kernel_argument, decode_e4m3
 from paged.kernels.moe_activation import gated_activation
-from paged.kernels.moe_align_block_size import MoeAlignment
+from paged.kernels.moe_alignment import MoeAlignment
 from paged.kernels.moe_config import MoeTile, quantized_tile
 from paged.kernels.moe_weights import FP8_GROUP, ExpertLinear
 from paged.kernels.quantize_token_groups import quantize_token_groups

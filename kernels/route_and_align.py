@@ -9,13 +9,8 @@ from paged.kernels.checks import check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
-from paged.kernels.moe_align_block_size import (
-    MoeAlignment,
-    check_expert_map,
-    expert_rows,
-    moe_align_block_size,
-    new_alignment,
-)
+from paged.kernels.moe_align_block_size import check_expert_map, expert_rows, moe_align_block_size
+from paged.kernels.moe_alignment import MoeAlignment, new_alignment
 from paged.kernels.route_tokens import route_tokens
 from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
 

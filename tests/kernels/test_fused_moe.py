@@ -14,7 +14,7 @@ from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_bloc
 from paged.kernels import reference
 from paged.kernels.device import Device
 from paged.kernels.fused_moe import moe_block_size
-from paged.kernels.moe_align_block_size import MoeAlignment
+from paged.kernels.moe_alignment import MoeAlignment
 from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles, takes_gemv
 from paged.kernels.moe_gemm import expert_gemm
 from paged.kernels.moe_weights import ExpertLinear

@@ -7,7 +7,7 @@ import torch
 
 from paged import InvalidInputError, moe_align_block_size
 from paged.kernels import reference
-from paged.kernels.moe_align_block_size import MoeAlignment
+from paged.kernels.moe_alignment import MoeAlignment
 
 
 def assert_exact(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
