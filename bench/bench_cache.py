@@ -40,7 +40,7 @@ import torch
 
 from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
 from paged.bench.cache_workload import BLOCK_SIZE, DECODE_STEPS, NUM_BLOCKS, check_hit, decode_lengths, prompts
-from paged.bench.environment import environment, save
+from paged.bench.environment import INTERPRETING, environment, save
 from paged.bench.goal import Goal, at_least, at_most, verdict
 from paged.kernels.compat import interpreting
 
@@ -338,7 +338,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     )
     args = parser.parse_args(argv)
     if interpreting():
-        parser.error("TRITON_INTERPRET=1: unset it to benchmark")
+        parser.error(INTERPRETING)
     peer, description = load_peer()
     rows: list[Row] = []
     report = environment("cache", torch.device("cpu"))

@@ -51,7 +51,7 @@ from paged.bench.engine_decode import decode
 from paged.bench.engine_long_prompt import long_prompt
 from paged.bench.engine_rows import Row, timed_inside
 from paged.bench.engine_throughput import throughput
-from paged.bench.environment import environment, save
+from paged.bench.environment import INTERPRETING, environment, save
 from paged.bench.goal import at_most, verdict
 from paged.executors import sampler
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     args = parser.parse_args(argv)
     end = time.monotonic() + args.budget
     if interpreting():
-        parser.error("TRITON_INTERPRET=1: unset it to benchmark")
+        parser.error(INTERPRETING)
     torch.set_num_threads(args.threads)
     report = environment("engine", args.device)
     write("\n".join(f"{name}: {value}" for name, value in report.items()))

@@ -37,6 +37,13 @@ _LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 # What config.json says of them: of the Qwens as published, as far as it matters here; Llama-8B is Qwen3-8B without its
 # norms of queries and keys, and with a small vocabulary.
 MODELS: dict[str, dict[str, Any]] = {
@@ -56,22 +63,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 3,
     },
-    "Llama-8B": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    "Llama-8B": {**_LLAMA, **_8B},
     "Qwen3-8B": {
         **_QWEN3,
+        **_8B,
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
     },
     "Qwen3-30B-A3B": {
         **_QWEN3,

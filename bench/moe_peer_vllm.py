@@ -5,13 +5,8 @@ Alignment, activation, rounding to e4m3 and the sum around them are ours.
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib.util
 import json
-import tempfile
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,12 +14,13 @@ import torch
 import paged
 from paged.bench.moe_cases import MoeBatch, MoeCase, MoeLayer
 from paged.bench.timing import Call
+from paged.bench.vllm_files import jit_functions, vllm_folder
 from paged.kernels.compat import tl, triton
 from paged.kernels.device import device_of
 from paged.kernels.moe_sum import moe_sum
 from paged.kernels.quantize_token_groups import quantize_token_groups
 
-_FOLDER = Path("model_executor/layers/fused_moe")
+_FOLDER = "model_executor/layers/fused_moe"
 # How vLLM's tables are named by what they were tuned for.
 _TABLES = {
     None: "",
@@ -38,33 +34,11 @@ Aligned = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 @functools.cache
-def _folder() -> Path:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("vLLM is not on the path")
-    return Path(spec.submodule_search_locations[0]) / _FOLDER
-
-
-@functools.cache
-def vllm_kernels() -> ModuleType:
-    """vLLM's Triton kernels out of their file, whose own imports need the compiled extension."""
-    source = (_folder() / "fused_moe.py").read_text()
-    kernels = [
-        ast.get_source_segment(source, node) or ""
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
-    ]
-    # Triton reads the source of a kernel again when it compiles it, so the file stays.
-    path = Path(tempfile.mkdtemp(prefix="moe-peers-")) / "vllm_kernels.py"
-    path.write_text(
-        "import triton\nimport triton.language as tl\n\n\n" + "\n\n\n".join(f"@triton.jit\n{k}" for k in kernels)
-    )
-    spec = importlib.util.spec_from_file_location("vllm_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def vllm_kernels() -> dict[str, Any]:
+    """vLLM's Triton kernels by name."""
+    names: dict[str, Any] = {"__name__": "vllm.model_executor.layers.fused_moe", "tl": tl, "triton": triton}
+    jit_functions(vllm_folder() / _FOLDER / "fused_moe.py", names)
+    return names
 
 
 def _kind(case: MoeCase) -> str | None:
@@ -76,7 +50,7 @@ def _table(case: MoeCase, device: torch.device) -> dict[int, dict[str, int]]:
     """Its tuned table for the experts of this rank; empty where there is none."""
     name, model = torch.cuda.get_device_name(device).replace(" ", "_"), case.model
     experts = f"E={model.num_local_experts},N={model.intermediate_size}"
-    path = _folder() / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
+    path = vllm_folder() / _FOLDER / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
     if not path.exists():
         return {}
     return {int(key): tile for key, tile in json.loads(path.read_text()).items() if key.isdigit()}
@@ -97,7 +71,7 @@ def refused_by_vllm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> 
         return "needs a GPU"
     try:
         vllm_kernels()
-    except Exception as error:  # an import fails in many ways
+    except Exception as error:  # another version's file may fail in many ways
         return f"vLLM's kernel cannot be read: {type(error).__name__}: {error}"
     kind = _kind(case)
     if kind == "e4m3" and str(case.format) != "e4m3-128x128":
@@ -183,7 +157,7 @@ def _gemm(
     }
     if kind in ("int8", "int4"):
         assert case.format is not None
-        kernel = vllm_kernels().fused_moe_kernel_gptq_awq
+        kernel = vllm_kernels()["fused_moe_kernel_gptq_awq"]
         arguments |= {
             "b_zp_ptr": None,
             **_strides("stride_bz", "enk", None),
@@ -193,7 +167,7 @@ def _gemm(
             "use_int4_w4a16": kind == "int4",
         }
     else:
-        kernel, x_scale, group = vllm_kernels().fused_moe_kernel, None, 0
+        kernel, x_scale, group = vllm_kernels()["fused_moe_kernel"], None, 0
         if kind == "e4m3":
             (x, x_scale), group = quantize_token_groups(x), 128
         arguments |= {

@@ -1,14 +1,10 @@
 """vLLM's Triton attention kernel as compile cases, with the tiles its own launcher chooses: rows to read ours beside.
 
-Needs vLLM's Python files on the path (0.33.0 was tried). Importing its module asks for a GPU driver, so only the
-function definitions are run, straight from its files.
+Needs vLLM's Python files on the path (0.33.0 was tried).
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +12,7 @@ import triton
 import triton.language as tl
 
 from paged.bench.compile_case import TARGETS, CompileCase
+from paged.bench.vllm_files import jit_functions, vllm_folder
 
 _FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
 _HEAD_DIM, _BLOCK_SIZE, _NUM_Q_HEADS, _NUM_KV_HEADS = 128, 16, 32, 8
@@ -61,9 +58,7 @@ def peer_cases() -> list[CompileCase]:
 
 def _functions() -> dict[str, Any]:
     """vLLM's jit functions, and those that choose its tile, by name."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        raise FileNotFoundError("vllm is not on the Python path")
+    folder = vllm_folder() / "v1/attention/ops"
     names: dict[str, Any] = {
         "__name__": "vllm.v1.attention.ops",  # Triton wants to know a function's module
         "tl": tl,
@@ -71,16 +66,7 @@ def _functions() -> dict[str, Any]:
         "float8_info": torch.finfo(torch.float8_e4m3fn),
     }
     for name in _FILES:
-        path = Path(package.origin).parent / "v1/attention/ops" / name
-        tree = ast.parse(path.read_text())
-        tree.body = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef)
-            and (node.decorator_list or node.name in ("_get_tile_size", "_is_gemma3_attention"))
-        ]
-        # Line numbers stay those of the file, where Triton looks for a function's source.
-        exec(compile(tree, str(path), "exec", dont_inherit=True), names)
+        jit_functions(folder / name, names, others=("_get_tile_size", "_is_gemma3_attention"))
     return names
 
 

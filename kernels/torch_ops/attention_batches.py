@@ -81,11 +81,11 @@ def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores
 
     keeps_scores: the caller holds those of all heads at once, not only where keys are read in place.
     """
-    tensors = call.block_table, call.is_causal, call.mask
-    sizes = call.window, call.k_cache.shape, call.q.shape[1:], keeps_scores
-    key: Hashable = (*map(_place, tensors), *sizes, _max_queries_in_place(call))
+    tensors, max_in_place = (call.block_table, call.is_causal, call.mask), _max_queries_in_place(call)
+    sizes = call.window, call.k_cache.shape, call.q.shape[1:]
+    key: Hashable = (*map(_place, tensors), *sizes, keeps_scores, max_in_place)
     if key not in shared:
-        shared[key] = list(_batches(call, keeps_scores)), tensors
+        shared[key] = list(_batches(call, keeps_scores, max_in_place)), tensors
     return shared[key][0]
 
 
@@ -93,9 +93,8 @@ def _place(tensor: torch.Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _batches(call: AttentionCall, keeps_scores: bool) -> Iterator[SequenceBatch]:
+def _batches(call: AttentionCall, keeps_scores: bool, max_in_place: int) -> Iterator[SequenceBatch]:
     _, num_q_heads, head_dim = call.q.shape
-    max_in_place = _max_queries_in_place(call)
     batch: list[Piece] = []
     num_queries = num_keys = pairs = 0
     pieces = _pieces(call, num_q_heads if keeps_scores else 1)
@@ -105,12 +104,12 @@ def _batches(call: AttentionCall, keeps_scores: bool) -> Iterator[SequenceBatch]
         padded = (len(batch) + 1) * num_queries * num_keys
         kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
         if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
-            yield _batch(call, batch)
+            yield _batch(call, batch, max_in_place)
             batch = []
             num_queries, num_keys, pairs = piece.num_queries, piece.num_keys, piece.num_queries * piece.num_keys
         batch.append(piece)
     if batch:
-        yield _batch(call, batch)
+        yield _batch(call, batch, max_in_place)
 
 
 def _pieces(call: AttentionCall, scores_per_pair: int) -> Iterator[Piece]:
@@ -130,7 +129,7 @@ def _pieces(call: AttentionCall, scores_per_pair: int) -> Iterator[Piece]:
                 yield Piece(seq, row, num_queries, position, context, first_key, num_keys)
 
 
-def _batch(call: AttentionCall, pieces: list[Piece]) -> SequenceBatch:
+def _batch(call: AttentionCall, pieces: list[Piece], max_in_place: int) -> SequenceBatch:
     device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
     columns = torch.tensor(pieces, device=device).T.unsqueeze(-1)  # [7, n, 1]
     seq, row, num_queries, position, context, first_key, num_keys = columns
@@ -158,15 +157,13 @@ def _batch(call: AttentionCall, pieces: list[Piece]) -> SequenceBatch:
         visible=visible.unsqueeze(1),
         blind_rows=rows[~visible.any(-1)] if may_be_blind else None,
         positions=(position, key),
-        pairs=_pairs(call, slots, rows.shape[1]),
+        pairs=_pairs(call, slots, rows.shape[1]) if rows.shape[1] <= max_in_place else None,
     )
 
 
-def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.Tensor | None:
+def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.Tensor:
     """See `SequenceBatch.pairs`; slots: [n, L]."""
     num_q_heads, num_kv_heads = call.q.shape[1], call.k_cache.shape[2]
-    if num_queries > _max_queries_in_place(call):
-        return None
     rows_per_head = num_queries * num_q_heads // num_kv_heads
     heads = torch.arange(num_kv_heads)[:, None, None]
     columns = (slots[:, None, None] * num_kv_heads + heads).expand(-1, -1, rows_per_head, -1).reshape(-1)
