@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 CHECKED := bench executors kernels models paged tests
 
 OUT ?= bench/results/gpu
+FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
 RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
 REPORT ?= build/report
 
-.PHONY: demo test check format compile soak vllm gpu report clean
+.PHONY: demo test check format compile soak fuzz vllm gpu report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -34,6 +35,10 @@ compile: $(VENV)/installed-dev
 
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.soak --steps 1000000
+
+# For FUZZ_S seconds; a case that fails is added to tests/fuzz/seeds, which every run begins with.
+fuzz: $(VENV)/installed-dev
+	FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz
 
 vllm: $(VLLM)
 
