@@ -1,0 +1,94 @@
+"""Counts and token ids as Python integers, whatever integer type they came in. Takes neither torch nor numpy."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Mapping, Set, Sized
+from itertools import islice
+from typing import Any
+
+from paged.errors import InvalidInputError
+
+# Beyond the longest context of any model, and as Python integers already 0.6 GB.
+MAX_TOKEN_IDS = 1 << 24
+_INT_ALONE = {int}
+# Iterables that yield integers or nothing, yet are no sequences of token ids.
+_NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
+
+
+def as_index(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
+    """`value` as an int: any integer of any library, arrays and tensors without an axis included; no bool, no float.
+
+    name: of the argument, for the message.
+
+    Raises:
+        InvalidInputError: it is none, or not in minimum..maximum.
+    """
+    index = value if type(value) is int else _index(value)
+    if index is None or index < minimum or (maximum is not None and index > maximum):
+        span = f"of at least {minimum}" if maximum is None else f"in {minimum}..{maximum}"
+        raise InvalidInputError(f"{name}: {shown(value)}, expected an integer {span}")
+    return index
+
+
+def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -> list[int]:
+    """Token ids as a list of ints. One that is given as such is returned as it is, so change only a copy.
+
+    value: any iterable of integers in order: list, tuple, range, generator, array or tensor with one axis, or a mixture
+        of integer types. An iterator is used up.
+
+    Raises:
+        InvalidInputError: it is something else, nested, holds anything but integers (bools are none), or more than
+            `max_length` of them; an iterable longer than that is not read beyond it.
+    """
+    try:
+        ids = value if type(value) is list else _listed(value, max_length)
+    except Exception as error:
+        expected = "a list, range, generator or array with one axis, of integers"
+        raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}") from error
+    if ids is None or len(ids) > max_length:
+        raise InvalidInputError(f"{name}: {shown(value)}, expected at most {max_length} token ids")
+    if len(ids) == 1 and type(ids[0]) is int:  # a decode step: half the time of the set
+        return ids
+    if set(map(type, ids)) <= _INT_ALONE:
+        return ids
+    integers = []
+    for position, each in enumerate(ids):
+        index = each if type(each) is int else _index(each)
+        if index is None:
+            raise InvalidInputError(f"{name}: {shown(each)} at {position}, expected an integer")
+        integers.append(index)
+    return integers
+
+
+def shown(value: object) -> str:
+    """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
+    try:
+        return reprlib.repr(value)
+    except Exception:
+        return f"an object of type {type(value).__name__}"
+
+
+def _index(value: Any) -> int | None:
+    """`value` as an int, or None where it is no integer."""
+    try:
+        if isinstance(value, bool) or getattr(value, "ndim", False):
+            return None
+        if hasattr(value, "tolist"):  # operator.index makes an int of a tensor that holds a bool
+            value = value.tolist()
+            return value if type(value) is int else None
+        return operator.index(value)
+    except Exception:
+        return None
+
+
+def _listed(value: Any, max_length: int) -> list[Any] | None:
+    """What `value` iterates over; None, or one item too many, where that is too long."""
+    if isinstance(value, _NOT_TOKEN_IDS):
+        raise TypeError
+    if getattr(value, "ndim", 1) != 1:
+        raise TypeError
+    if isinstance(value, Sized) and len(value) > max_length:
+        return None
+    return list(value.tolist() if hasattr(value, "tolist") else islice(value, max_length + 1))
