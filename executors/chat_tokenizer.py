@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.executors.chat_template import ChatTemplate, Message
-from paged.models.hf_config import HfConfig
+from paged.models.end_tokens import read_eos_token_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,25 +57,6 @@ class ChatTokenizer:
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of the rendered conversation, which holds its special tokens already; else as `render`."""
         return list(self.tokenizer.encode(self.render(messages, **options), add_special_tokens=False).ids)
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, as in transformers; either may hold one id or several.
-
-    Raises:
-        CheckpointError: a file is malformed, or holds something else.
-    """
-    for name in ("generation_config.json", "config.json"):
-        if not (folder / name).is_file():
-            continue
-        found = HfConfig.read(folder, name).values.get("eos_token_id")
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            raise CheckpointError(f"{folder / name}: eos_token_id = {found!r}, expected one token id or a list of them")
-        return tuple(ids)
-    return ()
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
+
+# Tokens that may wait for the end of a character. One of UTF-8 has 4 bytes, so whatever waits for longer is no text.
+_MAX_PENDING = 16
+_CHARACTER_BYTES = 4
 
 
 class Tokenizer(Protocol):
@@ -13,38 +16,35 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Appends the text of new tokens to that of the tokens before.
+    """Gives the text of new tokens after that of the tokens before.
 
     A token's text may depend on the one before it (a leading space), and a character may take several tokens: the text
-    is the difference between two decodings of the last few tokens, and waits for the end of an unfinished character.
+    is the difference between two decodings of the last few tokens, and waits for the end of an unfinished character,
+    for 16 tokens at the most: so the time is linear, whatever the tokens are.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._context = 0
         self._read = 0
-        self.text = ""
 
-    def read(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """The text of all of `token_ids`, which begin with those of the call before."""
-        if len(token_ids) > self._read:
-            before = self._tokenizer.decode(list(token_ids[self._context : self._read]))
-            after = self._tokenizer.decode(list(token_ids[self._context :]))
-            if is_last or not after.endswith("\N{REPLACEMENT CHARACTER}"):
-                self.text += after[len(before) :]
-                self._context, self._read = self._read, len(token_ids)
-        return self.text
+    def read(self, token_ids: list[int], end: int, *, is_last: bool = False) -> str:
+        """The text that the tokens before `end` add to what was read before; `token_ids` only grows."""
+        if end <= self._read:
+            return ""
+        before = self._tokenizer.decode(token_ids[self._context : self._read])
+        after = self._tokenizer.decode(token_ids[self._context : end])
+        if not is_last and after.endswith("\N{REPLACEMENT CHARACTER}"):
+            if end - self._read < _MAX_PENDING:
+                return ""
+            end, after = self._finished(token_ids, end, after)
+        self._context, self._read = self._read, end
+        return after[len(before) :]
 
-
-def find_stop(text: str, stops: Sequence[str], start: int) -> int:
-    """Where the first of `stops` begins in `text` at or after `start`, -1 if none does."""
-    return min((found for stop in stops if (found := text.find(stop, max(0, start))) >= 0), default=-1)
-
-
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `stops`."""
-    longest = max(map(len, stops), default=0)
-    for length in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
+    def _finished(self, token_ids: list[int], end: int, after: str) -> tuple[int, str]:
+        """As many of the tokens as end with a whole character, or with none, and their text."""
+        for cut in range(end - _CHARACTER_BYTES + 1, end - 2 * _CHARACTER_BYTES, -1):
+            text = self._tokenizer.decode(token_ids[self._context : cut])
+            if after.startswith(text):
+                return cut, text
+        return end, after

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
+from paged.errors import InvalidInputError
+from paged.executors.isolation import describe
 from paged.executors.proposer import Proposer
 from paged.executors.request import Completion
 from paged.executors.sampler import Drafts
 from paged.executors.sampling_rows import index_tensor
+from paged.integers import shown
+
+_LOG = logging.getLogger("paged")
 
 
-def draft(proposer: Proposer | None, decodes: Sequence[Completion]) -> Drafts | None:
-    """Drafts for what decodes, set as their items' next tokens; None where there are none."""
+def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
+    """Drafts for what decodes, set as their items' next tokens; None where there are none.
+
+    None too where the proposer raises, or proposes what does not fit: the target's tokens are right without it.
+    """
     if proposer is None or not decodes:
         return None
     limits = [one.request.max_tokens - len(one.output.token_ids) - 1 for one in decodes]
-    drafts = proposer.propose(decodes, limits)
+    try:
+        drafts = _checked(proposer.propose(decodes, limits), limits, vocab_size)
+    except Exception as error:
+        _LOG.warning("no drafts in this step: %s", describe(error))
+        drafts = Drafts([[] for _ in decodes])
     for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
         completion.follow(token_ids)
     return drafts if any(drafts.token_ids) else None
+
+
+def _checked(drafts: Drafts, limits: Sequence[int], vocab_size: int) -> Drafts:
+    for token_ids, limit in zip(drafts.token_ids, limits, strict=True):
+        if len(token_ids) > max(limit, 0) or not all(type(one) is int and 0 <= one < vocab_size for one in token_ids):
+            raise InvalidInputError(f"drafts: {shown(token_ids)}, expected at most {limit} ids below {vocab_size}")
+    return drafts
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:

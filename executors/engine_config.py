@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, PagedError
+from paged.executors.sampling_params import as_bool, as_float
+from paged.integers import as_index, shown
+
+
+class QueueFullError(PagedError):
+    """As many completions wait as `EngineConfig.max_waiting` allows; nothing was queued."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,8 @@ class EngineConfig:
     token_budget: tokens a step; decodes come first, prompt chunks take what is left.
     chunk_size: tokens of one prompt a step, None for what the budget leaves.
     max_num_seqs: sequences that hold cache at the same time.
+    max_waiting: completions in the queue at the most, None for any number; a request beyond that is refused by
+        QueueFullError. Those that were preempted wait too.
     preemption: what becomes of K/V when the cache is full: computed again later, or swapped to host memory where that
         has room. The sequence of the lowest priority goes, of those the newest.
     admission_tokens: a prompt starts once the cache has room for it and for so many more tokens of it and of every
@@ -26,12 +35,13 @@ class EngineConfig:
         one without a prompt, by the times measured so far; None cuts by the budget alone.
 
     Raises:
-        InvalidInputError: a value is outside of its range.
+        InvalidInputError: a value has another type, or is outside of its range.
     """
 
     token_budget: int = 2048
     chunk_size: int | None = None
     max_num_seqs: int = 256
+    max_waiting: int | None = None
     preemption: Literal["recompute", "swap"] = "recompute"
     admission_tokens: int | None = 64
     priority_requests: int = 1000
@@ -39,13 +49,21 @@ class EngineConfig:
     prepare_ahead: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "chunk_size", "max_num_seqs", "priority_requests"):
+        """Check every value, and put Python's own in its place."""
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name}: {value}, expected at least 1")
-        if self.admission_tokens is not None and self.admission_tokens < 0:
-            raise InvalidInputError(f"admission_tokens: {self.admission_tokens}, expected at least 0")
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, as_index(name, value, minimum=minimum, maximum=_MOST))
         if self.preemption not in ("recompute", "swap"):
-            raise InvalidInputError(f"preemption: {self.preemption!r}, expected 'recompute' or 'swap'")
-        if self.decode_stretch is not None and self.decode_stretch <= 1:
-            raise InvalidInputError(f"decode_stretch: {self.decode_stretch}, expected more than 1")
+            raise InvalidInputError(f"preemption: {shown(self.preemption)}, expected 'recompute' or 'swap'")
+        if self.decode_stretch is not None:
+            stretch = as_float("decode_stretch", self.decode_stretch, math.nextafter(1, 2), 1e9, "more than 1")
+            object.__setattr__(self, "decode_stretch", stretch)
+        if self.prepare_ahead is not None:
+            object.__setattr__(self, "prepare_ahead", as_bool("prepare_ahead", self.prepare_ahead))
+
+
+_MINIMA = {"token_budget": 1, "chunk_size": 1, "max_num_seqs": 1, "max_waiting": 0, "priority_requests": 1}
+_MINIMA |= {"admission_tokens": 0}
+_OPTIONAL = ("chunk_size", "max_waiting", "admission_tokens")
+_MOST = 1 << 31

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from time import perf_counter
 
+import torch
+
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.executors.batch_runner import HandleRunner, UnifiedRunner
+from paged.executors.batch_runner import HandleRunner, UnifiedRunner, WrongResultsError
 from paged.executors.cache_space import BlockSpace, TokenSpace
+from paged.executors.deadlines import Deadlines
 from paged.executors.drafting import aligned_drafts, draft
 from paged.executors.engine_config import EngineConfig
 from paged.executors.engine_metrics import EngineMetrics
+from paged.executors.isolation import describe, quietly
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.proposer import Proposer
-from paged.executors.request import Completion, Request, RequestOutput, State
+from paged.executors.request import Completion, Request, State
+from paged.executors.request_output import RequestOutput
 from paged.executors.row_matrix import row_matrix
 from paged.executors.sampler import Drafts, Sampled, Sampler
 from paged.executors.scheduler import Plan, Scheduler
@@ -22,6 +29,8 @@ from paged.executors.step_runner import Ran, StepRunner
 from paged.executors.steps_ahead import StepsAhead
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.seq_id import SeqId
+
+_LOG = logging.getLogger("paged")
 
 
 class EngineCore:
@@ -48,10 +57,15 @@ class EngineCore:
         self._proposer = proposer
         self._blocks = None if manager is None else BlockSpace(executor, manager, config.admission_tokens)
         space = TokenSpace(executor) if self._blocks is None else self._blocks
-        self._scheduler = Scheduler(config, space, decode_cost=decode_cost)
+        self._scheduler = Scheduler(config, space, self._fail, decode_cost=decode_cost)
         self._runner = StepRunner(
-            UnifiedRunner(executor) if is_unified else HandleRunner(executor), self._make_room, self._fail, self.metrics
+            UnifiedRunner(executor) if is_unified else HandleRunner(executor),
+            self._make_room,
+            self._fail,
+            space.release if manager is None else None,
+            self.metrics,
         )
+        self._vocab_size = info.vocab_size
         self._sampler = Sampler(info.vocab_size, info.device)
         is_ahead = info.device.type == "cuda" if config.prepare_ahead is None else config.prepare_ahead
         can_prepare = is_ahead and manager is not None and proposer is None
@@ -60,16 +74,36 @@ class EngineCore:
         )
         self._pacer = None if config.decode_stretch is None else StepPacer(config.decode_stretch)
         self._requests: dict[SeqId, Request] = {}
+        self._deadlines = Deadlines()
+        self._sampled = 0.0
         self._changed: dict[SeqId, RequestOutput] = {}
 
     def step(self) -> list[RequestOutput]:
-        """One forward over what can run; the requests that gained tokens or ended. Empty when there is none."""
-        started = perf_counter()
+        """One forward over what can run; the requests that gained tokens or ended. Empty when there is none.
+
+        What goes wrong with one completion ends it alone, with finish_reason "error".
+
+        Raises:
+            ExecutorShutDownError: nothing can run any more; every request has ended, so it is raised once.
+        """
         self._changed = {}
+        try:
+            self._step()
+        except Exception as error:  # not of one request: those of its own end it
+            for request in list(self._requests.values()):
+                self._end(request, "error", describe(error))
+            raise
+        return list(self._changed.values())
+
+    def _step(self) -> None:
+        started = perf_counter()
+        for request in self._deadlines.passed(started):
+            self._end(request, "timeout", f"not done after {started - request.arrived:.3f} s")
         limit = None if self._pacer is None else self._pacer.max_prefill_tokens
         plan = self._scheduler.plan(max_prefill_tokens=limit)
         if plan.decodes or plan.chunks:
-            drafts = draft(self._proposer, plan.decodes)
+            _note_begun(plan.chunks)
+            drafts = draft(self._proposer, plan.decodes, self._vocab_size)
             self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
             ran = self._runner.run([*plan.decodes, *plan.chunks])
             self._ahead.end()
@@ -80,10 +114,10 @@ class EngineCore:
                 self._pacer.observe(seconds, plan.num_prefill_tokens)
         elif self._scheduler.waiting and self._scheduler.preempt() is None:
             self._fail(self._scheduler.waiting[0], "the cache has no room for it, and no request here holds any")
-        return list(self._changed.values())
 
     def _add(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self._deadlines.add(request)
         # Where the cache can fork, the others begin with the first one's prompt.
         request.num_begun = len(request.completions) if self._blocks is None else 1
         for completion in request.completions[: request.num_begun]:
@@ -101,17 +135,38 @@ class EngineCore:
         self.metrics.mixed_steps += 0 < prefill_tokens < num_rows
         self.metrics.prefill_tokens += prefill_tokens
         self.metrics.decode_tokens += num_rows - prefill_tokens
+        if ran.completions:
+            self._sample(ran, plan, drafts, self._ahead.prepare)
+
+    def _sample(self, ran: Ran, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None) -> None:
+        """Sample and move on; after an error in halves, until the completion that it comes from is alone and fails."""
         completions = ran.completions
-        if not completions:
+        try:
+            if drafts is None:
+                sampled = self._sampler.sample(self._logits(ran, len(completions)), completions, meanwhile)
+            else:
+                drafted = aligned_drafts(drafts, plan.decodes, completions)
+                num_rows = sum(len(ids) + 1 for ids in drafted.token_ids)
+                sampled = self._sampler.verify(self._logits(ran, num_rows), completions, drafted)
+        except Exception as error:
+            self._sampler.reset()
+            if len(completions) == 1:
+                self._fail(completions[0], describe(error))
+                return
+            middle = len(completions) // 2
+            for part in (slice(middle), slice(middle, None)):
+                self._sample(Ran(completions[part], ran.rows[part]), plan, drafts, None)
             return
-        logits = row_matrix([row for row in ran.rows if row is not None])
-        if drafts is None:
-            sampled = self._sampler.sample(logits, completions, self._ahead.prepare)
-        else:
-            sampled = self._sampler.verify(logits, completions, aligned_drafts(drafts, plan.decodes, completions))
+        self._sampled = perf_counter()
         if plan.chunks:
             self._note_first_tokens(completions)
         self._append(completions, sampled, is_plain=drafts is None and sampled.logprobs is None)
+
+    def _logits(self, ran: Ran, num_rows: int) -> torch.Tensor:
+        logits = row_matrix([row for row in ran.rows if row is not None])
+        if logits.shape != (num_rows, self._vocab_size):
+            raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {(num_rows, self._vocab_size)}")
+        return logits.float()
 
     def _end_chunks(self, ran: Ran) -> Ran:
         """What has logits, completions that start at the end of another's prompt included."""
@@ -133,18 +188,28 @@ class EngineCore:
             self.metrics.cached_tokens += request.output.num_cached_tokens
         forks = request.completions[request.num_begun :]
         request.num_begun += len(forks)
+        started = [completion]
         for fork in forks:
             assert self._blocks is not None
-            self._blocks.fork(completion, fork)
             self._scheduler.add_decoding(fork)
-        return [completion, *forks]
+            try:
+                self._blocks.fork(completion, fork)
+            except Exception as error:
+                self._fail(fork, describe(error))
+            else:
+                started.append(fork)
+        return started
 
     def _note_first_tokens(self, completions: Sequence[Completion]) -> None:
-        now = perf_counter()
         for request in {completion.request for completion in completions}:
             if request.first_token is None:
-                request.first_token = now
-                self.metrics.time_to_first_token.observe(now - request.arrived)
+                request.first_token = self._sampled
+                quietly(self._measure_first_token, request)
+
+    def _measure_first_token(self, request: Request) -> None:
+        seconds = self._sampled - request.arrived
+        request.output.metrics = replace(request.output.metrics, first_token_s=seconds)
+        self.metrics.time_to_first_token.observe(seconds)
 
     def _append(self, completions: Sequence[Completion], sampled: Sampled, *, is_plain: bool) -> None:
         """Give completions their tokens; `is_plain`: one each, without log probabilities."""
@@ -169,14 +234,21 @@ class EngineCore:
             is_done = completion.advance(token_ids[count]) and self._end_if_done(completion)
             count += 1
         if completion.output.logprobs is not None:
-            completion.output.logprobs += logprobs[:count]
-        if not is_done and completion.cached < ran_to:
-            self.executor.truncate_kv(completion.handle, completion.cached)
+            completion.output.logprobs.extend(logprobs[:count])
         self.metrics.generated_tokens += count
         self.metrics.accepted_tokens += count - 1
+        if not is_done and completion.cached < ran_to:
+            try:
+                self.executor.truncate_kv(completion.handle, completion.cached)
+            except Exception as error:
+                self._fail(completion, describe(error))
 
     def _end_if_done(self, completion: Completion) -> bool:
-        reason = completion.finish_reason()
+        try:
+            reason = completion.finish_reason()
+        except Exception as error:  # of its tokenizer
+            self._fail(completion, describe(error))
+            return True
         if reason == "error":
             self._fail(completion, "the logits left no token to choose")
         elif reason is not None:
@@ -186,47 +258,67 @@ class EngineCore:
     def _make_room(self, spared: Collection[Completion]) -> bool:
         """Free blocks: those of drafts first, then those of the completion that ranks last."""
         manager = self.executor.kv_manager
-        if self._proposer is not None and manager is not None and self._proposer.make_room(manager):
-            return True
+        if self._proposer is not None and manager is not None:
+            try:
+                if self._proposer.make_room(manager):
+                    return True
+            except Exception as error:
+                _LOG.warning("drafts gave no room: %s", describe(error))
         victim = self._scheduler.preempt(spared)
         if victim is None:
             return False
         self.metrics.preempted["swap" if victim.is_swapped else "recompute"] += 1
         if self._proposer is not None:
-            self._proposer.forget(victim)
+            quietly(self._proposer.forget, victim)
         return True
 
     def _fail(self, completion: Completion, reason: str) -> None:
         request = completion.request
         request.output.error = reason
         if request.num_begun < len(request.completions):
-            self._end(request, "error")  # those that were to fork from it
+            self._end(request, "error", reason)  # those that were to fork from it
         else:
             self._finish(completion, "error")
 
-    def _end(self, request: Request, reason: str) -> None:
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        request.output.error = error or request.output.error
         for completion in request.completions:
             if completion.state is not State.FINISHED:
                 self._finish(completion, reason)
 
     def _finish(self, completion: Completion, reason: str) -> None:
+        """It has ended: nobody holds anything of it any more, whatever others raise when they are to give it back."""
         request, output = completion.request, completion.request.output
         completion.output.finish_reason = reason
-        self._ahead.leave(completion)
-        if completion.index < request.num_begun:
-            self._scheduler.remove(completion)
-        completion.state = State.FINISHED
-        self._sampler.forget(completion)
+        quietly(self._ahead.leave, completion)
+        self._scheduler.remove(completion)
+        quietly(self._sampler.forget, completion)
         if self._proposer is not None:
-            self._proposer.forget(completion)
+            quietly(self._proposer.forget, completion)
+        if request.first_token is not None and completion.token_ids:
+            request.generating_s += self._sampled - request.first_token
         self._changed[request.request_id] = output
         output.finished = all(one.state is State.FINISHED for one in request.completions)
         if output.finished:
             del self._requests[request.request_id]
             self.metrics.finished[reason] += 1
-            first, count = request.first_token, len(request.completions[0].output.token_ids)
-            if first is not None and count > 1:
-                self.metrics.time_per_output_token.observe((perf_counter() - first) / (count - 1))
+            quietly(self._measure_mean_token, request)
+
+    def _measure_mean_token(self, request: Request) -> None:
+        between = sum(max(len(one.token_ids) - 1, 0) for one in request.completions)
+        if between:
+            mean = request.generating_s / between
+            request.output.metrics = replace(request.output.metrics, mean_token_s=mean)
+            self.metrics.time_per_output_token.observe(mean)
+
+
+def _note_begun(completions: Iterable[Completion]) -> None:
+    """The times that requests waited in the queue."""
+    now = perf_counter()
+    for completion in completions:
+        output = completion.request.output
+        if output.metrics.queued_s is None:
+            output.metrics = replace(output.metrics, queued_s=now - completion.request.arrived)
 
 
 def _num_rows(completions: Iterable[Completion]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.executors.isolation import describe, quietly
 from paged.executors.progress import tracked
 from paged.executors.row_batches import cache_id_of, is_decode_step
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
@@ -20,11 +21,14 @@ from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
 from paged.kv_cache import KvCacheHandle
 from paged.models.base import DecoderOnlyLLM
+from paged.models.end_tokens import read_eos_token_ids
 from paged.models.logits_policy import apply_policies
 from paged.models.lora import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from paged.seq_id import SeqId
+
+_LOG = logging.getLogger("paged")
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
@@ -51,7 +55,7 @@ class LlmExecutor(UnifiedExecutor):
     A model whose `unified_forward` raises UnsupportedError is asked once; from then on final items of one token that
     continue a sequence go to one `decode_batch`, the others to `prefill`, one after the other. The lengths of sequences
     that a model keeps by itself are kept here, and after a failed call it is told to release the new sequences and to
-    truncate the others, if it can.
+    truncate the others; where it cannot, they are released too, and their handles are no longer valid.
 
     metadata["lora_adapter"] of an item names the adapter its sequence runs with from there on. For models of this
     package that is settled with its first token: K/V depend on it, and so does their namespace, the adapter's name.
@@ -123,6 +127,7 @@ class LlmExecutor(UnifiedExecutor):
             max_sequence_length=config.max_seq_len,
             dtype=model.dtype,
             device=model.device,
+            eos_token_ids=read_eos_token_ids(Path(path)),
         )
         return cls(model, info)
 
@@ -258,11 +263,14 @@ class LlmExecutor(UnifiedExecutor):
             super()._roll_back(lengths)
             return
         for cache_id, length in lengths.items():
-            if length is None:
-                self.model.release(cache_id)
-            else:
-                with suppress(UnsupportedError):
+            try:
+                if length is not None:
                     self.model.truncate_kv(cache_id, length)
+                    continue
+            except Exception as error:
+                # How many tokens it holds nobody knows now, so it is given up: its handle says so.
+                _LOG.warning("sequence %r is given up: %s", cache_id, describe(error))
+            quietly(self._release, cache_id)
 
     def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
         if self.kv_manager is not None:
@@ -278,10 +286,10 @@ class LlmExecutor(UnifiedExecutor):
             self._model_caches[cache_id].num_tokens = new_len
 
     def _release(self, cache_id: SeqId) -> None:
-        self.model.release(cache_id)
         handle = self._model_caches.pop(cache_id, None)
         if handle is not None:
             handle.is_valid = False
+        self.model.release(cache_id)
 
     def _memory_bytes(self) -> int:
         needed = self._memory

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.model_executor import ModelExecutor
+from paged.integers import shown
 
 
 @runtime_checkable
@@ -29,3 +30,22 @@ def lora_loader(executor: ModelExecutor) -> LoraLoader:
     if not isinstance(executor, LoraLoader):
         raise UnsupportedError(f"{type(executor).__name__} takes no adapters")
     return executor
+
+
+def check_adapter(executor: ModelExecutor, name: object) -> None:
+    """Raise unless sequences of the executor can run with the adapter of that name; None is none.
+
+    Raises:
+        InvalidInputError: it is no text, or not loaded.
+        UnsupportedError: the executor takes no adapters.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(f"lora_adapter: {shown(name)}, expected the name of an adapter, or None")
+    if not executor.capabilities().supports_lora:
+        raise UnsupportedError(f"lora_adapter: {name!r}, and {type(executor).__name__} takes no adapters")
+    loaded = executor.list_loras() if isinstance(executor, LoraLoader) else ()
+    # Adapters of another's model are known to it alone, and then there is no snapshot.
+    if name not in loaded and executor.lora_metrics_snapshot() is not None:
+        raise InvalidInputError(f"lora_adapter: {name!r}, which is not loaded; loaded are {list(loaded)}")

@@ -1,70 +1,24 @@
-"""A request on its way through the engine: what was asked, its completions, and what callers see of them."""
+"""A request on its way through the engine: what was asked, and its completions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 from paged.batch import FullLogits, UnifiedBatchItem, VerifyLogits
-from paged.executors.detokenizer import Detokenizer, Tokenizer, find_stop, held_back
+from paged.executors.detokenizer import Detokenizer, Tokenizer
+from paged.executors.request_output import RequestOutput
 from paged.executors.sampling_params import SamplingParams
+from paged.executors.stop_strings import StopReader, StopStrings
 from paged.kv_cache import KvCacheHandle
 from paged.seq_id import SeqId
 
 # Given in place of a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1
-
-
-@dataclass(eq=False)
-class CompletionOutput:
-    """One completion, as far as it has come.
-
-    token_ids: the new tokens, an end token included. logprobs: for each of them log probability by token id, the chosen
-    one first; None unless asked for. finish_reason: "stop", "length", "abort", "error", or None while it runs.
-    stop_reason: the token id or the string that ended it.
-    text: of token_ids without the end token, up to the stop string; empty where the engine has no tokenizer.
-    """
-
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(eq=False)
-class RequestOutput:
-    """A request, as far as it has come; the same object from `step` to `step`, which grows.
-
-    num_cached_tokens: tokens of the prompt whose K/V were found in the cache. error: why it failed.
-    """
-
-    request_id: SeqId
-    prompt_token_ids: Sequence[int]
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    num_cached_tokens: int = 0
-    error: str | None = None
-
-    def copy(self) -> RequestOutput:
-        """This moment, kept."""
-        outputs = [
-            CompletionOutput(
-                index=one.index,
-                token_ids=one.token_ids.copy(),
-                text=one.text,
-                logprobs=None if one.logprobs is None else one.logprobs.copy(),
-                finish_reason=one.finish_reason,
-                stop_reason=one.stop_reason,
-            )
-            for one in self.outputs
-        ]
-        return RequestOutput(
-            self.request_id, self.prompt_token_ids, outputs, self.finished, self.num_cached_tokens, self.error
-        )
 
 
 class RunningItem(UnifiedBatchItem):
@@ -86,9 +40,12 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """What was asked. rank: completions of lower rank go first. arrived, first_token: seconds of `perf_counter`.
+    """What was asked. rank: completions of lower rank go first.
 
+    arrived, deadline, first_token: seconds of `perf_counter`.
+    name: of its sequences in the executor, unlike any other's. cache_salt: requests of another share no K/V with it.
     num_begun: completions that are in the engine's hands; the others wait for the first one's prompt, to fork from it.
+    generating_s: over all completions that have ended, from the first token to the last one's.
     """
 
     request_id: SeqId
@@ -100,14 +57,28 @@ class Request:
     end_token_ids: frozenset[int]
     output: RequestOutput
     arrived: float
+    name: str = ""
+    cache_salt: str | None = None
+    deadline: float = math.inf
     completions: list[Completion] = field(default_factory=list)
     num_begun: int = 0
     first_token: float | None = None
+    generating_s: float = 0.0
+
+    @cached_property
+    def stops(self) -> StopStrings:
+        """What ends a text, made when the first one begins: a long queue holds none."""
+        return StopStrings(self.params.stop_strings)
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that it runs with."""
+        return self.metadata.get("lora_adapter")
 
     @property
     def namespace(self) -> Hashable:
         """Requests share cached K/V within one: they depend on the adapter."""
-        return self.metadata.get("lora_adapter")
+        return self.adapter if self.cache_salt is None else (self.adapter, self.cache_salt)
 
 
 class Completion:
@@ -123,7 +94,7 @@ class Completion:
         self.request = request
         self.index = index
         self.seed = seed
-        self.seq_id: SeqId = f"{request.request_id}/{index}"
+        self.seq_id: SeqId = f"{request.name}/{index}"
         self.params = request.params
         self.output = request.output.outputs[index]
         self.token_ids = self.output.token_ids
@@ -136,12 +107,13 @@ class Completion:
         self.item = RunningItem(self.seq_id, (), metadata=dict(request.metadata))
         self._item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stops: StopReader | None = None
         self._last_of_prompt = len(request.prompt) - 1
         self._max_tokens = request.max_tokens
         self._end_token_ids = request.end_token_ids | {NO_TOKEN}
 
     def __repr__(self) -> str:
-        return f"Completion({self.seq_id!r}, {self.state.name}, {self.num_tokens} tokens)"
+        return f"Completion({self.request.request_id!r}, {self.index}, {self.state.name}, {self.num_tokens} tokens)"
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -188,6 +160,12 @@ class Completion:
         self.hold(None)
         self.tokens = self.tokens_from(0)
 
+    def start_over(self) -> None:
+        """It lost its K/V while its item was to run: the item begins with the tokens that were in the cache."""
+        end = self.item.pos_offset + len(self.item.q_tokens)
+        self.hold(None)
+        self.item.move(self.tokens_from(0)[:end], 0)
+
     def take_chunk(self, count: int) -> None:
         """Run the next `count` tokens of those that are left to prefill."""
         end = self.cached + count
@@ -228,14 +206,13 @@ class Completion:
     def _read_text(self, count: int, *, is_last: bool) -> bool:
         """Bring the text up to `count` tokens; whether a stop string ended it."""
         assert self._detokenizer is not None
-        output, stops = self.output, self.params.stop_strings
-        before = len(self._detokenizer.text)
-        text = self._detokenizer.read(self.token_ids[:count], is_last=is_last)
-        if stops and len(self.token_ids) >= self.params.min_tokens:
-            found = find_stop(text, stops, before - max(map(len, stops)) + 1)
-            if found >= 0:
-                output.text = text[:found]
-                output.stop_reason = next(stop for stop in stops if text.startswith(stop, found))
-                return True
-        output.text = text if is_last else text[: len(text) - held_back(text, stops)]
-        return False
+        piece, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
+        if self.params.stop:
+            self._stops = self._stops or StopReader(self.request.stops)
+            piece, found = self._stops.read(piece, may_stop=len(self.token_ids) >= self.params.min_tokens)
+            if is_last and found is None:
+                piece += self._stops.held
+        if piece:
+            self.output.growth.texts.append(piece)
+        self.output.stop_reason = found
+        return found is not None

@@ -98,6 +98,10 @@ class Sampler:
         """It is finished."""
         self._counts.forget(completion)
 
+    def reset(self) -> None:
+        """Forget all that was kept from step to step, which an error may have left half done; it is made again."""
+        self._counts, self._last = TokenCounts(self._vocab_size, self._device), None
+
     def _rows(self, completions: list[Completion]) -> SamplingRows:
         if self._last is None or self._last.completions != completions:
             self._last = sampling_rows(completions, self._vocab_size, self._device)

@@ -73,6 +73,8 @@ def filter_(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Temperature, then top_k, top_p and min_p: what they leave out becomes -inf. Ties with the last one kept stay, so
     that the result does not depend on the order in which a sort leaves equal values.
     """
+    # Less the best one's, which changes no probability: so the smallest temperature leaves it finite.
+    logits -= logits.amax(-1, keepdim=True)
     logits /= filters.temperature
     threshold = None
     if filters.top_k is not None or filters.top_p is not None:
@@ -84,19 +86,20 @@ def filter_(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
             # In float64, as the rounding of a float32 sum depends on `limit`, which other rows may set.
             shares = values.double().masked_fill(~kept, -torch.inf).softmax(-1)
             kept = kept & (shares.cumsum(-1) - shares < filters.top_p)
-        threshold = values.gather(-1, kept.sum(-1, keepdim=True) - 1)
+        # A row without a valid token keeps none of them; `draw` says so.
+        threshold = values.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
         if filters.is_whole is not None:
             threshold = threshold.masked_fill(filters.is_whole, -torch.inf)
     if filters.min_p is not None:
-        lowest = logits.amax(-1, keepdim=True) + filters.min_p.log()
+        lowest = filters.min_p.log()
         threshold = lowest if threshold is None else torch.maximum(threshold, lowest)
     return logits if threshold is None else logits.masked_fill_(logits < threshold, -torch.inf)
 
 
 def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """One token a row from softmax(logits), int64 [n], by keys int64 [n, 2]; -1 where all are -inf, or one is NaN."""
+    """One token a row from softmax(logits), int64 [n], by keys int64 [n, 2]; -1 where that is undefined."""
     best, tokens = (logits - exponential(keys, logits.shape[-1]).log_()).max(-1)
-    return tokens.masked_fill_(~(best > -torch.inf), -1)
+    return tokens.masked_fill_(~best.isfinite(), -1)
 
 
 def rejection_sample(

@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, SupportsFloat
 
 from paged.errors import InvalidInputError
+from paged.integers import as_index, as_token_ids, shown
+
+# A completion takes 60 us to make; so many take a quarter of a second.
+MAX_COMPLETIONS = 4096
+# More than any vocabulary has.
+MAX_IDS = 1 << 20
+# The automaton that finds stop strings takes about 200 bytes a character, and a request carries one.
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARACTERS = 1 << 14
+
+# The numbers that float32 holds to full precision, 2^-126 to its largest: sampling computes in it.
+_SMALLEST = 2.0**-126
+_LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Of one request; the names are those of other engines.
+    """Of one request; the names are those of other engines. None in place of a value stands for the default.
 
-    n: completions of the prompt, which is run once. max_tokens: new tokens at the most, None for as many as fit.
-    temperature: 0 takes the best token. top_k: 0 or -1 for all. min_p: a share of the best token's probability.
+    Numbers of any library are taken where they are whole numbers or floats, token ids in any sequence, and kept as
+    Python's own; a bool is no number.
+
+    n: completions of the prompt, which is run once; 4,096 at the most. max_tokens: new tokens at the most, None for as
+    many as fit.
+    temperature: 0 takes the best token. top_k: 0 or -1 for all. min_p: a share of the best token's probability. A
+    temperature or top_p below 2^-126, which float32 cannot hold, counts as 0: the best token is taken.
     They apply in this order: allowed_token_ids, logit_bias, penalties, temperature, top_k, top_p of what is left,
     min_p. Tokens that tie with the last one of top_k or top_p stay.
     repetition_penalty: logits of tokens that occurred, the prompt included, are divided by it where positive, else
     multiplied (Keskar et al., 2019). presence_penalty, frequency_penalty: subtracted once, or once an occurrence, for
     tokens of the output.
-    stop: the text ends before the first of these strings. stop_token_ids: the output ends with the first of these.
+    stop: the text ends before the first of these strings to be complete, the longest of those that are complete at the
+    same character; 256 strings and 16,384 characters at the most.
+    stop_token_ids: the output ends with the first of these.
     ignore_eos: the engine's end tokens do not end it. min_tokens: before that many no end token is chosen, nor does a
     stop string end the text.
     seed: the same tokens whatever else runs; None draws one. The i-th of n completions derives its own.
     logprobs: for every token its log probability and that many best ones', before anything above applies.
 
     Raises:
-        InvalidInputError: a value is outside of its range.
+        InvalidInputError: a value has another type, is outside of its range or not finite, or a list is too long.
     """
 
     n: int = 1
@@ -48,28 +70,16 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        allowed, longest = self.allowed_token_ids, self.max_tokens
-        for name, is_right, expected in (
-            ("n", self.n >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),
-            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all"),
-            ("min_p", 0 <= self.min_p <= 1, "0 <= min_p <= 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "a finite number above 0"),
-            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
-            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
-            ("allowed_token_ids", allowed is None or len(allowed) > 0, "at least one token id"),
-            ("stop", "" not in self.stop_strings, "strings that are not empty"),
-            ("max_tokens", longest is None or longest >= 1, "at least 1"),
-            (
-                "min_tokens",
-                0 <= self.min_tokens <= (self.min_tokens if longest is None else longest),
-                "0 to max_tokens",
-            ),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
-        ):
-            if not is_right:
-                raise InvalidInputError(f"{name}: {getattr(self, name)!r}, expected {expected}")
+        """Check every value, and put Python's own in its place."""
+        for one in fields(self):
+            given = getattr(self, one.name)
+            # As many as fit is what None means for max_tokens, whose default is a number.
+            value = one.default if given is None and one.name != "max_tokens" else given
+            if value is not None:
+                value = _read(one.name, value)
+            object.__setattr__(self, one.name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInputError(f"min_tokens: {self.min_tokens}, expected 0 to max_tokens, {self.max_tokens}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -79,7 +89,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether no chance is involved."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < _SMALLEST or self.top_k == 1 or self.top_p < _SMALLEST
 
     @property
     def has_penalties(self) -> bool:
@@ -90,3 +100,96 @@ class SamplingParams:
     def token_ids(self) -> list[int]:
         """Every id named anywhere, for a check against the vocabulary."""
         return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
+
+
+_MOST = (1 << 63) - 1
+# Lowest and highest number; of floats also in words.
+_INTEGERS = {
+    "n": (1, MAX_COMPLETIONS),
+    "top_k": (-1, _MOST),
+    "max_tokens": (1, _MOST),
+    "min_tokens": (0, _MOST),
+    "logprobs": (0, _MOST),
+    "seed": (-_MOST - 1, 2 * _MOST + 1),
+}
+_FLOATS = {
+    "temperature": (0.0, _LARGEST, "a finite number of at least 0"),
+    "top_p": (5e-324, 1.0, "0 < top_p <= 1"),
+    "min_p": (0.0, 1.0, "0 <= min_p <= 1"),
+    "repetition_penalty": (_SMALLEST, _LARGEST, "a finite number above 0 that float32 holds"),
+    "presence_penalty": (-_LARGEST, _LARGEST, "a finite number that float32 holds"),
+    "frequency_penalty": (-_LARGEST, _LARGEST, "a finite number that float32 holds"),
+}
+
+
+def _read(name: str, value: Any) -> Any:
+    if name in _INTEGERS:
+        lowest, highest = _INTEGERS[name]
+        return as_index(name, value, minimum=lowest, maximum=highest)
+    if name in _FLOATS:
+        return as_float(name, value, *_FLOATS[name])
+    if name == "ignore_eos":
+        return as_bool(name, value)
+    if name == "logit_bias":
+        return _biases(value)
+    if name == "stop":
+        return _stops(value)
+    # The order of what is allowed, or ends an output, means nothing.
+    ids = tuple(as_token_ids(name, list(value) if isinstance(value, set | frozenset) else value, max_length=MAX_IDS))
+    if name == "allowed_token_ids" and not ids:
+        raise InvalidInputError("allowed_token_ids: none, expected at least one token id")
+    return ids
+
+
+def as_float(name: str, value: Any, lowest: float, highest: float, expected: str) -> float:
+    """`value` as a float: any number of Python, numpy, or a tensor without an axis; no bool, no text.
+
+    Raises:
+        InvalidInputError: it is none, or not in lowest..highest (so NaN never passes).
+    """
+    number = math.nan
+    try:
+        plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+        if isinstance(plain, SupportsFloat) and not isinstance(plain, bool | str):
+            number = float(plain)
+    except Exception:  # of whatever object it is: then it is no number
+        number = math.nan
+    if not lowest <= number <= highest:
+        raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}")
+    return number
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """`value` as a bool, of Python or numpy.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    if not isinstance(value, bool) and type(value).__name__ != "bool":
+        raise InvalidInputError(f"{name}: {shown(value)}, expected True or False")
+    return bool(value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id")
+    if len(value) > MAX_IDS:
+        raise InvalidInputError(f"logit_bias: {len(value)} tokens, expected at most {MAX_IDS}")
+    return {
+        as_index("logit_bias", token): as_float(
+            f"logit_bias[{shown(token)}]", bias, -_LARGEST, _LARGEST, "a finite number that float32 holds"
+        )
+        for token, bias in value.items()
+    }
+
+
+def _stops(value: Any) -> str | tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise InvalidInputError(f"stop: {shown(value)}, expected a string, or a list of them, that are not empty")
+    if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise InvalidInputError(
+            f"stop: {len(stops)} strings of {sum(map(len, stops))} characters, "
+            f"expected at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}"
+        )
+    return value if isinstance(value, str) else tuple(stops)

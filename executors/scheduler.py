@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Collection, Sequence
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from paged.executors.engine_config import EngineConfig
+from paged.executors.isolation import describe, quietly
 from paged.executors.request import Completion, State
 
+_LOG = logging.getLogger("paged")
 _RANK = attrgetter("rank")
 
 
@@ -43,22 +46,37 @@ class Scheduler:
     A waiting completion is passed by none of higher rank: the first that does not fit holds up the others, so none
     starves. After a preemption, or when the first does not fit, nothing is admitted until something has finished.
 
+    fail: end a completion that cannot be admitted for a reason, by `remove` at last.
     decode_cost: rows of a decoding sequence: 1, and its drafts at the most.
     """
 
-    def __init__(self, config: EngineConfig, space: CacheSpace, *, decode_cost: int = 1) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        space: CacheSpace,
+        fail: Callable[[Completion, str], None],
+        *,
+        decode_cost: int = 1,
+    ) -> None:
         self.waiting: list[Completion] = []
         self.prefilling: list[Completion] = []
         self.decoding: list[Completion] = []
         self._config = config
         self._space = space
+        self._fail = fail
         self._decode_cost = decode_cost
         self._is_full = self._has_begun = False
+        self._swapped: set[Completion] = set()
 
     @property
     def num_running(self) -> int:
         """Completions that hold cache on the device."""
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def num_swapped(self) -> int:
+        """Completions of the queue whose K/V are in host memory."""
+        return len(self._swapped)
 
     def add(self, completion: Completion) -> None:
         """Queue a completion."""
@@ -116,10 +134,10 @@ class Scheduler:
 
     def remove(self, completion: Completion) -> None:
         """It is finished: take back its room."""
-        self._list_of(completion).remove(completion)
+        self._leave(completion)
         completion.state = State.FINISHED
-        self._space.release(completion)
         self._is_full = False
+        quietly(self._space.release, completion)
 
     def preempt(self, spared: Collection[Completion] = ()) -> Completion | None:
         """Take the room of the running completion that ranks last, but for those spared, and queue it again.
@@ -129,15 +147,17 @@ class Scheduler:
         """
         running = self.prefilling + self.decoding
         victims = [completion for completion in running if completion not in spared] if len(running) > 1 else []
-        victims = victims or [completion for completion in self.waiting if completion.is_swapped]
+        victims = victims or list(self._swapped)
         if not victims:
             return None
         victim = max(victims, key=_RANK)
-        self._list_of(victim).remove(victim)
-        is_kept = self._config.preemption == "swap" and not victim.is_swapped and self._space.swap_out(victim)
-        victim.is_swapped = is_kept
-        if not is_kept:
-            self._space.release(victim)
+        was_swapped = victim.is_swapped
+        self._leave(victim)
+        victim.is_swapped = self._config.preemption == "swap" and not was_swapped and self._swap_out(victim)
+        if victim.is_swapped:
+            self._swapped.add(victim)
+        else:
+            quietly(self._space.release, victim)
             victim.requeue()
         self.add(victim)
         self._is_full = True
@@ -145,27 +165,47 @@ class Scheduler:
 
     def _admit_next(self, left: int) -> bool:
         """Admit the first of the queue, if it fits the cache and, where it decodes at once, the rest of the budget."""
-        if not self.waiting or self.num_running >= self._config.max_num_seqs or (self._is_full and self.num_running):
-            return False
-        first = self.waiting[0]
-        if first.is_decoding and left < self._decode_cost:
-            return False
-        if not self._has_begun:
-            self._space.begin(self.prefilling + self.decoding)
-            self._has_begun = True
-        if not self._space.admit(first, is_alone=self.num_running == 0):
-            self._is_full = True
-            return False
-        del self.waiting[0]
-        if first.is_decoding:
-            first.follow()
-            self.add_decoding(first)
-        else:
-            first.state = State.PREFILL
-            self.prefilling.append(first)
-        return True
+        while (
+            self.waiting and self.num_running < self._config.max_num_seqs and not (self._is_full and self.num_running)
+        ):
+            first = self.waiting[0]
+            if first.is_decoding and left < self._decode_cost:
+                return False
+            if not self._has_begun:
+                self._space.begin(self.prefilling + self.decoding)
+                self._has_begun = True
+            try:
+                is_admitted = self._space.admit(first, is_alone=self.num_running == 0)
+            except Exception as error:  # of whatever it asks for: those behind it do not wait for ever
+                self._fail(first, describe(error))
+                continue
+            if not is_admitted:
+                self._is_full = True
+                return False
+            self._leave(first)
+            if first.is_decoding:
+                first.follow()
+                self.add_decoding(first)
+            else:
+                first.state = State.PREFILL
+                self.prefilling.append(first)
+            return True
+        return False
 
-    def _list_of(self, completion: Completion) -> list[Completion]:
-        if completion.state is State.WAITING:
-            return self.waiting
-        return self.prefilling if completion.state is State.PREFILL else self.decoding
+    def _swap_out(self, completion: Completion) -> bool:
+        try:
+            return self._space.swap_out(completion)
+        except Exception as error:
+            _LOG.warning("%r was not swapped out: %s", completion, describe(error))
+            return False
+
+    def _leave(self, completion: Completion) -> None:
+        """Take it out of the list that it stands in, if any."""
+        self._swapped.discard(completion)
+        if completion.state is State.WAITING:  # by its rank: a queue may hold 40,000
+            place = bisect_left(self.waiting, completion.rank, key=_RANK)
+            if self.waiting[place : place + 1] == [completion]:
+                del self.waiting[place]
+        elif completion.state is not State.FINISHED:
+            running = self.prefilling if completion.state is State.PREFILL else self.decoding
+            running.remove(completion)

@@ -34,7 +34,7 @@ class SpeculativeDecoder(Engine):
         max_ngram: int = 3,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] | None = None,
         seed: int | None = None,
     ) -> None:
         if draft is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from paged.executors.engine_metrics import EngineMetrics
+from paged.executors.isolation import describe
 from paged.executors.request import Completion
 from paged.executors.scheduler import Scheduler
 from paged.executors.unified_executor import UnifiedExecutor
@@ -31,12 +32,12 @@ class StepsAhead:
         """After the present step was launched, before its tokens are known: no error may stand in their way."""
         if self._executor is None:
             return
-        self._completions = self._scheduler.foresee()
-        handles = [completion.handle for completion in self._completions if completion.handle is not None]
         try:
+            self._completions = self._scheduler.foresee()
+            handles = [completion.handle for completion in self._completions if completion.handle is not None]
             self._prepared = self._executor.prepare_step(handles) if handles else None
         except Exception as error:
-            _LOG.warning("the next step was not prepared: %s: %s", type(error).__name__, error)
+            _LOG.warning("the next step was not prepared: %s", describe(error))
 
     def leave(self, completion: Completion) -> None:
         """A completion has ended."""
@@ -46,7 +47,7 @@ class StepsAhead:
     def end(self) -> None:
         """A step has run, which used what was prepared if it was that one; or that can never be."""
         if self._prepared is not None:
-            self._prepared.cancel()
-            self._metrics.prepared_steps += self._prepared.is_used
-            self._metrics.dropped_steps += not self._prepared.is_used
-            self._prepared = None
+            prepared, self._prepared = self._prepared, None
+            prepared.cancel()
+            self._metrics.prepared_steps += prepared.is_used
+            self._metrics.dropped_steps += not prepared.is_used

@@ -10,7 +10,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """The model behind an executor. num_parameters counts weights; max_sequence_length counts tokens."""
+    """The model behind an executor. num_parameters counts weights; max_sequence_length counts tokens.
+
+    eos_token_ids: tokens that end an answer, as its checkpoint says.
+    """
 
     model_id: str
     model_type: str
@@ -24,6 +27,7 @@ class ModelInfo:
     max_sequence_length: int
     dtype: torch.dtype
     device: torch.device
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

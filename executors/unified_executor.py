@@ -250,15 +250,23 @@ class UnifiedExecutor(ModelExecutor):
         is_checked: they are, and all their sequences exist.
         """
         new = set() if is_checked else self._check_items(items)
+        has_run = False
         try:
             self._choose_adapters(items)
+            has_run = True
             with self._meter.forward(work):
                 results = run()
                 self._advance(items)
                 return results
         except BaseException:
-            lengths = ((cache_id_of(item), item.pos_offset) for item in items)
-            self._roll_back({cache_id: None if cache_id in new else length for cache_id, length in lengths})
+            lengths = {cache_id_of(item): item.pos_offset for item in items}
+            self._roll_back(
+                {
+                    cache_id: None if cache_id in new else length
+                    for cache_id, length in lengths.items()
+                    if has_run or cache_id in new
+                }
+            )
             raise
 
     def _check_items(self, items: Sequence[UnifiedBatchItem]) -> set[SeqId]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paged.executors.chat_tokenizer import ChatTokenizer
     from paged.executors.engine import Engine
     from paged.executors.llm_executor import LlmExecutor
-    from paged.executors.request import RequestOutput
+    from paged.executors.request_output import RequestOutput
 
 
 @dataclass(frozen=True)

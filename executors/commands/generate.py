@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paged.executors.engine import Engine
     from paged.executors.llm_executor import LlmExecutor
     from paged.executors.proposer import Proposer
-    from paged.executors.request import RequestOutput
+    from paged.executors.request_output import RequestOutput
     from paged.executors.sampling_params import SamplingParams
 
 __all__ = ["DESCRIPTION", "add_arguments", "run"]

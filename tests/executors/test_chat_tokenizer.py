@@ -242,6 +242,5 @@ def test_bundled_checkpoint_and_streaming() -> None:
     assert len(ours.eos_token_ids) == 1
     ids = ours.encode("a=1 b=2 ?a")
     reader = Detokenizer(ours)
-    for end in range(1, len(ids)):
-        reader.read(ids[:end])
-    assert reader.read(ids, is_last=True) == ours.decode(ids)
+    pieces = [reader.read(ids, end, is_last=end == len(ids)) for end in range(1, len(ids) + 1)]
+    assert "".join(pieces) == ours.decode(ids)

@@ -159,12 +159,12 @@ def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pyte
     """Its third token breaks the forward it is in, whoever else is in that forward."""
     executor = make_executor(device)
     engine = Engine(executor)
-    outputs = [engine.add_request(prompt, TEN) for prompt in PROMPTS]
+    outputs = [engine.add_request(prompt, TEN, metadata={"place": at}) for at, prompt in enumerate(PROMPTS)]
     poisoned = outputs[2]
 
     def breaks(batch: UnifiedBatch) -> None:
         for item in batch.items:
-            if item.seq_id == f"{poisoned.request_id}/0" and len(poisoned.outputs[0].token_ids) == 3:
+            if item.metadata["place"] == 2 and len(poisoned.outputs[0].token_ids) == 3:
                 raise RuntimeError("a bad token")
 
     spy(monkeypatch, executor, breaks)
@@ -311,6 +311,8 @@ def test_prefixes_are_reused(device: torch.device) -> None:
 def test_adapters_part_prefixes_and_reach_the_items(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make_executor(device)
     monkeypatch.setattr(executor, "_choose_adapters", lambda items: None)
+    takes = replace(executor.capabilities(), supports_lora=True)
+    monkeypatch.setattr(executor, "capabilities", lambda: takes)
     seen: list[Any] = []
     spy(monkeypatch, executor, lambda batch: seen.extend(item.metadata.get("lora_adapter") for item in batch.items))
     engine = Engine(executor)

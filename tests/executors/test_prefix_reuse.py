@@ -19,8 +19,8 @@ from paged import (
     UnifiedBatch,
     UnifiedBatchItem,
 )
-from paged.executors.chat_tokenizer import read_eos_token_ids
 from paged.executors.cli import RECALL
+from paged.models.end_tokens import read_eos_token_ids
 from paged.models.recall.task import sample_pairs
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, RequestOutput, SamplingParams
-from paged.executors.request import NO_TOKEN, Completion, CompletionOutput, Request
+from paged.executors.request import NO_TOKEN, Completion, Request
+from paged.executors.request_output import CompletionOutput
 from paged.executors.row_matrix import row_matrix
 from paged.executors.sampler import Drafts, Sampler
 from tests.executors.statistics import chi_square_p
@@ -28,7 +29,16 @@ def completion(
     """A completion in the middle of its output."""
     outputs = RequestOutput("r", list(prompt), [CompletionOutput(0, list(output))])
     request = Request(
-        f"r{random.random()}", list(prompt), params, (0, 0), {}, 1000, frozenset(params.stop_token_ids), outputs, 0.0
+        "r",
+        list(prompt),
+        params,
+        (0, 0),
+        {},
+        1000,
+        frozenset(params.stop_token_ids),
+        outputs,
+        0.0,
+        f"{random.random()}",
     )
     return Completion(request, 0, seed, None)
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from paged import EngineConfig, InvalidInputError, RequestOutput, SamplingParams
-from paged.executors.request import Completion, CompletionOutput, Request, State
+from paged.executors.request import Completion, Request, State
+from paged.executors.request_output import CompletionOutput
 from paged.executors.scheduler import Plan, Scheduler
 from paged.executors.step_pacer import StepPacer
 
@@ -40,6 +41,10 @@ class Numbers:
         return True
 
 
+def refuse(completion: Completion, reason: str) -> None:
+    raise AssertionError(f"{completion!r} was not admitted: {reason}")
+
+
 def make(number: int, length: int = 10, *, priority: int = 0, max_tokens: int = 99) -> Completion:
     """The `number`-th request."""
     output = RequestOutput(number, [1] * length, [CompletionOutput(0)])
@@ -68,7 +73,7 @@ def rows(plan: Plan) -> dict[int, int]:
 
 
 def test_decodes_first_then_chunks_within_the_budget() -> None:
-    scheduler = Scheduler(EngineConfig(token_budget=8, chunk_size=6), Numbers(1000))
+    scheduler = Scheduler(EngineConfig(token_budget=8, chunk_size=6), Numbers(1000), refuse)
     for number, length in enumerate([3, 20, 4]):
         scheduler.add(make(number, length))
     steps = []
@@ -94,7 +99,7 @@ def test_what_is_foreseen_comes(seed: int) -> None:
     config = EngineConfig(
         token_budget=rng.choice([4, 12]), chunk_size=rng.choice([None, 3]), max_num_seqs=rng.choice([3, 16])
     )
-    scheduler = Scheduler(config, Numbers(rng.choice([60, 1000])))
+    scheduler = Scheduler(config, Numbers(rng.choice([60, 1000])), refuse)
     for number in range(12):
         scheduler.add(make(number, rng.randint(1, 20), max_tokens=rng.randint(1, 20)))
     right = missed = 0
@@ -119,7 +124,7 @@ def test_what_is_foreseen_comes(seed: int) -> None:
 
 
 def test_what_a_full_budget_lets_foresee() -> None:
-    scheduler = Scheduler(EngineConfig(token_budget=2), Numbers(1000))
+    scheduler = Scheduler(EngineConfig(token_budget=2), Numbers(1000), refuse)
     running = [make(number) for number in range(3)]
     for completion in running[:2]:
         scheduler.add_decoding(completion)
@@ -130,7 +135,7 @@ def test_what_a_full_budget_lets_foresee() -> None:
 
 
 def test_more_decodes_than_budget_take_turns() -> None:
-    scheduler = Scheduler(EngineConfig(token_budget=4), Numbers(1000), decode_cost=2)
+    scheduler = Scheduler(EngineConfig(token_budget=4), Numbers(1000), refuse, decode_cost=2)
     for number in range(5):
         scheduler.add_decoding(make(number))
     served = [number for _ in range(5) for number in rows(scheduler.plan())]
@@ -138,7 +143,7 @@ def test_more_decodes_than_budget_take_turns() -> None:
 
 
 def test_an_order_by_arrival_and_priority_that_starves_nobody() -> None:
-    scheduler = Scheduler(EngineConfig(max_num_seqs=1), Numbers(1000))
+    scheduler = Scheduler(EngineConfig(max_num_seqs=1), Numbers(1000), refuse)
     scheduler.add(make(0))
     scheduler.add(make(5, priority=1))
     scheduler.add(make(900, priority=1))
@@ -153,7 +158,7 @@ def test_an_order_by_arrival_and_priority_that_starves_nobody() -> None:
 
 def test_a_large_request_is_not_passed_by() -> None:
     space = Numbers(30)
-    scheduler = Scheduler(EngineConfig(), space)
+    scheduler = Scheduler(EngineConfig(), space, refuse)
     for number, length in enumerate([20, 25, 5]):
         scheduler.add(make(number, length))
     first = scheduler.plan()
@@ -166,7 +171,7 @@ def test_a_large_request_is_not_passed_by() -> None:
 
 def test_the_last_in_rank_is_preempted_and_waits_for_an_end() -> None:
     space = Numbers(1000)
-    scheduler = Scheduler(EngineConfig(), space)
+    scheduler = Scheduler(EngineConfig(), space, refuse)
     for number, priority in [(0, 0), (1, 0), (2, 1)]:
         scheduler.add(make(number, priority=priority))
     finish_step(scheduler, scheduler.plan())
@@ -186,7 +191,7 @@ def test_the_last_in_rank_is_preempted_and_waits_for_an_end() -> None:
 
 def test_what_is_swapped_decodes_on() -> None:
     space = Numbers(1000, host=1)
-    scheduler = Scheduler(EngineConfig(preemption="swap", token_budget=40), space, decode_cost=3)
+    scheduler = Scheduler(EngineConfig(preemption="swap", token_budget=40), space, refuse, decode_cost=3)
     for number in range(3):
         scheduler.add(make(number))
     finish_step(scheduler, scheduler.plan())

@@ -50,10 +50,47 @@ FLOATS = st.one_of(
 )
 # Lists and such, of ids or of anything but ids.
 COLLECTIONS = st.sampled_from(
-    ["[]", "()", "{}", "set()", "[7]", "(7,)", "{7}", "{7: 1.0}", "{5: 'x'}", "range(3)", "range(10**9)", "iter([1, 2])"]
-    + ["(i for i in [1, 2])", "np.array([7])", "np.array([], dtype=np.int64)", "np.array([1.5])", "np.zeros((2, 2), int)"]
-    + ["torch.tensor([7])", "torch.tensor([[7]])", "torch.tensor([0.5])", "torch.tensor([], dtype=torch.int64)", "[True]"]
-    + ["[None]", "[1.0]", "['a']", "[[1]]", "[-1]", "[2**40]", "[2**70]", "[nan]", "['', 'b']", "[Hostile()]", "[1] * 5000"]
+    [
+        "[]",
+        "()",
+        "{}",
+        "set()",
+        "[7]",
+        "(7,)",
+        "{7}",
+        "{7: 1.0}",
+        "{5: 'x'}",
+        "range(3)",
+        "range(10**9)",
+        "iter([1, 2])",
+    ]
+    + [
+        "(i for i in [1, 2])",
+        "np.array([7])",
+        "np.array([], dtype=np.int64)",
+        "np.array([1.5])",
+        "np.zeros((2, 2), int)",
+    ]
+    + [
+        "torch.tensor([7])",
+        "torch.tensor([[7]])",
+        "torch.tensor([0.5])",
+        "torch.tensor([], dtype=torch.int64)",
+        "[True]",
+    ]
+    + [
+        "[None]",
+        "[1.0]",
+        "['a']",
+        "[[1]]",
+        "[-1]",
+        "[2**40]",
+        "[2**70]",
+        "[nan]",
+        "['', 'b']",
+        "[Hostile()]",
+        "[1] * 5000",
+    ]
 )
 OTHERS = st.sampled_from(
     ["None", "True", "False", "np.True_", "torch.tensor(True)", "''", "'a'", "'1'", "b'x'", r"'\ud800'", r"'\x00'"]
