@@ -138,6 +138,9 @@ class AsyncEngine:
         """
         self._is_accepting = False
         self._may_run.set()
+        if self._is_stopped:
+            return
+        await self._call(lambda: None)  # behind the requests that are being added: from here on there come no others
         if drain:
             await self._steps_end()
         for output, stream in list(self._streams.items()):
@@ -145,7 +148,7 @@ class AsyncEngine:
                 stream.fail(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
         if not self._is_stopped:
             await self._call(self._discard_all)
-        await self._steps_end()
+            await self._steps_end()
         self._is_stopped = True
         self._worker.shutdown()
 
@@ -174,8 +177,7 @@ class AsyncEngine:
             if not self._is_stopped:
                 self._worker.submit(leave, added)
             raise
-        if self._steps is None or self._steps.done():
-            self._steps = asyncio.create_task(self._run_steps())
+        self._start_steps()
         return stream
 
     async def _call(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -210,9 +212,13 @@ class AsyncEngine:
                 stopped.__cause__ = error
                 stream.fail(stopped)
 
+    def _start_steps(self) -> asyncio.Task[None]:
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._run_steps())
+        return self._steps
+
     async def _steps_end(self) -> None:
-        if self._steps is not None:
-            await asyncio.wait([self._steps])
+        await asyncio.wait([self._start_steps()])
 
 
 class _Stream:

@@ -21,7 +21,7 @@ class EngineConfig:
 
     token_budget: tokens a step; decodes come first, prompt chunks take what is left.
     chunk_size: tokens of one prompt a step, None for what the budget leaves.
-    max_num_seqs: sequences that hold cache at the same time.
+    max_num_seqs: sequences that hold cache at the same time; a request of more completions than that runs alone.
     max_waiting: completions in the queue at the most, None for any number; a request beyond that is refused by
         QueueFullError. Those that were preempted wait too.
     preemption: what becomes of K/V when the cache is full: computed again later, or swapped to host memory where that

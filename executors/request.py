@@ -126,6 +126,11 @@ class Completion:
         return len(self.request.prompt) + len(self.token_ids)
 
     @property
+    def num_sequences(self) -> int:
+        """Itself, and those that will fork from it at the end of its prompt."""
+        return 1 + len(self.request.completions) - self.request.num_begun if self.index == 0 else 1
+
+    @property
     def longest(self) -> int:
         """Tokens the cache may have to hold: the last new one is never run."""
         return len(self.request.prompt) + self.request.max_tokens - 1

@@ -165,11 +165,9 @@ class Scheduler:
 
     def _admit_next(self, left: int) -> bool:
         """Admit the first of the queue, if it fits the cache and, where it decodes at once, the rest of the budget."""
-        while (
-            self.waiting and self.num_running < self._config.max_num_seqs and not (self._is_full and self.num_running)
-        ):
+        while self.waiting and not (self._is_full and self.num_running):
             first = self.waiting[0]
-            if first.is_decoding and left < self._decode_cost:
+            if not self._has_place(first) or (first.is_decoding and left < self._decode_cost):
                 return False
             if not self._has_begun:
                 self._space.begin(self.prefilling + self.decoding)
@@ -191,6 +189,11 @@ class Scheduler:
                 self.prefilling.append(first)
             return True
         return False
+
+    def _has_place(self, completion: Completion) -> bool:
+        """Whether it may run beside the others, with all that will fork from it and from them."""
+        running = len(self.decoding) + sum(one.num_sequences for one in self.prefilling)
+        return running == 0 or running + completion.num_sequences <= self._config.max_num_seqs
 
     def _swap_out(self, completion: Completion) -> bool:
         try:

@@ -28,18 +28,9 @@ def completion(
 ) -> Completion:
     """A completion in the middle of its output."""
     outputs = RequestOutput("r", list(prompt), [CompletionOutput(0, list(output))])
-    request = Request(
-        "r",
-        list(prompt),
-        params,
-        (0, 0),
-        {},
-        1000,
-        frozenset(params.stop_token_ids),
-        outputs,
-        0.0,
-        f"{random.random()}",
-    )
+    ends = frozenset(params.stop_token_ids)
+    name = str(random.random())
+    request = Request("r", list(prompt), params, (0, 0), {}, 1000, ends, outputs, 0.0, name)
     return Completion(request, 0, seed, None)
 
 

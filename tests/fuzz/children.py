@@ -17,9 +17,9 @@ _BYTES_PER_MB = 1 << 20
 class Outcome(NamedTuple):
     """How a call in a child ended.
 
-    error: the type's name and message of what it raised, None where it returned. is_named: whether that is a PagedError.
-    result: what it returned, if it can be pickled. seconds: of processor time. megabytes: by which the child's largest
-    resident size grew during the call.
+    error: the type's name and message of what it raised, None where it returned. is_named: whether that is a
+    PagedError. result: what it returned, if it can be pickled. seconds: of processor time. megabytes: by which the
+    child's largest resident size grew during the call.
     """
 
     error: str | None
@@ -32,8 +32,8 @@ class Outcome(NamedTuple):
 def call_in_child(
     function: Callable[..., Any], *args: Any, seconds: float = 2.0, megabytes: float = 200.0, wall_s: float = 60.0
 ) -> Outcome:
-    """Call a module-level function in a child. Fails where a signal ends the child, where it takes more than `seconds` of
-    processor time or `megabytes` of new memory, or where it is not done after `wall_s`, be it asleep.
+    """Call a module-level function in a child. Fails where a signal ends the child, where it takes more than `seconds`
+    of processor time or `megabytes` of new memory, or where it is not done after `wall_s`, be it asleep.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)

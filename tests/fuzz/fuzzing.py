@@ -21,7 +21,8 @@ RUNNING = Path(".hypothesis/fuzz")
 
 def fuzz(strategy: SearchStrategy[Any], *, examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of `check(case, **fixtures)`: first over the cases in `seeds/NAME.json`, then over drawn ones, always
-    the same `examples` unless FUZZ_SHARE_S gives seconds for others. A case that fails is minimised and added to the seeds.
+    the same `examples` unless FUZZ_SHARE_S gives seconds for others. A case that fails is minimised and added to the
+    seeds.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:

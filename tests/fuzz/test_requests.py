@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from paged import AsyncEngine, Engine, PagedError, RequestOutput, SamplingParams
+from paged import AsyncEngine, Engine, InvalidInputError, PagedError, RequestOutput, SamplingParams
 from tests.executors.engine_cases import check_empty
 from tests.fuzz.engine_room import add_neighbours, alone, check_neighbours, room, run_to_end
 from tests.fuzz.fuzzing import fuzz
@@ -79,11 +79,8 @@ def test_streamed_request_fields(case: dict[str, Any]) -> None:
             neighbours = [asyncio.create_task(tokens_of(server, place)) for place in range(3)]
             try:
                 prompt, params, options = arguments(case)
-                last = None
-                async for last in server.generate(prompt, params, deltas=True, **options):
-                    pass
-                assert last is not None
-                check_ended(last)
+                outputs = [one async for one in server.generate(prompt, params, deltas=True, **options)]
+                check_ended(outputs[-1])
             except PagedError:
                 pass
             assert [await task for task in neighbours] == [alone(place) for place in range(3)]
@@ -118,14 +115,12 @@ def test_request_names(case: list[str]) -> None:
     outputs = []
     for text in case:
         for each in (engine, other):
-            given = value(text)
-            try:
-                outputs.append(
-                    (each, each.add_request([4, 4, 8], SamplingParams(seed=1, max_tokens=3), request_id=given))
-                )
-            except PagedError as error:
-                assert "in use" in str(error)
-                assert any(one.request_id == given for engine_, one in outputs if engine_ is each)
+            given, params = value(text), SamplingParams(seed=1, max_tokens=3)
+            if any(one.request_id == given for at, one in outputs if at is each):
+                with pytest.raises(InvalidInputError, match="in use"):
+                    each.add_request([4, 4, 8], params, request_id=given)
+            else:
+                outputs.append((each, each.add_request([4, 4, 8], params, request_id=given)))
     for each in (engine, other):
         run_to_end(each)
     assert len({tuple(one.outputs[0].token_ids) for _, one in outputs}) <= 1
