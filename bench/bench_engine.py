@@ -103,7 +103,7 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
     """A step of 256 decodes, without or with what the executor does beside running a model."""
     executor = _oracle(_WithoutModel, device, 16_384, 4096)
     assert isinstance(executor, _WithoutModel)
-    engine = Engine(executor, seed=0)
+    engine = Engine(executor, eos_token_ids=(), seed=0)
     for index in range(256):
         engine.add_request([index % 64] * (20 + index % 50), params)
     while engine.status().decoding < 256:

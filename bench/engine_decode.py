@@ -69,7 +69,7 @@ def decode(
     executor.warmup()
     limits = ceilings(device, benchmark_dtype(device), _CEILING_REPEATS)
 
-    engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)))
+    engine = Engine(executor, EngineConfig(token_budget=max(8192, batch)), eos_token_ids=())
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=per_sequence - context)
     for _ in range(batch):

@@ -27,7 +27,7 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
     room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length
     executor = random_executor(MODELS[model], device, room)
     executor.warmup()
-    engine = Engine(executor, EngineConfig(token_budget=_BUDGET, decode_stretch=stretch))
+    engine = Engine(executor, EngineConfig(token_budget=_BUDGET, decode_stretch=stretch), eos_token_ids=())
     for index in range(_NUM_DECODES):
         engine.add_request([index] * (30 + 2 * index), SamplingParams(temperature=0, max_tokens=length))
     while engine.status().decoding < _NUM_DECODES:

@@ -94,7 +94,7 @@ def _ours(
     params = SamplingParams(temperature=0, max_tokens=new_tokens)
     with timed_inside(layers, "linear") as in_layers, timed_inside(llama, "linear") as in_head:
         start = perf_counter()
-        outputs = Engine(executor).generate(prompts, params, progress=False)
+        outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
         seconds = perf_counter() - start
     return seconds, in_layers[0] + in_head[0], [output.outputs[0].token_ids for output in outputs]
 
