@@ -17,6 +17,7 @@ from pathlib import Path
 from paged.bench.report_charts import charts, save_pngs
 from paged.bench.report_page import page
 from paged.bench.report_results import ResultsError, load_runs
+from paged.printable import one_line
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -28,11 +29,14 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     try:
         runs = load_runs(args.results)
     except ResultsError as error:
-        parser.error(f"{type(error).__name__}: {error}")
-    args.out.mkdir(parents=True, exist_ok=True)
+        parser.error(one_line(f"{type(error).__name__}: {error}"))
     found = charts(runs)
-    (args.out / "report.html").write_text(page(runs, found), encoding="utf-8")
-    save_pngs(found, args.out)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "report.html").write_text(page(runs, found), encoding="utf-8")
+        save_pngs(found, args.out)
+    except OSError as error:
+        parser.error(one_line(f"--out {args.out}: {error.strerror or error}"))
     for chart in found:
         if chart.svg is None:
             write(chart.title)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paged.bench.report_results import Run
+from paged.printable import xml_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,16 +40,27 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
     from paged.bench.report_svg import STYLE, inline_svg
 
-    found = []
+    found: list[Chart] = []
     with mpl.rc_context(STYLE):
-        for section, name, drawn in _drawn(runs):
-            if isinstance(drawn, str):
-                found.append(Chart(section, f"{name} is left out: {drawn}."))
-            else:
+        for section, name, draw in _drawn(runs):
+            slug = _slug(name, {chart.name for chart in found})
+            try:
+                drawn = draw()
+                if isinstance(drawn, str):
+                    found.append(Chart(section, f"{name} is left out: {drawn}."))
+                    continue
                 title, figure = drawn
-                slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
                 found.append(Chart(section, title, slug, figure, inline_svg(figure, slug, title)))
+            except (ValueError, ArithmeticError, MemoryError) as error:
+                # Numbers that no axis takes, a time of 1e-30 beside one of 1e30, do not take the page with them.
+                found.append(Chart(section, xml_text(f"{name} is left out: it cannot be drawn ({error}).")))
     return found
+
+
+def _slug(name: str, taken: Container[str]) -> str:
+    """A name for a file, of a length that all systems take, and no other chart's."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:100]
+    return next(one for number in itertools.count() if (one := f"{slug}-{number}" if number else slug) not in taken)
 
 
 def save_pngs(charts: Sequence[Chart], folder: Path) -> None:
@@ -54,11 +68,13 @@ def save_pngs(charts: Sequence[Chart], folder: Path) -> None:
     for chart in charts:
         if chart.figure:
             chart.figure.suptitle(chart.title, x=0.01, ha="left", size=11, weight="bold")
-            chart.figure.savefig(folder / f"{chart.name}.png", dpi=120, facecolor="white")
+            # A picture has 65,535 pixels at the most.
+            dpi = min(120.0, 60_000 / max(chart.figure.get_size_inches()))
+            chart.figure.savefig(folder / f"{chart.name}.png", dpi=dpi, facecolor="white")
 
 
-def _drawn(runs: Sequence[Run]) -> Iterator[tuple[str, str, Drawn]]:
-    """Section, name and what was drawn; names are the files' names too, so each stands once."""
+def _drawn(runs: Sequence[Run]) -> Iterator[tuple[str, str, Callable[[], Drawn]]]:
+    """Section, name and what draws it; names are the files' names too, so each stands once."""
     from paged.bench import report_bars as bars
     from paged.bench import report_curves as curves
 
@@ -66,19 +82,19 @@ def _drawn(runs: Sequence[Run]) -> Iterator[tuple[str, str, Drawn]]:
         return [run for run in runs if run.benchmark in benchmarks]
 
     if limited := of("attention", "moe", "kernels"):
-        yield "roofline", "Roofline", curves.roofline(limited)
+        yield "roofline", "Roofline", partial(curves.roofline, limited)
     for run in of("attention"):
-        yield "attention", f"Attention over peers, {run.label}", bars.speed_over_peers(run)
+        yield "attention", f"Attention over peers, {run.label}", partial(bars.speed_over_peers, run)
     for benchmark in ("attention", "kernels"):
         if members := of(benchmark):
-            yield benchmark, f"Share of the limit, {benchmark}", bars.share_of_limit(members)
+            yield benchmark, f"Share of the limit, {benchmark}", partial(bars.share_of_limit, members)
     for run in of("attention"):
-        yield "attention", f"Decode latency, {run.label}", curves.decode_latency(run)
+        yield "attention", f"Decode latency, {run.label}", partial(curves.decode_latency, run)
     for run in of("moe"):
-        for model, drawn in curves.experts(run).items():
-            yield "moe", f"{model}, {run.label}", drawn
+        for model, rows in curves.models(run).items():
+            yield "moe", f"{model}, {run.label}", partial(curves.experts, model, rows, run)
     for benchmark in ("cache", "engine"):
         if members := of(benchmark):
-            yield benchmark, f"Goals, {benchmark}", bars.goals_reached(members)
+            yield benchmark, f"Goals, {benchmark}", partial(bars.goals_reached, members)
     for run in of("tune_attention"):
-        yield "tune_attention", f"Tiles, {run.label}", bars.tiles(run)
+        yield "tune_attention", f"Tiles, {run.label}", partial(bars.tiles, run)

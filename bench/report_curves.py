@@ -96,16 +96,19 @@ def decode_latency(run: Run) -> tuple[str, Figure] | str:
     return f"Decode latency over the context, {run.label}", figure
 
 
-def experts(run: Run) -> dict[str, tuple[str, Figure] | str]:
-    """For every model: time, share of the limit and speed over peers, over the number of tokens and by routing."""
-    models: dict[str, list[Json]] = {}
+def models(run: Run) -> dict[str, list[Json]]:
+    """The rows of every model; of none where there are no rows."""
+    found: dict[str, list[Json]] = {}
     for row in run.rows:
         parts = [part for part in row["name"].split(".") if part != row["routing"] and not part.isdigit()]
-        models.setdefault(".".join(parts), []).append(row)
-    return {model: _experts_of(model, rows, run) for model, rows in models.items()} or {"Experts": "no rows"}
+        found.setdefault(".".join(parts), []).append(row)
+    return found or {"Experts": []}
 
 
-def _experts_of(model: str, rows: Sequence[Json], run: Run) -> tuple[str, Figure] | str:
+def experts(model: str, rows: Sequence[Json], run: Run) -> tuple[str, Figure] | str:
+    """Of one model: time, share of the limit and speed over peers, over the number of tokens and by routing."""
+    if not rows:
+        return "no rows"
     if len({row["tokens"] for row in rows}) < 2:
         return "measured at one number of tokens only"
     routings = sorted({row["routing"] for row in rows})

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from paged.bench.report_charts import Chart
-from paged.bench.report_results import SCHEMAS, Json, Run, is_fault
+from paged.bench.report_results import SCHEMAS, Json, Run, is_fault, is_number
 from paged.bench.report_style import COLOURS, system
 
 TITLES = {
@@ -48,7 +48,7 @@ class Column:
 def _number(head: str, name: str, pattern: str = "{:,.1f}") -> Column:
     def cell(row: Json, _: Run) -> Cell:
         value = row.get(name)
-        return Cell() if value is None else Cell(pattern.format(value), value)
+        return Cell(pattern.format(value), value) if is_number(value) else Cell()
 
     return Column(head, cell)
 
@@ -84,7 +84,7 @@ def _detail(row: Json, _: Run) -> str:
 
 def _tile(row: Json, _: Run) -> str:
     tile = row.get("tile", "")
-    return tile if isinstance(tile, str) else ", ".join(f"{name} {value}" for name, value in tile.items())
+    return ", ".join(f"{name} {value}" for name, value in tile.items()) if isinstance(tile, dict) else str(tile)
 
 
 def _experts(row: Json, _: Run) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from paged.printable import xml_text
 
 Json = dict[str, Any]
 
@@ -37,6 +39,8 @@ _POSITIVE = ("median_us", "ratio", "bound_us", "gb_per_s", "tokens")
 _ROW_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "goals": (list,), "detail": (dict,)}
 _ROW_OPTIONS = {**_ROW_OPTIONS, **dict.fromkeys(("per_sequence_bound_us", "planning_us", "host_us"), _MAYBE)}
 _FILE_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "refused": (dict,), "growth": (dict,), "not_run": (list,)}
+# Of anything measured, in any unit: what is beyond it, or below its inverse, overflows in some ratio.
+_LARGEST = 1e30
 _CEILINGS = ("copy_gb_per_s", "read_gb_per_s", "matmul_tflop_per_s")
 
 
@@ -57,9 +61,10 @@ class Run:
     @property
     def ceilings(self) -> tuple[float, float] | None:
         """GB/s and TFLOP/s that the device was measured to reach."""
-        if not all(isinstance(self.about.get(name), _NUMBER) for name in _CEILINGS):
+        found = [float(value) for name in _CEILINGS if is_number(value := self.about.get(name))]
+        if len(found) < len(_CEILINGS) or not all(1 / _LARGEST <= value <= _LARGEST for value in found):
             return None
-        copy, read, matmul = (float(self.about[name]) for name in _CEILINGS)
+        copy, read, matmul = found
         return max(copy, read), matmul
 
     @cached_property
@@ -89,6 +94,11 @@ class Run:
         }
 
 
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of a field that no schema names is one that can be drawn."""
+    return isinstance(value, _NUMBER) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def is_fault(reason: str) -> bool:
     """A peer that took part and was wrong or failed, unlike one that is not there or cannot take the case."""
     return reason.startswith(("wrong", "failed"))
@@ -104,7 +114,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     found = [_checked(path) for path in paths]
     runs = [
         Run(
-            file=path.name,
+            file=xml_text(path.name),
             benchmark=results["benchmark"],
             about={name: value for name, value in results.items() if name not in ("rows", "steps")},
             rows=results["steps" if results["benchmark"] == "gpu" else "rows"],
@@ -118,7 +128,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 def _labels(paths: Sequence[Path], found: Sequence[Json]) -> list[str]:
     """Device, with the day, the whole date or the file's path where it takes that to tell a benchmark's runs apart."""
     choices = [
-        [device, f"{device}, {date[:10]}", f"{device}, {date}", f"{device}, {path}"]
+        [device, f"{device}, {date[:10]}", f"{device}, {date}", f"{device}, {xml_text(path)}"]
         for path, device, date in ((path, run["device"], run["date"]) for path, run in zip(paths, found, strict=True))
     ]
     labels = []
@@ -131,13 +141,13 @@ def _labels(paths: Sequence[Path], found: Sequence[Json]) -> list[str]:
 
 def _checked(path: Path) -> Json:
     try:
-        results = json.loads(path.read_text())
+        results = _shown(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultsError(f"{path}: no JSON: {error}") from error
-    if not isinstance(results, dict) or results.get("benchmark") not in SCHEMAS:
-        given = results.get("benchmark") if isinstance(results, dict) else type(results).__name__
+    given = results.get("benchmark") if isinstance(results, dict) else type(results).__name__
+    if not isinstance(results, dict) or not isinstance(given, str) or given not in SCHEMAS:
         raise ResultsError(f"{path}: benchmark is {given!r}, expected one of {', '.join(SCHEMAS)}")
     rows = "steps" if results["benchmark"] == "gpu" else "rows"
     _check(results, {"device": _TEXT, "date": _TEXT, rows: (list,)}, f"{path}", _FILE_OPTIONS)
@@ -181,5 +191,23 @@ def _check(value: Any, schema: Schema, where: str, options: Schema | None = None
             raise ResultsError(f"{where}: {name} is {found!r}, expected {expected}")
         if isinstance(found, float) and not math.isfinite(found):
             raise ResultsError(f"{where}: {name} is {found}, expected a finite number")
+        if isinstance(found, int | float) and abs(found) > _LARGEST:
+            raise ResultsError(f"{where}: {name} is {found:.3g}, expected {_LARGEST:g} at most")
         if name in _POSITIVE and given[name] <= 0:
             raise ResultsError(f"{where}: {name} is {found}, expected more than 0")
+        if name in _POSITIVE and given[name] < 1 / _LARGEST:
+            raise ResultsError(f"{where}: {name} is {found}, expected {1 / _LARGEST:g} at least")
+
+
+def _shown(value: Any) -> Any:
+    """With all texts as a page, a chart and a terminal take them. Integers are as JSON has them, up to 4,300 digits:
+    those beyond what a float holds become infinite, which no number that is looked at may be.
+    """
+    if isinstance(value, str):
+        return xml_text(value)
+    if isinstance(value, dict):
+        return {xml_text(name): _shown(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    is_huge = isinstance(value, int) and abs(value) > _LARGEST
+    return math.copysign(math.inf, value) if is_huge else value

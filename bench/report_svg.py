@@ -32,6 +32,7 @@ STYLE: Any = {
     "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a name is one
     "text.color": COLOURS["ink"][0],
     "xtick.color": COLOURS["muted"][0],
     "ytick.color": COLOURS["muted"][0],

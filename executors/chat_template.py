@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.executors.template_process import render_bounded
 from paged.models.hf_config import HfConfig
+from paged.printable import one_line
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
+# The longest template of those known has 30,000 characters.
+_LONGEST = 1 << 20
+# What a template may write: its own words, and the conversation some times over, indented JSON included.
+_OWN_CHARACTERS, _GROWTH = 1 << 19, 16
+_QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
     """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens that they may write.
 
-    Templates come from whoever made the checkpoint: they run in Jinja's sandbox, on copies of plain JSON values.
+    Templates come from whoever made the checkpoint: they run in Jinja's sandbox, on copies of plain JSON values, in a
+    process whose time and memory are limited (`template_sandbox` says why).
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str) -> None:
         self.templates = dict(templates)
+        for name, text in self.templates.items():
+            if len(text) > _LONGEST:
+                raise CheckpointError(f"{source}: chat template {name!r} has more than {_LONGEST} characters")
         self._special_tokens, self._source = dict(special_tokens), source
 
     @classmethod
@@ -42,6 +50,10 @@ class ChatTemplate:
             paths["default"] = folder / "chat_template.jinja"
         templates = {name: _text_of(path) for name, path in paths.items()} or _templates_within(hf)
         return cls(templates, _special_tokens(hf), str(folder))
+
+    def literals(self) -> set[str]:
+        """Every text in quotes in any of the templates."""
+        return {match[2] for text in self.templates.values() for match in _QUOTED.finditer(text)}
 
     def render(
         self,
@@ -61,78 +73,49 @@ class ChatTemplate:
             variables: further ones that the template reads, such as `enable_thinking`; special tokens can be replaced.
 
         Raises:
-            InvalidInputError: the checkpoint has no template, the template refuses the messages, or they are no JSON.
+            InvalidInputError: the checkpoint has no template, the template refuses the messages or goes beyond its
+                limits over them, or they are no JSON.
             CheckpointError: the template does not parse.
-            UnsupportedError: jinja2 is not installed.
+            UnsupportedError: jinja2 is not installed, or no process can be started.
         """
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
-        if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidInputError(f"messages: {messages!r}, expected at least one, each a mapping")
-        template = self._compiled(name)
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not len(messages):
+            raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
+        if find_spec("jinja2") is None:
+            raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'")
         values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
+        values["add_generation_prompt"] = add_generation_prompt
         try:
             # Through JSON, so that a template meets no object with methods of its own.
-            values = json.loads(json.dumps(values))
-        except (TypeError, ValueError) as error:
-            raise InvalidInputError(f"messages: {error}, expected JSON values") from error
-        values["messages"] = [{k: v for k, v in message.items() if v is not None} for message in values["messages"]]
-        try:
-            return template.render(values, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template may raise whatever an expression can
-            raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {error}") from error
-
-    def _compiled(self, name: str) -> Template:
-        try:
-            import jinja2
-        except ImportError as error:
-            raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'") from error
-        try:
-            return _compile(self.templates[name])
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"{self._source}: chat template {name!r}, line {error.lineno}: {error.message}"
-            ) from error
+            written = json.dumps(values)
+            values = json.loads(written)
+        except Exception as error:  # of an object among them, too
+            raise InvalidInputError(f"messages: {_brief(error)}, expected JSON values") from error
+        found = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
+        if found.error is None:
+            return found.text
+        reason = one_line(found.error)
+        if found.is_syntax:
+            raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
+        raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
 
 
-@lru_cache(maxsize=8)
-def _compile(source: str) -> Template:
-    """With what templates count on, in the sandbox that transformers takes too."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks what is trained on: here nothing."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        """Jinja's own escapes what HTML would take for markup."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    return environment.from_string(source)
+def _brief(value: object) -> str:
+    """Of messages, which may be of any class and length."""
+    try:
+        return one_line(str(value) if isinstance(value, Exception) else repr(value), 200)
+    except Exception:  # of a class of the caller's
+        return type(value).__name__
 
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: unreadable ({error})") from error
 

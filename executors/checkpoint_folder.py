@@ -24,10 +24,14 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
         UnsupportedError: it is on the Hub, and the package huggingface_hub is not installed.
     """
     path = Path(model)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # too long, not to be looked at, or with a null character
+        raise InvalidInputError(f"model {str(model)!r}: {getattr(error, 'strerror', None) or error}") from error
+    if is_folder:
         _check_complete(path, is_run)
         return path
-    if path.exists():
+    if is_file:
         raise InvalidInputError(f"model {str(model)!r}: a file, expected a folder in Hugging Face layout")
     if not _HUB_ID.fullmatch(str(model)):
         raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Protocol, TypeVar
@@ -34,7 +35,8 @@ def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> Pro
             from tqdm import tqdm
         except ImportError:
             return _NoBar()
-        bar: ProgressBar = tqdm(total=total, unit=unit, desc=desc)
+        stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
+        bar: ProgressBar = tqdm(total=total, unit=unit, desc=desc, file=stream)
         return bar
     return _NoBar()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paged.errors import CheckpointError
 from paged.models.hf_config import HfConfig
+from paged.printable import one_line
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -21,7 +22,8 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            raise CheckpointError(f"{folder / name}: eos_token_id = {found!r}, expected one token id or a list of them")
+        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            given = one_line(repr(found), 200)
+            raise CheckpointError(f"{folder / name}: eos_token_id = {given}, expected one token id or a list of them")
         return tuple(ids)
     return ()

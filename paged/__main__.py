@@ -1,5 +1,16 @@
-"""`python -m paged` is the command line."""
+"""`python -m paged`, and the script `paged`, are the command line."""
 
-from paged.executors.cli import main
+import os
+import signal
 
-raise SystemExit(main())
+
+def main() -> int:
+    """Run it. What is imported first takes a moment in which nothing can be left behind: an interrupt just ends it."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from paged.executors.cli import start
+
+    return start()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

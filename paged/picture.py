@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 from xml.sax.saxutils import escape
 
+from paged.errors import InvalidInputError
+from paged.printable import one_line, xml_text
+
 if TYPE_CHECKING:
     from paged.kv_cache_manager import PagedKvCacheManager
     from paged.seq_id import SeqId
@@ -23,6 +26,7 @@ _MEANINGS: dict[Kind, str] = {
 }
 _MARKS: dict[Kind, str] = {"free": ".", "cached": "~", "own": " ", "shared": "+", "copy": "!"}
 _CELL, _LINE = 22, 18  # pixels
+_LONGEST_ID = 200  # characters of a request's id or a namespace that are shown
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class CachePicture:
 
     def text(self, columns: int = 32) -> str:
         """For a terminal: a cell is the letter of the first sequence that holds the block, and a mark."""
+        _check_columns(columns)
         cells = [(self._letter(cell) + _MARKS[cell.kind])[:2].rjust(2) for cell in self.cells]
         rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
         width = len(str(len(cells)))
@@ -72,18 +77,20 @@ class CachePicture:
             + f" {self.count(kind):4}  {text}"
             for (kind, text), mark in zip(_MEANINGS.items(), _MARKS.values(), strict=True)
         ]
-        return "\n".join([*grid, "", *legend, "", *map(_line, self.sequences), self.summary])
+        lines = [one_line(text) for text in (*map(_line, self.sequences), self.summary)]
+        return "\n".join([*grid, "", *legend, "", *lines])
 
     def svg(self, columns: int = 32) -> str:
         """A stand-alone SVG: a cell has a stripe for every sequence that holds its block, as high as it is full."""
+        _check_columns(columns)
         num_rows = -(-len(self.cells) // columns)
         body = [self._svg_cell(cell, *divmod(index, columns)) for index, cell in enumerate(self.cells)]
         y = num_rows * _CELL + _LINE
         for index, sequence in enumerate(self.sequences):
             body.append(f'<rect x="2" y="{y - 11}" width="12" height="12" fill="{_colour(index)}"/>')
-            body.append(f'<text x="20" y="{y}">{escape(_line(sequence))}</text>')
+            body.append(f'<text x="20" y="{y}">{escape(xml_text(_line(sequence)))}</text>')
             y += _LINE
-        body.append(f'<text x="2" y="{y}">{escape(self.summary)}</text>')
+        body.append(f'<text x="2" y="{y}">{escape(xml_text(self.summary))}</text>')
         width, height = max(columns * _CELL, 760) + 4, y + 8
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -96,11 +103,12 @@ class CachePicture:
 
     def _svg_cell(self, cell: BlockCell, row: int, column: int) -> str:
         x, y, size = 2 + column * _CELL, 2 + row * _CELL, _CELL - 3
-        names = ", ".join(str(self.sequences[index].request_id) for index in cell.holders)
+        names = ", ".join(one_line(self.sequences[index].request_id, _LONGEST_ID) for index in cell.holders)
         title = f"block {cell.block}: {_MEANINGS[cell.kind]}{f' ({names})' if names else ''}"
         background = "#cfd8e6" if cell.kind == "cached" else "#f4f4f4"
         dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
-        stripes, width, height = [], size / max(len(cell.holders), 1), size * cell.fill
+        stripes, width = [], size / max(len(cell.holders), 1)
+        height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # of NaN, too
         for place, index in enumerate(cell.holders):
             stripes.append(
                 f'<rect x="{x + place * width:.1f}" y="{y + size - height:.1f}" width="{width:.1f}" '
@@ -108,7 +116,7 @@ class CachePicture:
             )
         frame = f'x="{x}" y="{y}" width="{size}" height="{size}"'
         return (
-            f'<g><title>{escape(title)}</title><rect {frame} fill="{background}"/>{"".join(stripes)}'
+            f'<g><title>{escape(xml_text(title, 10_000))}</title><rect {frame} fill="{background}"/>{"".join(stripes)}'
             f'<rect {frame} fill="none" stroke="{"black" if len(cell.holders) > 1 else "#999"}"{dashes}/></g>'
         )
 
@@ -166,8 +174,15 @@ def _line(sequence: SequenceLine) -> str:
     if sequence.num_swapped:
         notes.append(f"{sequence.num_swapped} blocks in host memory")
     if sequence.namespace is not None:
-        notes.append(f"namespace {sequence.namespace!r}")
-    return f"{sequence.letter}  {sequence.request_id}: {', '.join(notes)}"
+        namespace = sequence.namespace
+        text = repr(namespace) if isinstance(namespace, str | int | tuple) else namespace
+        notes.append(f"namespace {one_line(text, _LONGEST_ID)}")
+    return f"{sequence.letter}  {one_line(sequence.request_id, _LONGEST_ID)}: {', '.join(notes)}"
+
+
+def _check_columns(columns: int) -> None:
+    if columns < 1:
+        raise InvalidInputError(f"columns: {columns}, expected at least 1")
 
 
 def _colour(index: int) -> str:

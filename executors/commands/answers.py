@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paged.executors.commands.prompts import Prompt
+from paged.printable import one_line
 
 if TYPE_CHECKING:
     from paged.executors.chat_tokenizer import ChatTokenizer
@@ -109,7 +110,7 @@ def print_answers(
     elif summary.correct is None:
         for answer in answers:
             adapter = "" if answer.adapter is None else f" [{answer.adapter}]"
-            print(f"--- {_short(answer.prompt)}{adapter}\n{answer.text}")
+            print(f"--- {_short(answer.prompt)}{one_line(adapter)}\n{answer.text}")
             _print_logprobs(answer, tokenizer)
     else:
         _print_task(answers)
@@ -117,7 +118,8 @@ def print_answers(
     info, stream = executor.info(), sys.stderr if is_streamed else sys.stdout
     drafts = f", {summary.accepted_tokens} of {summary.draft_tokens} drafts right" if summary.draft_tokens else ""
     print(
-        f"{info.model_id} ({info.model_type}, {info.num_parameters:,} parameters, {info.dtype}) on {info.device}: "
+        f"{one_line(info.model_id)} ({info.model_type}, {info.num_parameters:,} parameters, {info.dtype}) "
+        f"on {info.device}: "
         f"{summary.prefill_tokens} prompt and {summary.decode_tokens} decode tokens in {summary.steps} forwards "
         f"({summary.mixed_steps} mixed){drafts}, {summary.seconds:.2f} s, {summary.tokens_per_second:.0f} tokens/s\n"
         f"KV cache: {summary.peak_blocks} of {summary.num_blocks} blocks used, {summary.block_size} tokens each",
@@ -127,11 +129,12 @@ def print_answers(
 
 def _print_task(answers: Sequence[Answer]) -> None:
     """A line an answer, with what is right."""
-    width = max([len(answer.text.strip()) for answer in answers] + [6])
+    texts = [one_line(answer.text.strip()) for answer in answers]
+    width = max([len(text) for text in texts] + [6])
     print(f"{'tokens':>6}  {'prompt':48}  {'answer':{width}}")
-    for answer in answers:
+    for answer, text in zip(answers, texts, strict=True):
         note = "right" if answer.correct else f"WRONG, expected {answer.expected}"
-        print(f"{answer.prompt_tokens:6}  {_short(answer.prompt):48}  {answer.text.strip():{width}}  {note}")
+        print(f"{answer.prompt_tokens:6}  {_short(answer.prompt):48}  {text:{width}}  {note}")
 
 
 def _print_logprobs(answer: Answer, tokenizer: ChatTokenizer) -> None:
@@ -141,5 +144,5 @@ def _print_logprobs(answer: Answer, tokenizer: ChatTokenizer) -> None:
 
 
 def _short(text: str) -> str:
-    line = text.replace("\n", "\\n")
+    line = one_line(text)
     return line if len(line) <= 48 else f"{line[:20]} ... {line[-23:]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from paged.errors import UnsupportedError
 from paged.executors.progress import tracked
+from paged.executors.safe_output import print_json
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _with_name(name: str, main: Callable[[list[str]], int | None], arguments: li
 
 def _list(*, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({name: asdict(preset) for name, preset in PRESETS.items()}, indent=1))
+        print_json({name: asdict(preset) for name, preset in PRESETS.items()})
         return
     for name, preset in PRESETS.items():
         print(f"{name:15} {preset.summary}{' (GPU)' if preset.needs_gpu else ''}")

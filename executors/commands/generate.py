@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,6 +16,7 @@ from paged.executors.commands.answers import answers_of, print_answers, summary_
 from paged.executors.commands.generate_arguments import DESCRIPTION, add_arguments, lora_folders
 from paged.executors.commands.prompts import Prompt, read_prompts
 from paged.executors.progress import progress_bar
+from paged.executors.safe_output import native_stderr_dropped, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
     folders = lora_folders(args.lora)
     prompts = read_prompts(args)
     folder = checkpoint_folder(args.model)
-    tokenizer = ChatTokenizer.from_folder(folder)
-    ids = [_encode(tokenizer, prompt, args) for prompt in prompts]
+    with native_stderr_dropped():
+        tokenizer = ChatTokenizer.from_folder(folder)
+        ids = [_encode(tokenizer, prompt, args) for prompt in prompts]
     params = _sampling_params(args)
     executor = _executor(folder, args)
     for name, adapter in folders.items():
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     summary = summary_of(answers, engine, peak_blocks, seconds, len(prompts))
     if args.json:
-        print(json.dumps({"answers": [asdict(answer) for answer in answers], "summary": asdict(summary)}, indent=1))
+        print_json({"answers": [asdict(answer) for answer in answers], "summary": asdict(summary)})
     else:
         print_answers(answers, summary, executor, tokenizer, is_streamed=is_streamed)
     return int(any(answer.correct is False for answer in answers))
@@ -87,9 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) -> list[int]:
     if not args.chat:
-        return tokenizer.encode(prompt.text)
+        return tokenizer.encode(prompt.text, parse_special=args.parse_special)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return tokenizer.encode_chat([*system, {"role": "user", "content": prompt.text}])
+    messages = [*system, {"role": "user", "content": prompt.text}]
+    return tokenizer.encode_chat(messages, parse_special=args.parse_special)
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -140,8 +142,13 @@ def _device(name: str | None) -> torch.device | None:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidInputError(f"--device {name}: expected cpu, cuda, cuda:1, ...") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"--device {name}: the kernels run on cpu and cuda (ROCm's GPUs too)")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(f"--device {name}: torch sees no GPU here; `paged info` says more")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.index is not None and device.index >= count:
+        raise InvalidInputError(f"--device {name}: there are {count}, counted from 0")
     return device
 
 

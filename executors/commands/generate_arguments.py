@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompts", metavar="FILE", help="one prompt a line; - for stdin")
     prompts.add_argument("--chat", action="store_true", help="prompts are a user's messages, by the chat template")
     prompts.add_argument("--system", metavar="TEXT", help="with --chat: what comes before")
+    prompts.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="special tokens that are written in a prompt count as such; without it they are plain text",
+    )
     prompts.add_argument("--count", type=int, default=16, help="recall prompts to make when none are given")
 
     sampling = parser.add_argument_group("sampling")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import sys
@@ -13,6 +12,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from paged.errors import PagedError
+from paged.executors.safe_output import print_json
+from paged.printable import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -52,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
         "features": [asdict(feature) for feature in features],
     }
     if args.json:
-        print(json.dumps(report, indent=1))
+        print_json(report)
         return 0
     for title in ("device", "versions"):
         print(title)
         for name, value in report[title].items():
-            print(f"  {name:20} {'not installed' if value is None else value}")
+            print(f"  {name:20} {'not installed' if value is None else one_line(value)}")
     print(f"backend\n  {backend}: {reason}\nsupported")
     for feature in features:
-        print(f"  {'yes' if feature.supported else 'no':4} {feature.name:22} {feature.reason}")
+        print(f"  {'yes' if feature.supported else 'no':4} {feature.name:22} {one_line(feature.reason)}")
     return 0
 
 

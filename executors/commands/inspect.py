@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING
 from paged.errors import InvalidInputError
 from paged.executors.checkpoint_folder import checkpoint_folder
 from paged.executors.cli import RECALL
+from paged.executors.safe_output import print_json
+from paged.printable import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     fp8 = args.kv_cache_dtype == "fp8"
     summary = summarize(folder, device_bytes=given, dtype=dtype, fp8_cache=fp8, block_size=args.block_size)
     if args.json:
-        print(json.dumps(asdict(summary), indent=1))
+        print_json(asdict(summary))
     else:
         _print(summary)
     return int(not summary.supported)
@@ -83,9 +84,12 @@ def _draw(args: argparse.Namespace, dtype: torch.dtype | None) -> int:
     if args.svg is not None:
         try:
             args.svg.write_text(picture.svg(args.columns), encoding="utf-8")
-        except OSError as error:
-            raise InvalidInputError(f"--svg {args.svg}: {error.strerror}") from error
-    print(json.dumps(asdict(picture), indent=1) if args.json else picture.text(args.columns))
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"--svg {args.svg}: {getattr(error, 'strerror', None) or error}") from error
+    if args.json:
+        print_json(asdict(picture))
+    else:
+        print(picture.text(args.columns))
     return 0
 
 
@@ -94,7 +98,7 @@ def _bytes(text: str) -> int:
     try:
         if match is not None:
             return int(float(match[1]) * _UNITS[match[2].upper()])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         pass
     raise InvalidInputError(f"--device-memory {text}: expected a size such as 141GB or 80GiB")
 
@@ -136,4 +140,4 @@ def _print(summary: CheckpointSummary) -> None:
     }
     for name, value in lines.items():
         if value is not None:
-            print(f"{name:17} {value}")
+            print(f"{name:17} {one_line(value)}")

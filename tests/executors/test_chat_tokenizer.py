@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError, UnsupportedError
@@ -127,7 +127,7 @@ def test_same_text_and_ids_as_transformers(
     assert ours.render(messages, **options) == text
     ids = theirs.apply_chat_template(messages, return_dict=False, **options)
     assert ours.encode_chat(messages, **options) == ids
-    assert ours.encode(text) == theirs.encode(text) == [theirs.bos_token_id, *ids]
+    assert ours.encode(text, parse_special=True) == theirs.encode(text) == [theirs.bos_token_id, *ids]
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
@@ -244,3 +244,37 @@ def test_bundled_checkpoint_and_streaming() -> None:
     reader = Detokenizer(ours)
     pieces = [reader.read(ids, end, is_last=end == len(ids)) for end in range(1, len(ids) + 1)]
     assert "".join(pieces) == ours.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ messages[0].content | trim }}<|end|>", "a<|end|>b"),
+        ("{% for part in messages[0].content %}{{ part }}{% endfor %}<|end|>", ["<|e", "nd|>"]),
+        ("{{ messages[0].content.replace('</think>', '') }}<|end|>", "<|e</think>nd|>"),
+        ("{{ messages | tojson(ensure_ascii=true) }}<|end|>", "é<|end|>"),
+    ],
+)
+def test_special_tokens_of_users_are_text(template: str, content: Any, tmp_path: Path) -> None:
+    """The template's own count, wherever the user's come from and whatever the template does with them."""
+    theirs = save(tmp_path, template)
+    ours = ChatTokenizer.from_folder(tmp_path)
+    messages = [{"role": "user", "content": content}]
+    ids, end = ours.encode_chat(messages), theirs.convert_tokens_to_ids("<|end|>")
+    assert ids.count(end) == 1
+    assert ids[-1] == end
+    assert theirs.decode(ids) == ours.render(messages)
+    assert ours.encode_chat(messages, parse_special=True) == theirs.apply_chat_template(messages, return_dict=False)
+    assert ours.encode_chat(messages, parse_special=True).count(end) == 2
+
+
+def test_special_tokens_of_the_models_own_vocabulary(tmp_path: Path) -> None:
+    """Unigram finds them in plain text, too; what is unknown stays unknown."""
+    pieces = [("<unk>", 0.0), ("a", -2.0), ("<", -3.0), ("s", -3.0), (">", -3.0), ("<s>", 0.0)]
+    tokenizer = Tokenizer(Unigram(pieces, 0, False))
+    tokenizer.add_special_tokens(["<s>", "<unk>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = ChatTokenizer.from_folder(tmp_path)
+    assert ours.encode("a<s>a") == [1, 2, 3, 4, 1]
+    assert ours.encode("a<s>a", parse_special=True) == [1, 5, 1]
+    assert ours.encode("aéa") == ours.encode("aéa", parse_special=True) == [1, 0, 1]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 import paged
+from paged import ChatTokenizer
 from paged.executors import cli
 from paged.executors.cli import RECALL
 from paged.models.recall.task import RecallPrompt, sample_prompts
@@ -243,3 +247,75 @@ def test_hub_offline(tmp_path: Path) -> None:
     assert "CheckpointError: model 'owner/model': no such folder, not in the Hub's cache" in result.stderr
     assert "hf download owner/model" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def _process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m paged` with these."""
+    command = [sys.executable, "-m", "paged", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench"], ["bench", "--json"], ["info"]])
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_a_full_disk(arguments: list[str], is_buffered: bool) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    with open("/dev/full", "w") as full:
+        result = _process(*arguments, stdout=full, env=environment)
+    assert (result.returncode, result.stderr) == (1, "paged: OSError: No space left on device\n")
+
+
+def test_nobody_reads() -> None:
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    result = _process("bench", "--json", stdout=sender)
+    os.close(sender)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert _process("bench", "--json", stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.05, 0.2, 0.5, 1.0, 2.0])
+def test_an_interrupt_at_any_moment(wait_s: float) -> None:
+    """From the first import of ours on: before it Python itself starts."""
+    code = (
+        "import sys, paged.__main__ as entry; print('here', flush=True); "
+        "sys.argv = ['paged', 'generate', '--count', '99999']; sys.exit(entry.main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "here\n"
+        time.sleep(0.02 + wait_s)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_options_that_are_no_good_are_one_line(generate: Generate) -> None:
+    for arguments, message in (
+        (("--count", "-1"), "--count -1: expected 1 to 100000"),
+        (("--system", "x"), "--system: only with --chat"),
+        (("--device", "mps"), "--device mps: the kernels run on cpu and cuda"),
+        (("--prompt", "\udcff"), "is half of a character"),
+        (("\x1b]8;;x\x07\u202e", "--prompt", "x"), r"model '\x1b]8;;x\x07\u202e': no such folder"),
+        (("\x00", "--prompt", "x"), "model"),
+        (("a" * 5000, "--prompt", "x"), "model"),
+    ):
+        error = generate(*arguments, code=1)["error"]
+        assert message in error
+        assert error.count("\n") == 1
+    assert generate("--count", "1", "--device", "cpu")["summary"]["correct"] == 1
+
+
+def test_special_tokens_in_prompts(generate: Generate, prompt: RecallPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count only where that is asked for."""
+    asked: list[bool] = []
+    encode = ChatTokenizer.encode
+
+    def record(tokenizer: ChatTokenizer, text: str, *, parse_special: bool = False) -> list[int]:
+        asked.append(parse_special)
+        return encode(tokenizer, text, parse_special=parse_special)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", record)
+    for option in ((), ("--parse-special",)):
+        assert texts(generate("--prompt", prompt.text, *option)) == [prompt.answer]
+    assert asked == [False, True]

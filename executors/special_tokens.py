@@ -1,0 +1,201 @@
+"""Which special tokens a text may become: those that a chat template writes, and none that stand in a user's text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from paged.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+Span = tuple[int, int, int]
+"""Begin, end and token id of a special token within a text."""
+
+
+class Disguise:
+    """Characters of special tokens in users' texts, each replaced by a private one of its own, and back.
+
+    Rendered with the disguised texts, a conversation holds as special tokens those alone that its template wrote, and
+    every character of a user's that could be of one is known, whatever the template does to it: trims, splits, joins.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], taken: Iterable[str]) -> None:
+        """pattern: what is disguised, by its first character; but for what its group `kept` matches. taken: characters
+        that stand for themselves.
+        """
+        self._pattern = pattern
+        self._there: dict[str, str] = {}
+        used = set(taken)
+        self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+
+    def put_on(self, value: Any) -> Any:
+        """Of all texts in a JSON value."""
+        if isinstance(value, str):
+            return self._pattern.sub(self._stand_in, value)
+        if isinstance(value, dict):
+            return {self.put_on(key): self.put_on(item) for key, item in value.items()}
+        return [self.put_on(item) for item in value] if isinstance(value, list) else value
+
+    def take_off(self, text: str) -> str:
+        """Character by character, so that places in the text stay."""
+        return text.translate({ord(stand_in): char for char, stand_in in self._there.items()})
+
+    def unescape(self, text: str) -> str:
+        """With those that a template has written as JSON in ASCII, two escapes each."""
+        for stand_in in self._there.values():
+            text = text.replace(json.dumps(stand_in)[1:-1], stand_in)
+        return text
+
+    def _stand_in(self, match: re.Match[str]) -> str:
+        if match["kept"] is not None:
+            return str(match[0])
+        char: str = match[0][0]
+        if char not in self._there:
+            self._there[char] = next(self._free)
+        return self._there[char] + str(match[0][1:])
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer, and how texts are encoded without making any."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._contents = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._others = [token.content for token in added.values() if not token.special and token.content]
+        self._normalizes = any(token.special and token.normalized for token in added.values())
+        # The model's own word for what it does not know, or what the last private character becomes, which no
+        # vocabulary holds: Unigram does not tell, and a normalizer may drop the character.
+        self._unknown: set[int | None] = set(tokenizer.encode("\U0010fffd", add_special_tokens=False).ids)
+        if (unknown := getattr(tokenizer.model, "unk_token", None)) is not None:
+            self._unknown.add(tokenizer.token_to_id(unknown))
+
+    def found(self, text: str, encoding: Encoding) -> list[Span]:
+        """Those that the text itself became: not those put around it, nor the unknown token for what is unknown."""
+        if self._contents.keys().isdisjoint(encoding.ids):
+            return []
+        rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
+        return [
+            (begin, end, token_id)
+            for token_id, is_around, (begin, end) in rows
+            if token_id in self._contents
+            and not is_around
+            and (token_id not in self._unknown or text[begin:end].strip() == self._contents[token_id].strip())
+        ]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Without special tokens, whatever stands there, and without any around.
+
+        Raises:
+            InvalidInputError: a special token of one character stands there, which the model itself takes for one.
+        """
+        encoding = self._strict.encode(text, add_special_tokens=False)
+        spans = self.found(text, encoding)
+        if not spans:
+            return list(encoding.ids)
+        # The model's own vocabulary has them too, as that of Unigram often has: then their parts are encoded.
+        ids, start = [], 0
+        for begin, end, token_id in spans:
+            if end - begin < 2:
+                raise InvalidInputError(
+                    f"text: {text[begin:end]!r} at {begin} is special token {token_id} and cannot be written otherwise"
+                )
+            ids += self.encode_plain(text[start : begin + 1])
+            start = begin + 1
+        return ids + self.encode_plain(text[start:])
+
+    def encode_rendered(
+        self,
+        text: str,
+        encoding: Encoding,
+        given: Any,
+        render: Callable[[Callable[[Any], Any]], str],
+        literals: Iterable[str],
+    ) -> list[int]:
+        """Token ids of a rendered conversation, in which the template's special tokens count and users' do not.
+
+        Where users' texts hold none, which is nearly always, these are the ids of `encoding`, that of the whole text.
+
+        Args:
+            given: the users' texts, a JSON value.
+            render: renders with what a function makes of the users' texts.
+            literals: texts that the template may look for in them.
+        """
+        spans = self.found(text, encoding)
+        if not spans:
+            return list(encoding.ids)
+        characters = set(_characters(given))
+        disguise = Disguise(self._pattern(characters, literals), characters | set(text))
+        if disguise.put_on(given) == given:
+            return list(encoding.ids)
+        other = disguise.unescape(render(disguise.put_on))
+        revealed = disguise.take_off(other)
+        if revealed == text and all(other[begin:end] == text[begin:end] for begin, end, _ in spans):
+            return list(encoding.ids)
+        # Where the template decides by such characters, it may have written another text.
+        templates_own = self.found(other, self._tokenizer.encode(other, add_special_tokens=False))
+        if [token for _, _, token in templates_own] == [token for _, _, token in spans]:
+            return list(encoding.ids)
+        ids, start = [], 0
+        for begin, end, token_id in templates_own:
+            ids += [*self.encode_plain(revealed[start:begin]), token_id]
+            start = end
+        return ids + self.encode_plain(revealed[start:])
+
+    @cached_property
+    def _strict(self) -> Tokenizer:
+        """The same tokenizer, which takes special tokens in a text for text. Made when a text holds one."""
+        from tokenizers import Tokenizer
+
+        strict = Tokenizer.from_str(self._tokenizer.to_str())
+        strict.encode_special_tokens = True
+        return strict
+
+    def _pattern(self, characters: Iterable[str], literals: Iterable[str]) -> re.Pattern[str]:
+        """What is disguised: every character that is no letter, digit, underscore or space and stands in a special
+        token, since parts of one may come from several texts; a special token without any as a whole. Texts that
+        templates look for, `</think>` as an example, are kept, unless they could be a part of a special token.
+        """
+        signs = {char for content in self._contents.values() for char in content if _is_sign(char)}
+        words = {
+            content.strip()
+            for content in self._contents.values()
+            if content.strip() and not any(_is_sign(char) for char in content)
+        }
+        if self._normalizes and (normalizer := self._tokenizer.normalizer) is not None:
+            # Characters that the tokenizer takes for one of these.
+            signs |= {char for char in characters if signs & set(normalizer.normalize_str(char))}
+        wanted = {
+            text
+            for text in (*self._others, *literals)
+            if text and not any(_touch(text, content) for content in self._contents.values())
+        }
+        kept = "|".join(re.escape(text) for text in sorted(wanted, key=len, reverse=True)) or "(?!)"
+        parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
+        parts += [f"[{''.join(map(re.escape, sorted(signs)))}]"] if signs else []
+        return re.compile(f"(?P<kept>{kept})|{'|'.join(parts) or '(?!)'}", re.IGNORECASE if words else 0)
+
+
+def _touch(text: str, special: str) -> bool:
+    """Whether one holds the other, or an end of one is a beginning of the other."""
+    if text in special or special in text:
+        return True
+    ends = range(1, min(len(text), len(special)))
+    return any(text[-size:] == special[:size] or text[:size] == special[-size:] for size in ends)
+
+
+def _is_sign(char: str) -> bool:
+    return not (char.isalnum() or char.isspace() or char == "_")
+
+
+def _characters(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return "".join(f"{key}{''.join(_characters(item))}" for key, item in value.items())
+    return "".join("".join(_characters(item)) for item in value) if isinstance(value, list) else ""

@@ -1,0 +1,97 @@
+"""What a tokenizer may make of a text: so much longer and no more, since what it makes is made in this process.
+
+A tokenizer.json is a program: forty replacements of `a` by `aa` make 10**12 characters of one, which ends the process.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from typing import Any
+
+# Those of known models reach 36: a table of Unicode forms with 18 characters for one, and a space put before.
+_MOST_GROWTH = 128
+# Special tokens that a template puts around a text; known are up to 4.
+_MOST_AROUND = 1000
+# Of one word that WordPiece looks up piece by piece, in time that grows with its square; and of affixes, which are put
+# to every word. Known are 200 and 4.
+_LONGEST_WORD, _LONGEST_AFFIX = 1000, 1000
+_MAY_MATCH_NOTHING = re.compile(r"[*?|^$]|\{0|\{,|\\[bBAzZGKXyY]|^$")
+_STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
+
+
+def excess(values: Any) -> str | None:
+    """In which way a tokenizer.json goes beyond the limits, None where it does not, or is none at all."""
+    if not isinstance(values, dict):
+        return None
+    for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        try:
+            growth = _growth(values.get(part))
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            return f"{part} is malformed ({type(error).__name__}: {error})"
+        if growth > _MOST_GROWTH:
+            return f"{part} makes a text up to {growth:.3g} times as long, expected {_MOST_GROWTH} at most"
+    model = values.get("model")
+    if isinstance(model, dict):
+        if isinstance(longest := model.get("max_input_chars_per_word"), int) and longest > _LONGEST_WORD:
+            return f"model.max_input_chars_per_word = {longest}, expected {_LONGEST_WORD} at most"
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if isinstance(affix := model.get(name), str) and len(affix) > _LONGEST_AFFIX:
+                return f"model.{name} has {len(affix)} characters, expected {_LONGEST_AFFIX} at most"
+        return _gap(model.get("vocab"))
+    return None
+
+
+def _gap(vocab: Any) -> str | None:
+    """Whoever writes a vocabulary out goes through all ids up to the largest."""
+    if not isinstance(vocab, dict):
+        return None
+    largest = max((token_id for token_id in vocab.values() if isinstance(token_id, int)), default=0)
+    return f"token id {largest} among {len(vocab)} tokens" if largest > 2 * len(vocab) + 65536 else None
+
+
+def _growth(step: Any) -> float:
+    """By which factor one component makes a text longer at the most; those in a sequence multiply. Components are known
+    by what they hold, as their type may be left out.
+    """
+    if not isinstance(step, dict):
+        return 1.0
+    growth = 1.0
+    for name in _STEPS:
+        growth *= math.prod(map(_growth, step.get(name) or ()))
+    if step.get("content") is not None and isinstance(step.get("pattern"), dict):
+        growth *= _replacement_growth(step["pattern"], len(step["content"]))
+    if step.get("prepend") is not None:
+        growth *= 1 + len(step["prepend"])
+    if step.get("type") == "ByteLevel" or "trim_offsets" in step:  # a character for every byte
+        growth *= 4
+    if step.get("type") in ("BPEDecoder", "CTC") or "suffix" in step:  # an empty suffix is found between all characters
+        growth *= 2
+    if step.get("precompiled_charsmap") is not None:
+        growth *= _longest_form(base64.b64decode(step["precompiled_charsmap"]))
+    if step.get("single") is not None:
+        growth *= _copies(step["single"], step.get("special_tokens") or {})
+    return growth
+
+
+def _replacement_growth(pattern: dict[str, str], content: int) -> float:
+    if "Regex" not in pattern:
+        return max(1.0, content / max(1, len(pattern["String"])))
+    # What may match nothing is found between all characters, which stay.
+    return 1.0 + content if _MAY_MATCH_NOTHING.search(pattern["Regex"]) else max(1.0, content)
+
+
+def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
+    """How often a template of what stands around a text repeats the text."""
+    if isinstance(single, str):
+        return single.count("$")
+    names = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
+    around = sum(len(special_tokens[name]["ids"]) for name in names)
+    return max(1, len(single) - len(names)) if around <= _MOST_AROUND else math.inf
+
+
+def _longest_form(charsmap: bytes) -> float:
+    """Of a table of normal forms: a trie after its size in bytes, then strings that end with a zero byte."""
+    start = 4 + int.from_bytes(charsmap[:4], "little")
+    return max([1, *(len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0"))])
