@@ -15,6 +15,7 @@ from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import ForwardStep, PreparedStep
+from paged.integers import as_index, shown
 from paged.kernels.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.reshape_and_cache import reshape_and_cache
@@ -46,14 +47,14 @@ class PagedExecutorConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "embedding" and (not isinstance(value, int) or value < 1):
-                raise InvalidInputError(f"{name}: {value!r}, expected a positive integer")
+            if name != "embedding":
+                object.__setattr__(self, name, as_index(name, value, minimum=1))
         if self.num_heads % self.num_kv_heads:
             raise InvalidInputError(
                 f"num_heads: {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}"
             )
-        if self.embedding not in ("one_hot", "sinusoidal"):
-            raise InvalidInputError(f"embedding: {self.embedding!r}, expected 'one_hot' or 'sinusoidal'")
+        if not isinstance(self.embedding, str) or self.embedding not in ("one_hot", "sinusoidal"):
+            raise InvalidInputError(f"embedding: {shown(self.embedding)}, expected 'one_hot' or 'sinusoidal'")
 
 
 class PagedAttentionExecutor(UnifiedExecutor):

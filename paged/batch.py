@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError
-from paged.seq_id import SeqId
+from paged.integers import as_index, as_token_ids
+from paged.seq_id import SeqId, as_seq_id
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,12 @@ class UnifiedBatchItem:
     pos_offset: position of the first of q_tokens; it must be the number of tokens the cache holds.
     is_final_chunk: whether the last token's logits are wanted, or under VerifyLogits those of all.
     metadata: "lora_adapter" names a loaded adapter.
+
+    Ids, tokens and positions may be of any integer type, and q_tokens any iterable of them: they are kept as ints and a
+    list, so that an iterator is read once.
+
+    Raises:
+        InvalidInputError: seq_id is neither str nor int, or q_tokens or pos_offset are no integers.
     """
 
     seq_id: SeqId
@@ -60,6 +67,16 @@ class UnifiedBatchItem:
     is_final_chunk: bool = True
     metadata: dict[str, Any] = field(default_factory=dict)
     logits_policy: LogitsPolicy = FullLogits()
+
+    def __post_init__(self) -> None:
+        # What a step makes hundreds of costs 0.2 us more by this.
+        if type(self.seq_id) is not str:
+            object.__setattr__(self, "seq_id", as_seq_id("seq_id", self.seq_id))
+        tokens = as_token_ids("q_tokens", self.q_tokens)
+        if tokens is not self.q_tokens:
+            object.__setattr__(self, "q_tokens", tokens)
+        if type(self.pos_offset) is not int or self.pos_offset < 0:
+            object.__setattr__(self, "pos_offset", as_index("pos_offset", self.pos_offset))
 
 
 @dataclass(frozen=True)

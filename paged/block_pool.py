@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
-from itertools import repeat
+from itertools import count as count_from
+from itertools import islice, repeat
 
 from paged.block_ages import BlockAges
 from paged.errors import OutOfBlocksError, PagedError
+from paged.undo_log import UndoLog
 
 
 class BlockPool:
@@ -25,15 +27,20 @@ class BlockPool:
         num_blocks: int,
         published: Set[int] = frozenset(),
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
+        undo: UndoLog | None = None,
     ) -> None:
+        """undo: where every change says first how to take it back; None where nobody will."""
         self.num_blocks = num_blocks
         self.num_refused = 0
         self.ages = BlockAges()
         self._published = published
         self._on_evict = on_evict
+        self._undo = UndoLog(is_kept=False) if undo is None else undo
         self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free and published, least recently used first
+        # Free and published, least recently used first, each with a number that rises in that order.
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        self._ticks = count_from()
 
     @property
     def num_free(self) -> int:
@@ -73,6 +80,7 @@ class BlockPool:
             self.evict(count - len(free))
         split = len(free) - count
         blocks = free[split:]
+        self._undo.add((self._set_free, split, blocks.copy()))
         blocks.reverse()
         del free[split:]
         self.ages.taken(blocks)
@@ -91,13 +99,13 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of `blocks`, which are in use or cached."""
         cached, extra = self._cached, self._extra_references
-        revived = []
-        for block in blocks:
-            if block in cached:
-                del cached[block]
-                revived.append(block)
-            else:
-                extra[block] = extra.get(block, 0) + 1
+        revived = {block: cached[block] for block in blocks if block in cached}
+        more = [block for block in blocks if block not in revived] if revived else blocks
+        self._undo.add((self._unshare, revived, {block: extra.get(block, 0) for block in more}))
+        for block in revived:
+            del cached[block]
+        for block in more:
+            extra[block] = extra.get(block, 0) + 1
         if revived:
             self.ages.revived(revived)
 
@@ -110,17 +118,19 @@ class BlockPool:
             blocks = [block for block in blocks if block]
         extra, published = self._extra_references, self._published
         freed = blocks[::-1]
+        shared: dict[int, int] = {}
         if extra and not extra.keys().isdisjoint(freed):
-            freed = [block for block in freed if block not in extra]
-            for block in blocks:
-                count = extra.get(block)
-                if count == 1:
-                    del extra[block]
-                elif count:
-                    extra[block] = count - 1
+            shared = {block: extra[block] for block in blocks if block in extra}
+            freed = [block for block in freed if block not in shared]
         cached = [block for block in freed if block in published] if published else ()
-        for block in cached:  # half the time of OrderedDict.update
-            self._cached[block] = None
+        self._undo.add((self._take_back, len(self._free), cached, shared))
+        for block, count in shared.items():
+            if count == 1:
+                del extra[block]
+            else:
+                extra[block] = count - 1
+        for block, tick in zip(cached, self._ticks, strict=False):  # half the time of OrderedDict.update
+            self._cached[block] = tick
         if len(cached) < len(freed):
             self._free += [block for block in freed if block not in published] if cached else freed
         self.ages.freed(freed)
@@ -130,16 +140,52 @@ class BlockPool:
         count = min(count, len(self._cached))
         if count <= 0:
             return 0
-        blocks = [block for block, _ in map(self._cached.popitem, repeat(False, count))]
+        evicted = dict(islice(self._cached.items(), count))
+        blocks = list(evicted)
+        self._undo.add((self._set_free, len(self._free), []))
+        self._undo.add((self._restore_cached, evicted))
         self._on_evict(blocks)
+        deque(map(self._cached.popitem, repeat(False, count)), maxlen=0)
         self._free += blocks
         return count
 
     def unpublished(self, block: int) -> None:
         """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
         if block in self._cached:
+            self._undo.add((self._set_free, len(self._free), []))
+            self._undo.add((self._restore_cached, {block: self._cached[block]}))
             del self._cached[block]
             self._free.append(block)
+
+    def _set_free(self, start: int, blocks: list[int]) -> None:
+        """Undo: from `start` on, the free blocks were these."""
+        self._free[start:] = blocks
+
+    def _restore_cached(self, ticks: dict[int, int]) -> None:
+        """Undo: these blocks were cached, with these numbers."""
+        self._cached.update(ticks)
+        for block in sorted(self._cached, key=self._cached.__getitem__):
+            self._cached.move_to_end(block)
+
+    def _set_extra(self, counts: dict[int, int]) -> None:
+        for block, count in counts.items():
+            if count:
+                self._extra_references[block] = count
+            else:
+                self._extra_references.pop(block, None)
+
+    def _unshare(self, revived: dict[int, int], counts: dict[int, int]) -> None:
+        """Undo `share`: these were cached, and these had so many references more than one."""
+        self._set_extra(counts)
+        if revived:
+            self._restore_cached(revived)
+
+    def _take_back(self, num_free: int, cached: Iterable[int], shared: dict[int, int]) -> None:
+        """Undo `release`: so many blocks were free, these were not cached, these had so many references more."""
+        del self._free[num_free:]
+        for block in cached:
+            self._cached.pop(block, None)
+        self._set_extra(shared)
 
     def check(self, references: Mapping[int, int]) -> None:
         """Compare with the references that the holders of blocks count.

@@ -28,11 +28,14 @@ class BlockTable:
         """Give a sequence a row."""
         if not self._free:
             count = len(self._rows)
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
-            self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
-            self._owners += [None] * count
-            self._free = [(row, ()) for row in range(count, 2 * count)]
-        state.row, state.row_blocks = self._free.pop()
+            rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+            num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
+            owners = [*self._owners, *[None] * count]
+            free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(count, 2 * count)]
+            # Nothing fails from here on: the four are of one size.
+            self._rows, self._num_blocks, self._owners, self._free = rows, num_blocks, owners, free
+        state.row, state.row_blocks = self._free[-1]
+        del self._free[-1]
         self._owners[state.row] = state
 
     def remove(self, state: SequenceState) -> None:

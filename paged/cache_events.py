@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import RLock
 
+from paged.undo_log import UndoLog
+
 _LOG = logging.getLogger("paged")
 
 
@@ -46,15 +48,19 @@ CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 
 
 class Notifier:
-    """The cache's lock as a context manager that calls back once the outermost holder has left it.
+    """The cache's lock as a context manager, and what happens when its outermost holder leaves it: by an exception, all
+    that `undo` knows of is taken back; otherwise callbacks are told.
 
     Every listener hears of everything in order: whoever leaves the lock while a delivery is under way adds to it. An
-    error in a callback is logged: the call that caused it has done its work.
+    error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
+    does, is raised again once everything is delivered.
     """
 
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
         self._lock = RLock()
         self._depth = 0
+        self.undo = UndoLog()
+        self._events: list[CacheEvent] = []
         self._pressure = pressure
         self._last_pressure = MemoryPressure.LOW
         self._pressure_listeners: list[Callable[[MemoryPressure], None]] = []
@@ -80,35 +86,55 @@ class Notifier:
             self._event_listeners.append(callback)
 
     def add(self, event: CacheEvent) -> None:
-        """Queue an event, with the lock held."""
-        self._calls.extend((callback, event) for callback in self._event_listeners)
+        """Tell of an event with the lock held, unless the call fails."""
+        self._events.append(event)
 
     def __enter__(self) -> None:
         self._lock.acquire()
         self._depth += 1
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._pressure_listeners:
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        deliver = False
+        try:
+            if self._depth == 1:
+                if exc_type is not None:
+                    self._events.clear()
+                    self.undo.undo()
+                else:
+                    self.undo.clear()
+                self._queue()
+                deliver = bool(self._calls) and not self._is_delivering
+                self._is_delivering |= deliver
+        finally:
+            self._depth -= 1
+            self._lock.release()
+        if deliver:
+            self._deliver()
+
+    def _queue(self) -> None:
+        """What listeners are to hear after this call."""
+        if self._events:
+            self._calls.extend((callback, event) for event in self._events for callback in self._event_listeners)
+            self._events.clear()
+        if self._pressure_listeners:
             level = self._pressure()
             if level is not self._last_pressure:
                 self._last_pressure = level
                 self._calls.extend((callback, level) for callback in self._pressure_listeners)
-        deliver = self._depth == 0 and bool(self._calls) and not self._is_delivering
-        if deliver:
-            self._is_delivering = True
-        self._lock.release()
-        if deliver:
-            self._deliver()
 
     def _deliver(self) -> None:
+        ending: BaseException | None = None
         while True:
             with self._lock:
                 if not self._calls:
                     self._is_delivering = False
-                    return
+                    break
                 callback, argument = self._calls.popleft()
             try:
                 callback(argument)
             except Exception:
                 _LOG.exception("a callback of the KV cache failed on %r", argument)
+            except BaseException as error:
+                ending = error
+        if ending is not None:
+            raise ending

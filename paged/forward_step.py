@@ -92,7 +92,11 @@ class PreparedStep:
         self.is_used = False
         self._manager = manager
         self._vocab_size = vocab_size
-        self._positions: list[int] = self.step.host.positions.tolist()
+        try:
+            self._positions: list[int] = self.step.host.positions.tolist()
+        except BaseException:
+            self._reservation.rollback()
+            raise
         self._fitting: Sequence[UnifiedBatchItem] | None = None
 
     def fits(self, items: Sequence[UnifiedBatchItem]) -> bool:
@@ -141,27 +145,29 @@ def forward_step(
         SequenceTooLongError: beyond the cache's `max_seq_len`.
         OutOfBlocksError: the pool cannot supply the room.
     """
-    made: list[KvCacheHandle] = []
+    made: list[KvCacheHandle | None] = [None] * len(items)  # assigning to it cannot fail
+    room: KvSlotReservation | None = None
     try:
         if prepared is not None:
             step, room = prepared.take(items)
         else:
             handles = []
-            for item in items:
+            for i, item in enumerate(items):
                 handle = item.kv_cache or manager.get_handle(item.seq_id)
                 if handle is None:
-                    handle = manager.allocate(item.seq_id)
-                    made.append(handle)
+                    made[i] = handle = manager.allocate(item.seq_id)
                 handles.append(handle)
             counts = [len(item.q_tokens) for item in items]
             tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
             step, room = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
-        with room:
-            yield step
-            room.commit([item.q_tokens for item in items])
+        yield step
+        room.commit([item.q_tokens for item in items])  # last, as nothing takes that back
     except BaseException:
-        for handle in made:
-            manager.free(handle)
+        if room is not None:
+            room.rollback()
+        for new in made:
+            if new is not None:
+                manager.free(new)
         raise
 
 
@@ -178,10 +184,10 @@ def _reserve(
     reservation = manager.reserve(requests)
     try:
         host = manager.host_metadata(zip(handles, counts, strict=True))
+        return ForwardStep(token_ids, host, row_ids, tuple(handles), manager.device), reservation
     except BaseException:
         reservation.rollback()
         raise
-    return ForwardStep(token_ids, host, row_ids, tuple(handles), manager.device), reservation
 
 
 def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> NDArray[np.int64]:

@@ -44,6 +44,8 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
     """
     try:
         ids = value if type(value) is list else _listed(value, max_length)
+    except MemoryError:
+        raise
     except Exception as error:
         expected = "a list, range, generator or array with one axis, of integers"
         raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}") from error
@@ -79,6 +81,8 @@ def _index(value: Any) -> int | None:
             value = value.tolist()
             return value if type(value) is int else None
         return operator.index(value)
+    except MemoryError:
+        raise
     except Exception:
         return None
 

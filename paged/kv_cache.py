@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from numbers import Real
+from typing import TYPE_CHECKING, Any, cast
 
 from paged.block_pool import BlockPool
 from paged.errors import InvalidInputError
+from paged.integers import as_index, shown
 from paged.kv_slot_reservation import SequenceState
 from paged.seq_id import SeqId
 
 if TYPE_CHECKING:
     import torch
+
+
+# Ids of blocks are int32 where kernels read them.
+_MAX_SIZE = (1 << 31) - 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class PagedKvCacheConfig:
     prefix_hash: "fast", a polynomial modulo 2^64, or "sha256"; token ids are compared on every hit with either.
 
     Raises:
-        InvalidInputError: a size is not positive, the watermarks are not 0 <= high <= low <= 1, or the hash is another.
+        InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
+            enable_prefix_cache is not a bool, or the hash is another.
     """
 
     num_layers: int
@@ -52,34 +57,37 @@ class PagedKvCacheConfig:
     prefix_hash: str = "fast"
 
     def __post_init__(self) -> None:
-        optional = ("max_seq_len", "sliding_window")
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", *optional):
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInputError(f"{name}: {value!r}, expected a positive integer")
-        check_count("num_swap_blocks", self.num_swap_blocks)
-        if not 0.0 <= self.high_watermark <= self.low_watermark <= 1.0:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks"):
+            self._set(name, as_index(name, getattr(self, name), minimum=1, maximum=_MAX_SIZE))
+        self._set("num_swap_blocks", as_index("num_swap_blocks", self.num_swap_blocks, maximum=_MAX_SIZE))
+        for name in ("max_seq_len", "sliding_window"):
+            if getattr(self, name) is not None:
+                self._set(name, as_index(name, getattr(self, name), minimum=1))
+        for name in ("low_watermark", "high_watermark"):
+            self._set(name, _as_fraction(name, getattr(self, name)))
+        if self.high_watermark > self.low_watermark:
             raise InvalidInputError(
                 f"high_watermark, low_watermark: {self.high_watermark}, {self.low_watermark}, "
                 "expected 0 <= high_watermark <= low_watermark <= 1"
             )
-        if self.prefix_hash not in ("fast", "sha256"):
-            raise InvalidInputError(f"prefix_hash: {self.prefix_hash!r}, expected 'fast' or 'sha256'")
+        if not isinstance(self.enable_prefix_cache, bool):
+            raise InvalidInputError(f"enable_prefix_cache: {shown(self.enable_prefix_cache)}, expected a bool")
+        if not isinstance(self.prefix_hash, str) or self.prefix_hash not in ("fast", "sha256"):
+            raise InvalidInputError(f"prefix_hash: {shown(self.prefix_hash)}, expected 'fast' or 'sha256'")
+
+    def _set(self, name: str, value: Any) -> None:
+        """A field as it was meant, while the configuration is made."""
+        object.__setattr__(self, name, value)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that have room for `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 
-_INTEGERS = (int, np.integer)
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise InvalidInputError unless `value` is an integer of at least 0."""
-    if not isinstance(value, _INTEGERS) or value < 0:
-        raise InvalidInputError(f"{name}: {value!r}, expected an integer of at least 0")
+def _as_fraction(name: str, value: object) -> float:
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast(float, value) <= 1:
+        return float(value)
+    raise InvalidInputError(f"{name}: {shown(value)}, expected 0 <= high_watermark <= low_watermark <= 1")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,25 @@ from paged.cache_events import CacheEvent, MemoryPressure, Notifier
 from paged.cache_integrity import check_integrity
 from paged.cache_stats import CacheStats, count_stats
 from paged.errors import InvalidInputError
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig, check_count
+from paged.integers import as_index, as_token_ids, shown
+from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.kv_inspection import KvInspection
 from paged.kv_slot_allocator import KvSlotAllocator
 from paged.kv_slot_reservation import KvSlotReservation, SequenceState
-from paged.live_sequences import LiveSequences
+from paged.live_sequences import LiveSequences, as_pairs
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.prefix_cache import PrefixCache
-from paged.seq_id import SeqId
+from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.sliding_window import SlidingWindow
 from paged.staging import to_device
 from paged.swap_space import SwapSpace
-from paged.token_chain import as_list
+from paged.token_chain import TokenChain, pack
 
 
 class PagedKvCacheManager:
     """The K/V cache of many sequences. Thread-safe; a call that raises leaves everything as it was, but for cached
-    blocks that nobody holds: those it needed may have been evicted.
+    blocks that it evicted and was about to write to: those stay evicted.
 
     `num_tokens` of a handle counts positions that hold valid K/V, `capacity` those its blocks have room for. Blocks
     may be shared; before a shared one is written it is replaced by a copy with its data.
@@ -45,14 +47,15 @@ class PagedKvCacheManager:
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         self.config = config
+        self._tensors = KvCacheTensors(config)  # first: where there is no memory for it, there is nothing to count
         self._guard = Notifier(self._measure_pressure)
+        self._undo = self._guard.undo
         self._prefixes = PrefixCache(config, self._guard)
         self._pool = self._prefixes.pool
-        self._tensors = KvCacheTensors(config)
-        self._window = SlidingWindow(config, self._pool)
+        self._window = SlidingWindow(config, self._pool, self._undo)
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window)
-        self._swap = SwapSpace(config, self._prefixes, self._tensors)
-        self._sequences = LiveSequences(config, self._pool)
+        self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
+        self._sequences = LiveSequences(config, self._pool, self._undo)
         self._handles = self._sequences.handles
         self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)
 
@@ -66,7 +69,7 @@ class PagedKvCacheManager:
         request_id: SeqId,
         num_tokens: int = 0,
         *,
-        token_ids: Sequence[int] | None = None,
+        token_ids: Iterable[int] | None = None,
         namespace: Hashable = None,
     ) -> KvCacheHandle:
         """A new sequence with room for `num_tokens`, or for `token_ids` where those are more.
@@ -75,21 +78,24 @@ class PagedKvCacheManager:
         the last of `token_ids` is always left to compute, as its logits are wanted.
 
         Raises:
-            InvalidInputError: `request_id` names a live sequence, `num_tokens` is negative, or an id that was looked up
-                exceeds int32; the others are refused by `commit`.
+            InvalidInputError: `request_id` names a live sequence or is neither str nor int, `num_tokens` is negative,
+                `token_ids` are not all integers, the namespace cannot be hashed or is or holds a bool or a float, or an
+                id that was looked up exceeds int32; the others are refused by `commit`.
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
-        check_count("num_tokens", num_tokens)
-        room = num_tokens if token_ids is None else max(num_tokens, len(token_ids))
+        num_tokens = as_index("num_tokens", num_tokens)
+        ids = None if token_ids is None else as_token_ids("token_ids", token_ids)
+        namespace = as_namespace("namespace", namespace)
+        room = num_tokens if ids is None else max(num_tokens, len(ids))
         with self._guard:
-            self._sequences.check_new(request_id)
+            request_id = self._sequences.new_name(request_id)
             self._sequences.check_length(room)
             state = SequenceState(request_id, namespace)
-            if token_ids is None or not self.config.enable_prefix_cache:
+            if ids is None or not self.config.enable_prefix_cache:
                 state.blocks = tuple(self._pool.allocate(self.config.blocks_for(room)))
             else:
-                self._prefixes.begin(state, as_list(token_ids), self.config.blocks_for(room))
+                self._prefixes.begin(state, ids, self.config.blocks_for(room))
                 self._window.drop_unseen([state])
             return self._sequences.add(state)
 
@@ -101,13 +107,14 @@ class PagedKvCacheManager:
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
-        check_count("num_tokens", num_tokens)
+        num_tokens = as_index("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
             self._sequences.check_length(target)
             with self._slots.reserve([state], [target]) as reservation:
                 written = max(state.num_tokens, state.num_written)
+                self._prefixes.overwrite(state.blocks)
                 self._tensors.clear(state.blocks, written, max(written, target))
                 reservation.commit()
 
@@ -118,34 +125,41 @@ class PagedKvCacheManager:
             InvalidInputError: `num_tokens` is negative or goes beyond the capacity.
             SequenceTooLongError: beyond `max_seq_len`.
         """
-        check_count("num_tokens", num_tokens)
+        num_tokens = as_index("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
             if target > handle.capacity:
                 raise InvalidInputError(f"num_tokens: length {target}, expected at most the capacity {handle.capacity}")
             self._sequences.check_length(target)
+            state.remember(self._undo)
             state.settle()
             state.num_tokens = target
             self._window.drop_unseen([state])
 
-    def commit(self, handle: KvCacheHandle, token_ids: Sequence[int]) -> None:
+    def commit(self, handle: KvCacheHandle, token_ids: Iterable[int]) -> None:
         """Publish the full blocks written so far. `token_ids` are those at positions 0.., as far as they are known.
 
         Raises:
             InvalidInputError: they are not those the sequence was given before, or one exceeds int32.
         """
+        ids = as_token_ids("token_ids", token_ids)
         with self._guard:
-            self._prefixes.commit(self._sequences.state(handle), token_ids)
+            self._prefixes.commit(self._sequences.state(handle), ids)
 
-    def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Sequence[int]]]) -> None:
+    def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Iterable[int]]]) -> None:
         """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
 
         A sequence whose earlier ids are not all known is passed over.
+
+        Raises:
+            InvalidInputError: an id is not an integer of 32 bits.
         """
+        handles, given = as_pairs("items", items)
+        ids = [as_token_ids("token_ids", token_ids) for token_ids in given]
+        pack(list(chain.from_iterable(ids)))
         with self._guard:
-            for handle, token_ids in items:
-                self._prefixes.append(self._sequences.state(handle), token_ids)
+            self._prefixes.append([self._sequences.state(handle) for handle in handles], ids)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Roll back to the first `num_tokens` positions; blocks beyond them are given back.
@@ -154,19 +168,20 @@ class PagedKvCacheManager:
             InvalidInputError: `num_tokens` is negative or more than the sequence holds, or what the sliding window
                 shows from there is gone.
         """
-        check_count("num_tokens", num_tokens)
+        num_tokens = as_index("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             if num_tokens > state.num_tokens:
                 raise InvalidInputError(f"num_tokens: {num_tokens}, expected at most the length {state.num_tokens}")
             self._window.check_rollback(state, num_tokens)
+            state.remember(self._undo)
             state.settle()
             kept = self.config.blocks_for(num_tokens)
             dropped, state.blocks = state.blocks[kept:], state.blocks[:kept]
             self._pool.release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
-            state.chain.cut(num_tokens, num_tokens // self.config.block_size)
+            state.chain.cut(num_tokens, num_tokens // self.config.block_size, self._undo)
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
         """A second sequence with the same tokens, over the same blocks until either writes to one.
@@ -176,7 +191,8 @@ class PagedKvCacheManager:
         """
         with self._guard:
             source = self._sequences.state(handle)
-            self._sequences.check_new(request_id)
+            request_id = self._sequences.new_name(request_id)
+            source.remember(self._undo)
             source.settle()
             blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
@@ -191,15 +207,15 @@ class PagedKvCacheManager:
             InvalidInputError: the handle belongs to another manager.
         """
         with self._guard:
-            if not handle.is_valid:
+            if isinstance(handle, KvCacheHandle) and not handle.is_valid:
                 return
             state = self._sequences.state(handle, may_be_swapped=True)
+            state.remember(self._undo)
             state.settle()
             self._pool.release(state.blocks)
             self._swap.discard(state)
-            state.blocks = ()
+            state.blocks, state.chain = (), TokenChain()
             state.num_tokens = state.num_cached_tokens = state.num_written = 0
-            state.chain.cut(0, 0)
             self._sequences.remove(state)
 
     def swap_out(self, handle: KvCacheHandle) -> None:
@@ -222,7 +238,7 @@ class PagedKvCacheManager:
         with self._guard:
             self._swap.swap_in(self._sequences.state(handle, may_be_swapped=True))
 
-    def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
+    def reserve(self, requests: Iterable[KvSlotRequest]) -> KvSlotReservation:
         """Room for every sequence up to its `target_len`, for all of them or for none.
 
         `admission_target_len` is not given room: it is only checked that all sequences would fit at those lengths.
@@ -233,14 +249,8 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool cannot supply the room.
         """
         with self._guard:
-            states = self._sequences.requested(requests)
-            targets = [request.target_len for request in requests]
-            admissions = [request.admission_target_len for request in requests]
-            if any(admission is not None for admission in admissions):
-                highest = [
-                    target if admission is None else admission
-                    for target, admission in zip(targets, admissions, strict=True)
-                ]
+            states, targets, highest = self._sequences.requested(requests)
+            if highest is not None:
                 self._slots.require(states, highest)
             return self._slots.reserve(states, targets)
 
@@ -251,7 +261,7 @@ class PagedKvCacheManager:
             InvalidInputError: the blocks are not all full of valid tokens, `target` is not empty or is `source`, or
                 their namespaces differ.
         """
-        check_count("num_blocks", num_blocks)
+        num_blocks = as_index("num_blocks", num_blocks)
         with self._guard:
             self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
@@ -261,7 +271,7 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `num_blocks` is negative.
         """
-        check_count("num_blocks", num_blocks)
+        num_blocks = as_index("num_blocks", num_blocks)
         with self._guard:
             return self._pool.evict(num_blocks)
 
@@ -271,7 +281,7 @@ class PagedKvCacheManager:
             self._prefixes.clear([handle._state for handle in self._handles.values()])
 
     def namespaces(self) -> tuple[Hashable, ...]:
-        """Those in which blocks have been published, as far as they were not forgotten."""
+        """Those in which a prompt can begin with a published block; one that holds none any more takes no memory."""
         with self._guard:
             return tuple(self._prefixes.index.namespaces)
 
@@ -281,10 +291,11 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: a live sequence of the namespace holds tokens, and would publish them again.
         """
+        namespace = as_namespace("namespace", namespace)
         with self._guard:
             for handle in self._handles.values():
                 if handle.namespace == namespace and handle.num_tokens:
-                    raise InvalidInputError(f"namespace: {namespace!r} is in use by {handle.request_id!r}")
+                    raise InvalidInputError(f"namespace: {shown(namespace)} is in use by {handle.request_id!r}")
             self._prefixes.index.forget_root(namespace)
 
     @property
@@ -295,10 +306,12 @@ class PagedKvCacheManager:
 
     def on_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Call back with the new level whenever a call has changed it, outside of the lock."""
+        _check_callable(callback)
         self._guard.listen_to_pressure(callback)
 
     def subscribe(self, callback: Callable[[CacheEvent], None]) -> None:
         """Call back with every BlocksStored, BlockRemoved and CacheCleared, in order, outside of the lock."""
+        _check_callable(callback)
         self._guard.listen_to_events(callback)
 
     def can_allocate(self, num_tokens: int) -> bool:
@@ -307,13 +320,17 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `num_tokens` is negative.
         """
-        check_count("num_tokens", num_tokens)
+        num_tokens = as_index("num_tokens", num_tokens)
         longest = self.config.max_seq_len
         return (longest is None or num_tokens <= longest) and self.config.blocks_for(num_tokens) <= self._pool.num_free
 
     def get_handle(self, request_id: SeqId) -> KvCacheHandle | None:
-        """The live sequence of that name, or None."""
-        return self._handles.get(request_id)
+        """The live sequence of that name, or None.
+
+        Raises:
+            InvalidInputError: `request_id` is neither str nor int, so that no sequence has it.
+        """
+        return self._handles.get(as_seq_id("request_id", request_id))
 
     def handles(self) -> tuple[KvCacheHandle, ...]:
         """All live sequences, oldest first."""
@@ -349,8 +366,9 @@ class PagedKvCacheManager:
             InvalidInputError: a sequence is unknown, given twice, or has no room for its tokens.
             OutOfBlocksError: a shared block would have to be copied, and none is free; not after `reserve`.
         """
-        host = self.host_metadata(items)
-        return host.over(to_device(host.arrays, self.device))
+        with self._guard:  # to its end: a copy that was made for a step that cannot be described is taken back
+            host = self.host_metadata(items)
+            return host.over(to_device(host.arrays, self.device))
 
     def host_metadata(self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]) -> HostMetadata:
         """`build_metadata` before it goes to the device."""
@@ -359,7 +377,7 @@ class PagedKvCacheManager:
             lengths = np.array([state.num_tokens for state in states], np.int64)
             self._slots.make_ready(states, (lengths + query_lens).tolist())
             table = self._sequences.table.gather(states)
-        return make_host_metadata(lengths, query_lens, table, self.config.block_size)
+            return make_host_metadata(lengths, query_lens, table, self.config.block_size)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
@@ -416,3 +434,8 @@ class PagedKvCacheManager:
         if available < self.config.high_watermark:
             return MemoryPressure.CRITICAL
         return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise InvalidInputError(f"callback: {shown(callback)}, expected a function")

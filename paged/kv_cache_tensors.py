@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from paged.errors import InvalidInputError
+from paged.integers import as_index, shown
 from paged.kernels.checks import check_shape
 from paged.kernels.copy_blocks import copy_blocks
 from paged.kernels.torch_ops.reshape_and_cache import scaled_cast
 from paged.kv_cache import PagedKvCacheConfig
+from paged.undo_log import UndoLog
 
 
 class KvCacheTensors:
@@ -19,27 +21,24 @@ class KvCacheTensors:
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
-        if not dtype.is_floating_point:
-            raise InvalidInputError(f"dtype: {dtype}, expected a floating point type")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type")
         self._num_layers = config.num_layers
-        self.storage = torch.zeros(
-            (
-                config.num_layers,
-                2,
-                config.num_blocks + 1,
-                config.block_size,
-                config.num_kv_heads,
-                config.head_dim,
-            ),
-            dtype=dtype,
-            device=config.device,
-        )
-        self._host = torch.empty(
-            (config.num_layers, 2, config.num_swap_blocks + 1, *self.storage.shape[3:]),
-            dtype=dtype,
-            device="cpu",
-            pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
-        )
+        per_block = (config.block_size, config.num_kv_heads, config.head_dim)
+        shape = config.num_layers, 2, config.num_blocks + 1, *per_block
+        try:
+            self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
+            self._host = torch.empty(
+                (config.num_layers, 2, config.num_swap_blocks + 1, *per_block),
+                dtype=dtype,
+                device="cpu",
+                pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
+            where = "" if config.device is None else f" on {shown(config.device)}"
+            raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
         self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
         # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
         self._bytes = self.storage.view(torch.uint8)
@@ -51,13 +50,11 @@ class KvCacheTensors:
         Raises:
             InvalidInputError: there is no such layer.
         """
-        self.check_layer(layer)
-        return self._caches[2 * layer]
+        return self._caches[2 * self.layer(layer)]
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k_cache`."""
-        self.check_layer(layer)
-        return self._caches[2 * layer + 1]
+        return self._caches[2 * self.layer(layer) + 1]
 
     @property
     def block_size(self) -> int:
@@ -101,26 +98,41 @@ class KvCacheTensors:
             _copy_runs(source, target, pairs)
         computing.wait_stream(self._swap_stream)
 
-    def check_layer(self, layer: int) -> None:
-        """Raise InvalidInputError unless there is such a layer."""
-        if not 0 <= layer < self._num_layers:
-            raise InvalidInputError(f"layer: {layer}, expected 0 <= layer < {self._num_layers}")
+    def layer(self, layer: int) -> int:
+        """`layer` as an int; InvalidInputError unless there is such a layer."""
+        return as_index("layer", layer, maximum=self._num_layers - 1)
 
-    def check_rows(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise InvalidInputError unless both are [num_tokens, num_kv_heads, head_dim], of the same num_tokens."""
+    def rows(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both as [num_tokens, num_kv_heads, head_dim], which one token's may do without the first axis.
+
+        Raises:
+            InvalidInputError: they are no tensors, or not of these shapes and the same num_tokens.
+        """
+        for name, rows in (("key", key), ("value", value)):
+            if not isinstance(rows, torch.Tensor) or rows.is_complex() or rows.is_meta:
+                raise InvalidInputError(f"{name}: {shown(rows)}, expected a tensor of real numbers")
+        if key.dim() == 2 and value.dim() == 2:
+            key, value = key[None], value[None]
         check_shape("key", key, ("num_tokens", *self.storage.shape[-2:]))
         check_shape("value", value, key.shape)
+        return key, value
 
-    def write(self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(
+        self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor, undo: UndoLog
+    ) -> None:
         """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
         the sequence in `blocks` on.
         """
         index = self._slots(blocks, start, start + len(key))
-        for cache, rows in zip(self._bytes[layer], (key, value), strict=True):
+        caches = [cache.flatten(0, 1) for cache in self._bytes[layer]]
+        written = []
+        for rows in (key, value):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
             stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
-            dense = stored.clone(memory_format=torch.contiguous_format)
-            cache.flatten(0, 1)[index] = dense.view(torch.uint8)
+            written.append(stored.clone(memory_format=torch.contiguous_format).view(torch.uint8))
+        for cache, rows in zip(caches, written, strict=True):
+            undo.add((cache.index_copy_, 0, index, cache[index]))
+            cache.index_copy_(0, index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at positions start..end of the sequence in `blocks`, each [end - start, num_kv_heads,

@@ -6,7 +6,8 @@ import torch
 
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
-from paged.kv_cache import KvCacheHandle, check_count
+from paged.integers import as_index
+from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.kv_slot_allocator import KvSlotAllocator
 from paged.live_sequences import LiveSequences
@@ -32,32 +33,30 @@ class KvInspection:
 
     def write(self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """`PagedKvCacheManager.write_kv`."""
-        self._tensors.check_layer(layer)
-        check_count("position", position)
-        if key.dim() == 2 and value.dim() == 2:
-            key, value = key[None], value[None]
-        self._tensors.check_rows(key, value)
+        layer, position = self._tensors.layer(layer), as_index("position", position)
+        key, value = self._tensors.rows(key, value)
         with self._guard:
             state = self._sequences.state(handle)
             end = position + len(key)
+            undo = self._guard.undo
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
             self._window.check_seen(state, position, end)
             self._slots.make_exclusive([(state, position, end)])
+            state.remember(undo)
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 state.settle()
             if len(key):  # what is written here need not be the K/V of the ids at these positions
-                state.chain.cut(position, position // self._tensors.block_size)
-            self._tensors.write(layer, state.blocks, position, key, value)
+                state.chain.cut(position, position // self._tensors.block_size, undo)
+            self._tensors.write(layer, state.blocks, position, key, value, undo)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
                 state.num_written = max(readable, end)
 
     def read(self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`PagedKvCacheManager.read_kv`."""
-        self._tensors.check_layer(layer)
-        check_count("start", start)
-        check_count("num_tokens", num_tokens)
+        layer, start = self._tensors.layer(layer), as_index("start", start)
+        num_tokens = as_index("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)

@@ -151,25 +151,26 @@ class KvSlotAllocator:
                 used += len(shared) + fresh
                 blocks += taken[used - fresh : used]
                 grown.append((state, tuple(blocks), undo))
-        try:
+        log = self._guard.undo
+        if pairs:
+            self._prefixes.overwrite(taken)
             self._tensors.copy(pairs)
-        except BaseException:
-            self._pool.release(taken)
-            raise
+            log.add((setattr, self, "num_copies", self.num_copies))
         for state, shared, stale, _ in needs:
-            self._prefixes.withdraw([state.blocks[index] for index in stale])
-            # A copy is not published, and neither is what will change: the chain goes on from before them.
-            state.chain.withdraw(min([*shared, *stale], default=len(state.blocks)))
+            if shared or stale:
+                self._prefixes.withdraw([state.blocks[index] for index in stale])
+                # A copy is not published, and neither is what will change: the chain goes on from before them.
+                state.chain.withdraw(min([*shared, *stale]), log)
         for state, new_blocks, _ in grown:
+            state.remember(log)
             state.blocks = new_blocks
         self.num_copies += len(pairs)
         return {state.request_id: undo for state, _, undo in grown}
 
-    def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[Sequence[int]] | None) -> None:
+    def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
         """After a reservation was committed: publish first, as blocks behind the window are given back then."""
         if token_ids is not None and self._is_publishing:
-            for state, ids in zip(states, token_ids, strict=True):
-                self._prefixes.append(state, ids)
+            self._prefixes.append(states, token_ids)
         self._window.drop_unseen(states)
 
 

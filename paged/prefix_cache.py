@@ -10,7 +10,7 @@ from paged.errors import InvalidInputError
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_slot_reservation import SequenceState
 from paged.prefix_index import PrefixIndex
-from paged.token_chain import as_list, pack
+from paged.token_chain import forget_new_ids, pack
 
 
 class PrefixCache:
@@ -19,8 +19,8 @@ class PrefixCache:
     """
 
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
-        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash)
-        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted)
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.undo)
+        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.undo)
         self.num_hits = 0
         self.num_misses = 0
         self.num_hit_tokens = 0
@@ -45,39 +45,38 @@ class PrefixCache:
         self.pool.share(matched)
         state.blocks = (*matched, *self.pool.allocate(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
-        chain.cut(length, length // self._block_size)
+        chain.cut(length, length // self._block_size, self._guard.undo)
         state.chain = chain
+        self._remember_counts()
         self.num_hits += length > 0
         self.num_misses += length == 0
         self.num_hit_tokens += length
 
-    def commit(self, state: SequenceState, token_ids: Sequence[int]) -> None:
+    def commit(self, state: SequenceState, token_ids: list[int]) -> None:
         """Publish the full blocks; `token_ids` are those at positions 0.., as far as they are known.
 
         Raises:
             InvalidInputError: they are not those the sequence was given before, or one is not an integer of 32 bits.
         """
-        known, given = state.chain.ids, as_list(token_ids)[: state.num_tokens]
+        known, given = state.chain.ids, token_ids[: state.num_tokens]
         num_known = len(known)
         if given[:num_known] != known[: len(given)]:
             raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
         if len(given) % self._block_size:  # a last, partial block; the others are checked when published
             pack(given[-(len(given) % self._block_size) :])
-        del given[:num_known]
-        known += given
-        try:
-            self.publish(state)
-        except InvalidInputError:
-            del known[num_known:]
-            raise
+        self._guard.undo.add((forget_new_ids, [state.chain], [num_known]))
+        known += given[num_known:]
+        self.publish(state)
 
-    def append(self, state: SequenceState, token_ids: Sequence[int]) -> None:
-        """`token_ids` are those at the last positions; nothing happens where earlier ones are not all known."""
-        chain = state.chain
-        if len(chain.ids) + len(token_ids) == state.num_tokens:
-            chain.ids += token_ids
-            if state.num_tokens // self._block_size > len(chain.serials):
-                self.publish(state)
+    def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:
+        """`token_ids` are those at the last positions of each; nothing happens where earlier ones are not all known."""
+        chains = [state.chain for state in states]
+        self._guard.undo.add((forget_new_ids, chains, [len(chain.ids) for chain in chains]))
+        for state, chain, ids in zip(states, chains, token_ids, strict=True):
+            if len(chain.ids) + len(ids) == state.num_tokens:
+                chain.ids += ids
+                if state.num_tokens // self._block_size > len(chain.serials):
+                    self.publish(state)
 
     def publish(self, state: SequenceState) -> None:
         """Make the full blocks findable whose token ids are known and that are not published yet."""
@@ -92,13 +91,14 @@ class PrefixCache:
         for block, _ in displaced:
             self.pool.unpublished(block)
         if self._guard.has_event_listeners:
-            hashes = tuple(chain.hashes[first:last])
+            hashes = tuple(chain.hashes[first:])
             for _, hash_ in displaced:
                 if hash_ not in hashes:
                     self._guard.add(BlockRemoved(hash_))
-            parent_hash = chain.hashes[first - 1] if first else self.index.root(state.namespace)[0]
-            token_ids = tuple(chain.ids[first * block_size : last * block_size])
-            self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+            if hashes:
+                parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
+                token_ids = tuple(chain.ids[first * block_size : (first + len(hashes)) * block_size])
+                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""
@@ -115,6 +115,7 @@ class PrefixCache:
         shared, dropped = giver.blocks[:num_blocks], taker.blocks[:num_blocks]
         if 0 in shared:
             raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
+        taker.remember(self._guard.undo)
         taker.settle()
         self.pool.share(shared)
         self.pool.release(dropped)
@@ -136,10 +137,29 @@ class PrefixCache:
         for block in published:
             self.pool.unpublished(block)
         for state in states:
-            state.chain.withdraw(0)
+            state.chain.withdraw(0, self._guard.undo)
         if self._guard.has_event_listeners:
             self._guard.add(CacheCleared())
 
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """K/V are about to be written to `blocks`: those that a failed call had evicted before stay evicted."""
+        self._guard.undo.add_after((self._drop_cached, blocks))
+
+    def _drop_cached(self, blocks: Sequence[int]) -> None:
+        evicted = [block for block in blocks if block in self.index.published and not self.pool.ref_count(block)]
+        self._forget_evicted(evicted)
+        for block in evicted:
+            self.pool.unpublished(block)
+
+    def _remember_counts(self) -> None:
+        counts = self.num_hits, self.num_misses, self.num_hit_tokens, self.num_evictions
+        self._guard.undo.add((self._set_counts, *counts))
+
+    def _set_counts(self, num_hits: int, num_misses: int, num_hit_tokens: int, num_evictions: int) -> None:
+        self.num_hits, self.num_misses = num_hits, num_misses
+        self.num_hit_tokens, self.num_evictions = num_hit_tokens, num_evictions
+
     def _forget_evicted(self, blocks: list[int]) -> None:
+        self._remember_counts()
         self.num_evictions += len(blocks)
         self.withdraw(blocks)

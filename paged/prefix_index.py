@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, KeysView, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, KeysView, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import mul
 
 import numpy as np
 
 from paged.errors import PagedError
 from paged.token_chain import Hash, TokenArray, TokenChain, pack
+from paged.undo_log import UndoLog
 
 _MASK = (1 << 64) - 1
 # Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
@@ -87,12 +90,24 @@ class Sha256Chain:
         return hashlib.sha256(repr(namespace).encode()).digest()
 
 
+@dataclass(eq=False, slots=True)
+class _Root:
+    """What the first block of a namespace follows. num_blocks: published ones that do; without one it is gone."""
+
+    namespace: Hashable
+    hash: Hash
+    serial: int
+    num_blocks: int = 0
+
+
 class PrefixIndex:
     """Published blocks. A hit compares the token ids again, and the serial number of the block before it, which only
     that publication has, so that two chains whose hashes collide can never serve each other's K/V, nor two namespaces.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, algorithm: str) -> None:
+    def __init__(self, num_blocks: int, block_size: int, algorithm: str, undo: UndoLog | None = None) -> None:
+        """undo: where every change says first how to take it back; None where nobody will."""
+        self._undo = UndoLog(is_kept=False) if undo is None else undo
         self._block_size = block_size
         self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
         self._block_of: dict[Hash, int] = {}
@@ -102,7 +117,8 @@ class PrefixIndex:
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
-        self._roots: dict[Hashable, tuple[Hash, int]] = {}
+        self._roots: dict[Hashable, _Root] = {}
+        self._root_of: dict[int, _Root] = {}  # the same, by serial number
 
     @property
     def published(self) -> KeysView[int]:
@@ -115,20 +131,21 @@ class PrefixIndex:
 
     @property
     def namespaces(self) -> KeysView[Hashable]:
-        """Those with a root; a view that changes with the index."""
+        """Those in which a prompt can begin with a published block; a view that changes with the index."""
         return self._roots.keys()
 
     def forget_root(self, namespace: Hashable) -> None:
         """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
         from this one never match, though their hashes may."""
-        self._roots.pop(namespace, None)
-
-    def root(self, namespace: Hashable) -> tuple[Hash, int]:
-        """Hash and serial number of what the first block of a namespace follows."""
         root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = (self._chain.root(namespace), self._next_serial())
-        return root
+        if root is not None:
+            self._undo.add((self._set_root, root))
+            self._drop_root(root)
+
+    def root_hash(self, namespace: Hashable) -> Hash:
+        """What the first block of a namespace follows."""
+        root = self._roots.get(namespace)
+        return self._chain.root(namespace) if root is None else root.hash
 
     def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
         """The longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
@@ -139,7 +156,7 @@ class PrefixIndex:
         root = self._roots.get(namespace)
         if root is None:
             return [], TokenChain()
-        previous, parent = root
+        previous, parent = root.hash, root.serial
         found: list[int] = []
         hashes: list[Hash] = []
         wanted = b""
@@ -169,28 +186,43 @@ class PrefixIndex:
     def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
         """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
 
-        Where a chain's tokens are published already that publication stays, and the chain goes on from it. One of the
-        same hash but another content gives way.
+        Where a chain's tokens are published already that publication stays, and the chain goes on from it. Where
+        another content has the same hash that one stays too, and the chain ends, as nothing behind could be found; only
+        one that cannot be found itself, as what it follows is gone, gives way.
 
         Returns:
-            the blocks whose publication gave way, with their hashes.
+            what gave way, and those of `blocks` that were published with what they held before, with their hashes.
 
         Raises:
             InvalidInputError: an id is not an integer of 32 bits.
         """
+        if not blocks:
+            return []
         first = len(chain.serials)
         tokens = self._pack(chain.ids, first, first + len(blocks))
-        previous_hash, previous = (chain.hashes[-1], chain.serials[-1]) if first else self.root(namespace)
+        if first:
+            previous_hash, previous = chain.hashes[-1], chain.serials[-1]
+        else:
+            root = self._roots.get(namespace) or _Root(namespace, self._chain.root(namespace), self._next_serial())
+            self._undo.add((self._reset_root, root, root.num_blocks))
+            self._set_root(root)
+            previous_hash, previous = root.hash, root.serial
         hashes = self._chain.extend(previous_hash, tokens)
-        chain.hashes += hashes
+        serials: Sequence[int]
+        displaced: list[tuple[int, Hash]] = []
         if len(blocks) > _FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
             # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
+            self._undo.add((self._remove, blocks, hashes))
             present = list(map(self._block_of.setdefault, hashes, blocks))
             if present == list(blocks):
-                chain.serials += self._publish_new(blocks, tokens, hashes, previous)
-                return []
-        serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
-        chain.serials += serials
+                serials = self._publish_new(blocks, tokens, hashes, previous)
+            else:
+                serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+        else:
+            serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+        if not first:
+            self._reset_root(root, root.num_blocks)
+        chain.publish(hashes[: len(serials)], serials, self._undo)
         return displaced
 
     def _publish_new(
@@ -204,14 +236,19 @@ class PrefixIndex:
         self._tokens[ids], self._serials[ids] = tokens, serials
         self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
         self._hash_of.update(zip(blocks, hashes, strict=True))
+        self._follow([previous], 1)
         return range(first, first + len(blocks))
 
     def _publish_each(
         self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
     ) -> tuple[list[int], list[tuple[int, Hash]]]:
-        """One block after the other: the serials, and what gave way."""
+        """One block after the other: the serials, up to the first collision, and what `publish` returns.
+
+        What was the next block of publications that gave way here is dead with them, without looking for its parent.
+        """
         serials: list[int] = []
         displaced: list[tuple[int, Hash]] = []
+        dead: set[int] = set()
         for block, row, hash_ in zip(blocks, tokens, hashes, strict=True):
             present = self._block_of.get(hash_)
             if present is not None and present in self._hash_of:
@@ -219,18 +256,34 @@ class PrefixIndex:
                     previous = int(self._serials[present])
                     serials.append(previous)
                     continue
-                displaced.append((present, self.forget([present])[0]))
+                if present != block:
+                    if int(self._parents[present]) not in dead and self._is_findable(present):
+                        break
+                    dead.add(int(self._serials[present]))
+                    displaced.append((present, self.forget([present])[0]))
             if block in self._hash_of:  # with what it held before its sequence was told to advance over it
                 displaced.append((block, self.forget([block])[0]))
             # The same content keeps its number, so that longer chains which go on from it are found again: the tail of
             # a whole prompt is withdrawn while its last token is computed.
             is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
             serial = int(self._serials[block]) if is_same else self._next_serial()
+            self._undo.add((self._remove, (block,), (hash_,)))
             self._block_of[hash_], self._hash_of[block] = block, hash_
             self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
+            self._follow([previous], 1)
             previous = serial
             serials.append(previous)
+        for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
+            if block in self._hash_of:
+                displaced.append((block, self.forget([block])[0]))
+            elif self._block_of.get(hash_) == block:
+                del self._block_of[hash_]
         return serials, displaced
+
+    def _is_findable(self, block: int) -> bool:
+        """Whether what a published block follows is there: a root, or another published block. Slow."""
+        parent = int(self._parents[block])
+        return parent in self._root_of or bool((self._serials[list(self._hash_of)] == parent).any())
 
     def check(self) -> None:
         """Both directions of the index say the same.
@@ -246,10 +299,48 @@ class PrefixIndex:
 
     def forget(self, blocks: Sequence[int]) -> list[Hash]:
         """Withdraw the publications of `blocks`; their hashes."""
-        hashes = list(map(self._hash_of.pop, blocks))
-        for hash_ in hashes:
-            del self._block_of[hash_]
+        hashes = list(map(self._hash_of.__getitem__, blocks))
+        self._undo.add((self._restore, blocks, hashes))
+        deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
+        deque(map(self._block_of.__delitem__, hashes), maxlen=0)
+        parents = self._parents.take(blocks).tolist() if hashes else []
+        if not self._root_of.keys().isdisjoint(parents):
+            self._follow(parents, -1)
         return hashes
+
+    def _follow(self, parents: Iterable[int], step: int) -> None:
+        """For each of `parents` that is a root, one block more, or less, is published that follows it."""
+        for serial in parents:
+            root = self._root_of.get(serial)
+            if root is not None:
+                self._undo.add((self._reset_root, root, root.num_blocks))
+                self._reset_root(root, root.num_blocks + step)
+
+    def _reset_root(self, root: _Root, num_blocks: int) -> None:
+        root.num_blocks = num_blocks
+        if num_blocks:
+            self._set_root(root)
+        else:
+            self._drop_root(root)
+
+    def _set_root(self, root: _Root) -> None:
+        self._roots[root.namespace] = self._root_of[root.serial] = root
+
+    def _drop_root(self, root: _Root) -> None:
+        self._roots.pop(root.namespace, None)
+        self._root_of.pop(root.serial, None)
+
+    def _remove(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
+        """Undo what was published, as far as it was."""
+        for block, hash_ in zip(blocks, hashes, strict=True):
+            self._hash_of.pop(block, None)
+            if self._block_of.get(hash_) == block:
+                del self._block_of[hash_]
+
+    def _restore(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
+        """Undo `forget`."""
+        self._hash_of.update(zip(blocks, hashes, strict=True))
+        self._block_of.update(zip(hashes, blocks, strict=True))
 
     def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
         """Blocks `first` up to `last`, [n, block_size]."""

@@ -8,6 +8,7 @@ from paged.block_pool import BlockPool
 from paged.errors import InvalidInputError
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_slot_reservation import SequenceState
+from paged.undo_log import UndoLog
 
 # Positions behind the sliding window that are kept, so that rejected speculation can be rolled back.
 ROLLBACK_SLACK = 64
@@ -16,8 +17,9 @@ ROLLBACK_SLACK = 64
 class SlidingWindow:
     """Gives back what is out of later tokens' reach; where the cache has no window, nothing is."""
 
-    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool) -> None:
+    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
         self._config = config
+        self._undo = undo
         self._pool = pool
 
     def drop_unseen(self, states: Iterable[SequenceState]) -> None:
@@ -27,6 +29,7 @@ class SlidingWindow:
         for state in states:
             first = self._first_seen_block(state.num_tokens, ROLLBACK_SLACK)
             if any(state.blocks[:first]):
+                state.remember(self._undo)
                 self._pool.release(state.blocks[:first])
                 state.blocks = (0,) * first + state.blocks[first:]
 

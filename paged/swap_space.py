@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paged.block_pool import BlockPool
+from paged.cache_events import Notifier
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.kv_slot_reservation import SequenceState
@@ -15,8 +16,11 @@ class SwapSpace:
     num_sequences: swapped out at present; num_blocks_out, num_blocks_in: moved since the start.
     """
 
-    def __init__(self, config: PagedKvCacheConfig, prefixes: PrefixCache, tensors: KvCacheTensors) -> None:
-        self.pool = BlockPool(config.num_swap_blocks)
+    def __init__(
+        self, config: PagedKvCacheConfig, guard: Notifier, prefixes: PrefixCache, tensors: KvCacheTensors
+    ) -> None:
+        self.pool = BlockPool(config.num_swap_blocks, undo=guard.undo)
+        self._undo = guard.undo
         self.num_sequences = 0
         self.num_blocks_out = 0
         self.num_blocks_in = 0
@@ -37,11 +41,8 @@ class SwapSpace:
         kept = self._config.blocks_for(state.num_tokens)
         moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
         host_blocks = self.pool.allocate(len(moved))
-        try:
-            self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
-        except BaseException:
-            self.pool.release(host_blocks)
-            raise
+        self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
+        self._remember(state)
         state.settle()
         blocks = list(state.blocks[:kept])
         dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
@@ -64,11 +65,9 @@ class SwapSpace:
         pool = self._prefixes.pool
         moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
         taken = pool.allocate(len(moved))
-        try:
-            self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
-        except BaseException:
-            pool.release(taken)
-            raise
+        self._prefixes.overwrite(taken)
+        self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
+        self._remember(state)
         blocks = list(state.blocks)
         for i, block in zip(moved, taken, strict=True):
             blocks[i] = block
@@ -76,12 +75,20 @@ class SwapSpace:
         self.discard(state)
         self.num_blocks_in += len(moved)
         # What it had published may have been evicted meanwhile.
-        state.chain.withdraw(min(moved, default=len(blocks)))
+        state.chain.withdraw(min(moved, default=len(blocks)), self._undo)
         self._prefixes.publish(state)
 
     def discard(self, state: SequenceState) -> None:
         """Give up a sequence's host blocks; nothing happens to one that is not swapped out."""
         if state.host_blocks is not None:
+            self._remember(state)
             self.pool.release(list(state.host_blocks.values()))
             state.host_blocks = None
             self.num_sequences -= 1
+
+    def _remember(self, state: SequenceState) -> None:
+        state.remember(self._undo)
+        self._undo.add((self._set_counts, self.num_sequences, self.num_blocks_out, self.num_blocks_in))
+
+    def _set_counts(self, num_sequences: int, num_blocks_out: int, num_blocks_in: int) -> None:
+        self.num_sequences, self.num_blocks_out, self.num_blocks_in = num_sequences, num_blocks_out, num_blocks_in

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged.errors import InvalidInputError
+from paged.undo_log import UndoLog
 
 Hash = int | bytes
 TokenArray = NDArray[np.int32]
@@ -32,21 +33,35 @@ class TokenChain:
         """What is known of the first `num_tokens` positions, and published of the first `num_blocks` blocks."""
         return TokenChain(self.ids[:num_tokens], self.hashes[:num_blocks], self.serials[:num_blocks])
 
-    def cut(self, num_tokens: int, num_blocks: int) -> None:
+    def cut(self, num_tokens: int, num_blocks: int, undo: UndoLog) -> None:
         """Keep what `copy` would copy."""
+        tails = self.ids[num_tokens:], self.hashes[num_blocks:], self.serials[num_blocks:]
+        undo.add((self._restore, num_tokens, num_blocks, *tails))
         del self.ids[num_tokens:]
-        self.withdraw(num_blocks)
-
-    def withdraw(self, num_blocks: int) -> None:
-        """No more than the first `num_blocks` blocks are published."""
         del self.hashes[num_blocks:], self.serials[num_blocks:]
 
+    def withdraw(self, num_blocks: int, undo: UndoLog) -> None:
+        """No more than the first `num_blocks` blocks are published."""
+        self.cut(len(self.ids), num_blocks, undo)
 
-def as_list(token_ids: Sequence[int]) -> list[int]:
-    """The ids as Python integers; a list is returned as it is."""
-    if isinstance(token_ids, list):
-        return token_ids
-    return list(token_ids) if isinstance(token_ids, tuple) else np.asarray(token_ids).tolist()
+    def publish(self, hashes: Sequence[Hash], serials: Sequence[int], undo: UndoLog) -> None:
+        """The next full blocks lead to these publications."""
+        undo.add((self._restore, len(self.ids), len(self.serials), (), (), ()))
+        self.hashes += hashes
+        self.serials += serials
+
+    def _restore(
+        self, num_tokens: int, num_blocks: int, ids: Sequence[int], hashes: Sequence[Hash], serials: Sequence[int]
+    ) -> None:
+        self.ids[num_tokens:] = ids
+        self.hashes[num_blocks:] = hashes
+        self.serials[num_blocks:] = serials
+
+
+def forget_new_ids(chains: Sequence[TokenChain], lengths: Sequence[int]) -> None:
+    """Undo what was appended to the ids of these chains, which were so long."""
+    for chain, length in zip(chains, lengths, strict=True):
+        del chain.ids[length:]
 
 
 def pack(token_ids: list[int]) -> TokenArray:
@@ -55,7 +70,7 @@ def pack(token_ids: list[int]) -> TokenArray:
     Raises:
         InvalidInputError: one is not an integer of 32 bits.
     """
-    try:  # twice as fast as numpy's own conversions, and refuses floats
+    try:  # twice as fast as numpy's own conversions
         return np.frombuffer(_layout(len(token_ids)).pack(*token_ids), np.int32)
     except struct.error as error:
         raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error

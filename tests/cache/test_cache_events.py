@@ -89,3 +89,24 @@ def test_listeners_hear_everything_in_order() -> None:
     cache.manager.subscribe(lambda event: heard.append(type(event).__name__))
     cache.run("a", range(8))
     assert heard == ["BlocksStored", "CacheCleared"]
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_callback_that_ends_the_program_keeps_nothing_from_others(cache: Cache, ending: type[BaseException]) -> None:
+    heard: list[object] = []
+
+    def end(event: object) -> None:
+        heard.append(event)
+        if len(heard) == 1:
+            raise ending
+
+    cache.manager.subscribe(end)
+    mirror = Mirror(cache.manager)
+    with pytest.raises(ending):
+        cache.run("a", range(9))
+    assert len(heard) == 1
+    assert mirror.hashes == cache.hashes()
+    cache.manager.clear_prefix_cache()
+    assert len(heard) == 2
+    assert not mirror.hashes
+    cache.manager.check_integrity()
