@@ -1,7 +1,11 @@
-"""FlashAttention's inference functions on `paged_attention`: the arguments of versions 2 and 3, and of vLLM's fork.
+"""FlashAttention 2's functions on `paged_attention`, with its order of arguments; 3 and 4 have files of their own.
 
-Without a block table keys and values are not copied either: a row is then a cache block of one token, and a sequence
-of a padded cache one block. A row of queries that sees no key gives 0 and, unlike there, lse -inf.
+By keyword all of them take the other versions' arguments too, and those of vLLM's fork: `page_table`, `seqused_q`,
+`seqused_k`, `learnable_sink` or `s_aux`, scales of 8-bit caches, `out`, `return_softmax_lse`. Nothing is ignored but
+what says how to compute and not what: `deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `pack_gqa`,
+`sm_margin`. What cannot be honoured raises UnsupportedError with its name, unless it is None, False or 0.
+
+Forward only. A row of queries that sees no key gives 0 and, unlike there, lse -inf.
 """
 
 from __future__ import annotations
@@ -11,11 +15,72 @@ from typing import Any
 
 import torch
 
-from paged.errors import InvalidInputError, UnsupportedError
-from paged.interop.arguments import one_for_all_sequences, refuse
-from paged.kernels.paged_attention import paged_attention
-from paged.kernels.reshape_and_cache import reshape_and_cache
-from paged.kernels.rotary_embedding import rotary_embedding
+from paged.errors import InvalidInputError
+from paged.interop.attention import Attention, attend, attend_with_cache
+
+Window = Sequence[int | None] | None
+# What a function of packed sequences needs.
+PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn.flash_attn_func`: attention of sequences of one length.
+
+    Args:
+        q: [batch, seqlen_q, num_q_heads, head_dim].
+        k, v: [batch, seqlen_k, num_kv_heads, head_dim].
+
+    The others, the result and the errors are those of `flash_attn_varlen_func`, with the log-sum-exp
+    [batch, num_q_heads, seqlen_q].
+    """
+    return _result(attend("flash_attn_func", given_arguments(locals())))
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_func` with kv [batch, seqlen_k, 2, num_kv_heads, head_dim]."""
+    return _result(attend("flash_attn_kvpacked_func", given_arguments(locals()), "kv"))
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]."""
+    return _result(attend("flash_attn_qkvpacked_func", given_arguments(locals()), "qkv"))
 
 
 def flash_attn_varlen_func(
@@ -29,73 +94,90 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | None = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-    *,
-    seqused_k: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_softmax_lse: bool = False,
     **others: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`flash_attn.flash_attn_varlen_func`, forward only: attention of sequences of different lengths.
+) -> Result:
+    """`flash_attn.flash_attn_varlen_func`: attention of sequences of different lengths.
 
     Args:
-        q: [total_q, num_q_heads, head_dim].
-        k, v: [total_k, num_kv_heads, head_dim]; with a block table [num_blocks, block_size, num_kv_heads, head_dim].
+        q: [total_q, num_q_heads, head_dim], float32, float16, bfloat16, or float8_e4m3fn with keys of that type.
+        k, v: [total_k, num_kv_heads, head_dim]; with a block table [num_blocks, block_size, num_kv_heads, head_dim];
+            of q's type or float8_e4m3fn.
         cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1], where sequences begin; those of the keys are not needed with
             a block table and seqused_k.
         max_seqlen_q, max_seqlen_k: at least the longest; that of the keys is not needed with a block table. Without one
             a table of int32 [num_seqs, max_seqlen_k] is made.
-        seqused_k: int32 [num_seqs], how many keys of each sequence count; all where not given.
-        causal, window_size, softcap, softmax_scale, out: as in `paged_attention`, the last query standing at the last
-            key. Any negative edge of a window is no limit.
-        alibi_slopes, s_aux (sinks): [num_q_heads], k_descale, v_descale (scales of an e4m3 cache): one or
-            [num_kv_heads]. One row for each sequence is taken where it is one row, expanded.
-        deterministic, num_splits, scheduler_metadata, fa_version, pack_gqa, sm_margin: change nothing here.
+        dropout_p: 0.
+        softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
+        causal: the last query stands at the last key, and each sees what is not behind it.
+        window_size: (left, right) keys seen on each side besides the own one; None, or a negative number, is no limit.
+        softcap: 1e-6 to 1000, scores become softcap * tanh(score / softcap); None, 0 or a negative number is none.
+        alibi_slopes: [num_q_heads], or [num_seqs, num_q_heads].
+        block_table (page_table): int32 [num_seqs, max_blocks_per_seq].
+        seqused_q, seqused_k: int32 [num_seqs], how many queries and keys of each sequence count; all where not given.
+            The rows of other queries give 0 and -inf.
+        s_aux (learnable_sink, sinks): [num_q_heads], the score of one more key, whose value is 0.
+        q_descale, k_descale, v_descale: float32, one, [num_kv_heads] or [num_seqs, num_kv_heads], what 8-bit values are
+            multiplied by. Rows that are not one row expanded are compared, on a device after waiting for it, and where
+            they differ sequences run one after the other.
+        out: like q (bfloat16 where that has 8 bits), written in place.
 
     Returns:
-        out [total_q, num_q_heads, head_dim]; with return_softmax_lse also float32 [num_q_heads, total_q].
+        out [total_q, num_q_heads, head_dim]; with return_softmax_lse (out, lse), lse float32 [num_q_heads, total_q];
+        with return_attn_probs (out, lse, None), there being no probabilities without dropout.
 
     Raises:
-        InvalidInputError: lengths are missing, or as in `paged_attention`.
-        UnsupportedError: an argument that cannot be honoured, by name: dropout, attention probabilities, a scale of q.
+        InvalidInputError: an argument does not fit, by its name.
+        UnsupportedError: an argument that cannot be honoured, by its name; or one that requires a gradient.
     """
-    refuse("flash_attn_varlen_func", {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, **others})
-    if cu_seqlens_q is None or max_seqlen_q is None:
-        raise InvalidInputError("cu_seqlens_q, max_seqlen_q: None, expected both")
-    if seqused_k is None:
-        if cu_seqlens_k is None:
-            raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
-        seqused_k = cu_seqlens_k.diff()
-    if block_table is None:
-        if cu_seqlens_k is None or max_seqlen_k is None:
-            raise InvalidInputError("cu_seqlens_k, max_seqlen_k: expected both where there is no block_table")
-        k, v = k.unsqueeze(1), v.unsqueeze(1)
-        offsets = torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
-        block_table = cu_seqlens_k[:-1, None] + offsets
-    return paged_attention(
-        *(_with_contiguous_rows(x) for x in (q, k, v)),
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seqused_k,
-        max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=_window(window_size),
-        softcap=softcap,
-        sinks=s_aux,
-        alibi_slopes=one_for_all_sequences("alibi_slopes", alibi_slopes),
-        k_scale=one_for_all_sequences("k_descale", k_descale),
-        v_scale=one_for_all_sequences("v_descale", v_descale),
-        out=out,
-        return_lse=return_softmax_lse,
+    given = given_arguments(locals())
+    _need_key_lengths(given)
+    return _result(attend("flash_attn_varlen_func", given, "cu_seqlens_q", "max_seqlen_q"))
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
+    return _result(attend("flash_attn_varlen_kvpacked_func", given_arguments(locals()), "kv", *PACKED))
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
+    """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
+    return _result(
+        attend("flash_attn_varlen_qkvpacked_func", given_arguments(locals()), "qkv", "cu_seqlens", "max_seqlen")
     )
 
 
@@ -113,113 +195,60 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | None = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-    *,
-    s_aux: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     **others: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """`flash_attn.flash_attn_with_kvcache`: new keys and values go to the cache, and the queries attend to all of it.
 
     Args:
-        q: [batch, seqlen_q, num_q_heads, head_dim].
+        q: [batch, seqlen_q, num_q_heads, head_dim]; with cu_seqlens_q (and max_seqlen_q) as in
+            `flash_attn_varlen_func`.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] with a block table, else [batch_cache,
             seqlen_cache, num_kv_heads, head_dim].
-        k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys that are there.
+        k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys that are there; with
+            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim].
         rotary_cos, rotary_sin: [max_position, rotary_dim / 2]: k, and q where causal or windowed, are rotated from
-            position cache_seqlens on, as they are written and read; otherwise all of q at that one position.
+            position cache_seqlens on (rotary_seqlens where given), as they are written and read; otherwise all of q at
+            that one position.
         cache_seqlens: int32 [batch], or one length for all; the whole cache where not given, which takes no k and v.
-        cache_batch_idx: int32 [batch], rows of a cache without block table; 0, 1, ... where not given.
-        block_table: int32 [batch, max_blocks_per_seq].
+        cache_batch_idx: int32 or int64 [batch], rows of a cache without block table; 0, 1, ... where not given.
+        cache_leftpad: int32 [batch], keys that nobody sees at the start of each sequence.
+        block_table (page_table): int32 [batch, max_blocks_per_seq].
 
     The others are those of `flash_attn_varlen_func`.
 
     Returns:
-        out like q; with return_softmax_lse also float32 [batch, num_q_heads, seqlen_q].
+        out like q; with return_softmax_lse also float32 [batch, num_q_heads, seqlen_q], or [num_q_heads, total_q].
 
     Raises:
-        InvalidInputError: k without v, new keys without lengths, rotation without new keys, or as in `paged_attention`.
-        UnsupportedError: an argument that cannot be honoured, by name: left padding, queries of different lengths.
+        InvalidInputError: k without v, new keys without lengths, rotation without new keys, or an argument does not
+            fit, by its name. The cache is as before.
+        UnsupportedError: as in `flash_attn_varlen_func`.
     """
-    refuse("flash_attn_with_kvcache", {"cache_leftpad": cache_leftpad, **others})
-    if q.dim() != 4:
-        raise InvalidInputError(f"q: shape {list(q.shape)}, expected [batch, seqlen_q, num_q_heads, head_dim]")
-    if (k is None) != (v is None):
-        raise InvalidInputError("k, v: one of them is None, expected both or neither")
-    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
-    if block_table is not None and cache_batch_idx is not None:
-        raise UnsupportedError("cache_batch_idx: flash_attn_with_kvcache takes it without block_table only")
-    batch, seqlen_q = q.shape[:2]
-    int32: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
-    if block_table is None:
-        rows = torch.arange(batch, **int32) if cache_batch_idx is None else cache_batch_idx.to(torch.int32)
-        block_table = rows.unsqueeze(1)
-    if cache_seqlens is None:
-        if k is not None:
-            raise InvalidInputError("cache_seqlens: None, expected the lengths before k and v")
-        cache_seqlens = block_table.shape[1] * k_cache.shape[1]
-    seq_lens = torch.full((batch,), cache_seqlens, **int32) if isinstance(cache_seqlens, int) else cache_seqlens
-    left, right = _window(window_size)
-    k_scale = one_for_all_sequences("k_descale", k_descale)
-    v_scale = one_for_all_sequences("v_descale", v_descale)
-    if k is not None and v is not None:
-        positions = seq_lens.long()[:, None] + torch.arange(k.shape[1], device=q.device)
-        if rotary_cos is not None and rotary_sin is not None:
-            table = torch.cat([rotary_cos, rotary_sin], 1).float()
-            steps = torch.arange(seqlen_q, device=q.device)
-            if not causal and left == right == -1:
-                steps.zero_()
-            q = _rotated(q, seq_lens.long()[:, None] + steps, table, rotary_interleaved)
-            k = _rotated(k, positions, table, rotary_interleaved)
-        block_size = k_cache.shape[1]
-        blocks = block_table.gather(1, positions // block_size)
-        slots = (blocks.long() * block_size + positions % block_size).flatten()
-        new_k, new_v = (_with_contiguous_rows(x).flatten(0, 1) for x in (k, v))
-        reshape_and_cache(new_k, new_v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
-        seq_lens = seq_lens + k.shape[1]
-    result, lse = paged_attention(
-        _with_contiguous_rows(q).flatten(0, 1),
-        k_cache,
-        v_cache,
-        block_table=block_table,
-        cu_seqlens_q=torch.arange(batch + 1, **int32) * seqlen_q,
-        seq_lens=seq_lens,
-        max_seqlen_q=seqlen_q,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(left, right),
-        softcap=softcap,
-        sinks=s_aux,
-        alibi_slopes=one_for_all_sequences("alibi_slopes", alibi_slopes),
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=None if out is None else out.view(-1, *out.shape[2:]),
-        return_lse=True,
-    )
-    result = result.view(q.shape)
-    return (result, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)) if return_softmax_lse else result
+    return _result(attend_with_cache("flash_attn_with_kvcache", given_arguments(locals())))
 
 
-def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
-    """(left, right); every negative edge, and no window, stand for no limit."""
-    left, right = (-1, -1) if window_size is None else window_size
-    return max(left, -1), max(right, -1)
+def given_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A function's locals at its start, with those behind ** among them."""
+    others: dict[str, Any] = arguments.pop("others")
+    return arguments | others
 
 
-def _with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _need_key_lengths(given: dict[str, Any]) -> None:
+    if given.get("cu_seqlens_k") is None and given.get("seqused_k") is None:
+        raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
+    if given["block_table"] is None and given.get("page_table") is None:
+        for name in ("cu_seqlens_k", "max_seqlen_k"):
+            if given[name] is None:
+                raise InvalidInputError(f"{name}: None, expected one where there is no block_table")
 
 
-def _rotated(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """A rotated copy of x [batch, seqlen, num_heads, head_dim] at positions [batch, seqlen]."""
-    rotated = x.clone(memory_format=torch.contiguous_format)
-    rotary_embedding(positions.flatten(), rotated.flatten(0, 1), None, table, interleaved=interleaved)
-    return rotated
+def _result(attention: Attention) -> Result:
+    if attention.lse is None:
+        return attention.out
+    return (attention.out, attention.lse, None) if attention.has_probs else (attention.out, attention.lse)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.activations import SiLUActivation
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
-from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import generic
 
 from paged.errors import UnsupportedError
 from paged.interop.flash_attention import flash_attn_varlen_func
+from paged.interop.transformers_experts import read_experts
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.fused_moe import fused_moe
 from paged.kernels.paged_attention import paged_attention
@@ -191,29 +191,14 @@ def fused_experts_forward(
     """An experts function of transformers on `fused_moe`; without gradients.
 
     Raises:
-        UnsupportedError: experts that are no gated SiLU MLPs, or whose weights stand in another order.
+        UnsupportedError: a gradient is asked for, or as in `read_experts`.
     """
-    wanted = {
-        "has_gate": True,
-        "is_concatenated": True,
-        "is_transposed": False,
-        "has_post_expert_norm": False,
-    }
-    for name, value in wanted.items():
-        if getattr(self, name) is not value:
-            raise UnsupportedError(f"{name}: {getattr(self, name)}, {NAME} takes experts where it is {value}")
-    if not isinstance(self.act_fn, torch.nn.SiLU | SiLUActivation):
-        raise UnsupportedError(f"act_fn: {self.act_fn}, {NAME} takes SiLU")
-    if type(self)._apply_gate is not _default_apply_gate:
-        raise UnsupportedError(f"_apply_gate: {type(self).__name__}'s own, {NAME} takes act_fn(gate) * up")
+    experts = read_experts(self)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or self.gate_up_proj.requires_grad):
         raise UnsupportedError(f"{NAME} has no gradients: run under torch.no_grad()")
     return fused_moe(
         hidden_states,
-        self.gate_up_proj,
-        self.down_proj,
-        top_k_weights.float().contiguous(),
-        top_k_index.to(torch.int32).contiguous(),
-        w1_bias=self.gate_up_proj_bias if self.has_bias else None,
-        w2_bias=self.down_proj_bias if self.has_bias else None,
+        topk_weights=top_k_weights.float().contiguous(),
+        topk_ids=top_k_index.to(torch.int32).contiguous(),
+        **experts,
     )

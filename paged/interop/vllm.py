@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
+from paged.integers import as_index, shown
+from paged.interop.arguments import Arguments, Vocabulary
 from paged.kernels.fused_moe import fused_moe
 from paged.kernels.reshape_and_cache import reshape_and_cache
 
@@ -14,6 +16,14 @@ PLAIN_CACHES = ("auto", "float16", "bfloat16")
 E4M3_CACHES = ("fp8", "fp8_e4m3")
 # vLLM's names of gpt-oss's activation: rows of w1 that alternate, or all gate rows first.
 _SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
+# What tells vLLM's configuration of quantised experts from anything else.
+_QUANT_CONFIG = ("quant_dtype", "weight_quant_dtype", "w1_bias", "w2_bias")
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_CACHE = Vocabulary(
+    {"key_cache": "k_cache", "value_cache": "v_cache"},
+    frozenset({"key", "value", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale"}),
+)
+_EXPERTS = Vocabulary({}, frozenset({"hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map", "inplace"}))
 
 
 def reshape_and_cache_flash(
@@ -37,26 +47,29 @@ def reshape_and_cache_flash(
         k_scale, v_scale: float32, one value or [num_kv_heads].
 
     Raises:
-        UnsupportedError: another kv_cache_dtype.
+        UnsupportedError: another kv_cache_dtype, or a tensor that requires a gradient.
         InvalidInputError: as in `reshape_and_cache`.
     """
-    if kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
         known = ", ".join(map(repr, PLAIN_CACHES + E4M3_CACHES))
-        raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {known}")
+        raise UnsupportedError(f"kv_cache_dtype: {shown(kv_cache_dtype)}, known are {known}")
+    given = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "k_scale": k_scale}
+    args = Arguments("reshape_and_cache_flash", given | {"slot_mapping": slot_mapping, "v_scale": v_scale}, _CACHE)
+    for name in ("key", "value", "k_cache", "v_cache", "slot_mapping"):
+        args.tensor(name)
+    args.optional_tensor("k_scale")
+    args.optional_tensor("v_scale")
+    args.refuse_gradients()
+    if slot_mapping.dim() != 1:
+        raise InvalidInputError(f"slot_mapping: shape {list(slot_mapping.shape)}, expected [num_tokens]")
     if kv_cache_dtype in PLAIN_CACHES:
         k_scale = v_scale = None
-    elif key_cache.dtype == torch.uint8:
+    elif key_cache.dtype == value_cache.dtype == torch.uint8:
         key_cache, value_cache = (cache.view(torch.float8_e4m3fn) for cache in (key_cache, value_cache))
     num_tokens = slot_mapping.shape[0]
-    reshape_and_cache(
-        key[:num_tokens],
-        value[:num_tokens],
-        key_cache,
-        value_cache,
-        slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    key, value = (x[:num_tokens] if x.dim() else x for x in (key, value))
+    with args.in_callers_names():
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def fused_experts(
@@ -78,20 +91,44 @@ def fused_experts(
     Args:
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" (w1's gate and up rows alternate) or
             "swigluoai_uninterleave", or the member of vLLM's enumeration with that value.
-        global_num_experts: experts that expert_map speaks of; its length says so.
+        global_num_experts: the length of expert_map, or of w1 without one; -1 is either.
         quant_config: None, or vLLM's configuration of weights that are not quantised, whose biases are taken.
         inplace: the result goes to hidden_states.
 
     Raises:
-        UnsupportedError: another activation, router weights on the input, or quantised experts.
+        UnsupportedError: another activation, router weights on the input, quantised experts, or a tensor that requires
+            a gradient.
         InvalidInputError: as in `fused_moe`.
     """
-    if apply_router_weight_on_input:
-        raise UnsupportedError("apply_router_weight_on_input: True, router weights multiply the results here")
+    given = {"hidden_states": hidden_states, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
+    args = Arguments(
+        "fused_experts",
+        given
+        | {"apply_router_weight_on_input": apply_router_weight_on_input, "inplace": inplace, "expert_map": expert_map},
+        _EXPERTS,
+    )
+    for name in given:
+        args.tensor(name)
+    args.optional_tensor("expert_map")
+    args.refuse_gradients()
+    num_experts = as_index("global_num_experts", global_num_experts, minimum=-1)
+    known = (w1 if expert_map is None else expert_map).shape[:1]
+    if num_experts not in (-1, *known):
+        raise InvalidInputError(f"global_num_experts: {num_experts}, expected -1 or {list(known)}")
+    if not topk_weights.is_floating_point():
+        raise InvalidInputError(f"topk_weights: dtype {topk_weights.dtype}, expected a float one")
+    if topk_ids.dtype not in _INTEGERS:
+        raise InvalidInputError(f"topk_ids: dtype {topk_ids.dtype}, expected an integer one")
+    if topk_ids.dtype == torch.int64:  # ids that name no expert stay such
+        topk_ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max)
+    if quant_config is not None and not any(hasattr(quant_config, name) for name in _QUANT_CONFIG):
+        raise UnsupportedError(f"quant_config: {shown(quant_config)}, expected None or vLLM's")
     for name in ("quant_dtype", "weight_quant_dtype"):
         if (value := getattr(quant_config, name, None)) is not None:
             raise UnsupportedError(f"quant_config: its {name} is {value}, expected None")
     activation = getattr(activation, "value", activation)
+    if not isinstance(activation, str):
+        raise UnsupportedError(f"activation: {shown(activation)}, expected a name")
     return fused_moe(
         hidden_states,
         w1,
@@ -103,5 +140,5 @@ def fused_experts(
         w1_bias=getattr(quant_config, "w1_bias", None),
         w2_bias=getattr(quant_config, "w2_bias", None),
         expert_map=expert_map,
-        out=hidden_states if inplace else None,
+        out=hidden_states if args.flag("inplace") else None,
     )

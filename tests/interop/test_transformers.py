@@ -11,6 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.integrations.moe import batched_mm_experts_forward
+from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import (
+    OpenAIPrivacyFilterConfig,
+    OpenAIPrivacyFilterExperts,
+)
 
 from paged import UnsupportedError
 from paged.interop import transformers as interop
@@ -27,7 +32,7 @@ def _model(family: str, device: torch.device) -> Any:
 
 def _generate(model: Any, attention: str, experts: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     model.set_attn_implementation(attention)
-    if hasattr(model.config, "num_experts"):
+    if model.config.model_type in ("gpt_oss", "qwen3_moe"):
         model.set_experts_implementation(experts)
     results = model.generate_batch(
         prompts,
@@ -39,7 +44,7 @@ def _generate(model: Any, attention: str, experts: str, prompts: list[list[int]]
     return [results[name].generated_tokens for name in sorted(results)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_window_in_one_layer"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_window_in_one_layer"])
 def test_generate_batch_gives_the_same_tokens(
     family: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +53,8 @@ def test_generate_batch_gives_the_same_tokens(
     model = _model(family, device)
     # The interpreter takes a second a forward.
     prompts, num_tokens = (PROMPTS, 12) if backend == "torch" or device.type == "cuda" else (PROMPTS[-2:], 2)
-    expected = _generate(model, "sdpa", "eager", prompts, num_tokens)
+    theirs = "eager" if family == "gpt_oss" else "sdpa"  # which has no sinks
+    expected = _generate(model, theirs, "eager", prompts, num_tokens)
     calls = {"paged_attention": 0, "flash_attn_varlen_func": 0, "fused_moe": 0}
 
     def counted(name: str) -> Any:
@@ -64,20 +70,64 @@ def test_generate_batch_gives_the_same_tokens(
         monkeypatch.setattr(interop, name, counted(name))
     assert _generate(model, interop.NAME, interop.NAME, prompts, num_tokens) == expected
     assert calls["paged_attention"] > 0
-    assert (calls["flash_attn_varlen_func"] > 0) == (family == "qwen3_window_in_one_layer")
-    assert (calls["fused_moe"] > 0) == (family == "qwen3_moe")
+    assert (calls["flash_attn_varlen_func"] > 0) == (family in ("gpt_oss", "qwen3_window_in_one_layer"))
+    assert (calls["fused_moe"] > 0) == (family in ("gpt_oss", "qwen3_moe"))
 
 
-def test_experts_equal_those_of_transformers(device: torch.device) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_equal_those_of_transformers(family: str, device: torch.device) -> None:
     interop.register()
-    model = _model("qwen3_moe", device)
+    model = _model(family, device)
     inputs = torch.tensor([PROMPTS[0]], device=device)
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:  # values beyond gpt-oss's clamps, and its biases, which begin at 0
+                parameter.normal_(std=0.5)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
         expected = model(inputs).logits
         model.set_experts_implementation(interop.NAME)
-        torch.testing.assert_close(model(inputs).logits, expected)
+        for _ in range(2):
+            torch.testing.assert_close(model(inputs).logits, expected)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
     with pytest.raises(UnsupportedError, match="no_grad"):
         model(inputs)
+
+
+def test_clamped_experts_of_both_orders(device: torch.device) -> None:
+    """gpt-oss's weights alternate, the privacy filter's stand one half behind the other; Aria's are SiLU's."""
+    privacy_filter = OpenAIPrivacyFilterConfig(hidden_size=64, intermediate_size=32, num_local_experts=4)
+    aria = AriaTextConfig(hidden_size=64, intermediate_size=32, moe_num_experts=4)
+    modules = (
+        _model("gpt_oss", device).model.layers[0].mlp.experts,
+        OpenAIPrivacyFilterExperts(privacy_filter),
+        AriaExperts(aria),
+    )
+    for experts in modules:
+        experts = experts.to(device)
+        experts.config._experts_implementation = "eager"
+        ids = torch.tensor([[0, 3], [1, 2], [3, 1]], device=device)
+        arguments = torch.randn(3, 64, device=device), ids, torch.rand(3, 2, device=device)
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                parameter.normal_()
+            expected = experts(*arguments)
+            torch.testing.assert_close(
+                interop.fused_experts_forward(experts, *arguments), expected, rtol=1e-4, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("limit", 6.0), ("alpha", 1.0), ("is_concatenated", True), ("has_gate", False)]
+)
+def test_other_clamped_experts_are_refused_by_name(name: str, value: Any) -> None:
+    experts = _model("gpt_oss", torch.device("cpu")).model.layers[0].mlp.experts
+    arguments = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    with torch.no_grad():
+        assert interop.fused_experts_forward(experts, *arguments).shape == (3, 64)
+        setattr(experts, name, value)
+        with pytest.raises(UnsupportedError, match=name):
+            interop.fused_experts_forward(experts, *arguments)
 
 
 def test_experts_with_biases(device: torch.device) -> None:

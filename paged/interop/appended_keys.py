@@ -1,0 +1,119 @@
+"""New keys and values on their way to the cache, rotated where asked for, with the queries that go with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from paged.errors import InvalidInputError, UnsupportedError
+from paged.interop.arguments import Arguments
+from paged.interop.host_checks import check_offsets, check_within
+from paged.interop.layouts import Keys, Queries, lengths, with_contiguous_rows
+from paged.kernels.checks import FLOAT_DTYPES, check_tensor
+from paged.kernels.reshape_and_cache import reshape_and_cache
+from paged.kernels.rotary_embedding import rotary_embedding
+
+
+@dataclass(frozen=True)
+class NewKeys:
+    """key, value: [num_new, num_kv_heads, head_dim]. seqs, steps: int64 [num_new], whose key a row is, and which of it.
+
+    counts: int32 [num_seqs], or one number for all, how many a sequence gains.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    seqs: torch.Tensor
+    steps: torch.Tensor
+    counts: torch.Tensor | int
+
+
+def read_new_keys(args: Arguments, keys: Keys) -> NewKeys | None:
+    """[batch, seqlen_new, num_kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new."""
+    if args.has("key") != args.has("value"):
+        raise InvalidInputError(f"{args.name('key')}, {args.name('value')}: one of them is None, expected both or none")
+    offsets = lengths(args, "cu_seqlens_k_new", keys.seq_lens.shape[0] + 1, keys.k.device)
+    if not args.has("key"):
+        if offsets is not None:
+            raise InvalidInputError("cu_seqlens_k_new: given without k and v")
+        return None
+    args.need("seq_lens")
+    key, value = args.tensor("key"), args.tensor("value")
+    num_seqs, heads_dim = keys.seq_lens.shape[0], keys.k.shape[2:]
+    rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
+    check_tensor(args.name("key"), key, (*rows, *heads_dim), FLOAT_DTYPES, keys.k.device)
+    check_tensor(args.name("value"), value, key.shape, (key.dtype,), keys.k.device)
+    key, value = with_contiguous_rows(key), with_contiguous_rows(value)
+    if offsets is None:
+        seqs, steps = _steps(num_seqs, key.shape[1], key.device)
+        return NewKeys(key.flatten(0, 1), value.flatten(0, 1), seqs, steps, key.shape[1])
+    check_offsets("cu_seqlens_k_new", offsets, len(key))
+    return NewKeys(key, value, *_packed_steps(offsets, len(key)), offsets.diff())
+
+
+def rotate(
+    args: Arguments, queries: Queries, keys: Keys, new: NewKeys | None, *, in_order: bool
+) -> tuple[Queries, NewKeys | None]:
+    """Rotated copies, from each sequence's length on; without `in_order` all its queries at that one position."""
+    cos, sin = args.optional_tensor("rotary_cos"), args.optional_tensor("rotary_sin")
+    starts = lengths(args, "rotary_seqlens", queries.num_seqs, keys.k.device)
+    is_interleaved = args.flag("rotary_interleaved", True)
+    if cos is None and sin is None:
+        if starts is not None:
+            raise InvalidInputError("rotary_seqlens: given without rotary_cos and rotary_sin")
+        return queries, new
+    if cos is None or sin is None or new is None:
+        raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
+    if queries.rows.dtype == torch.float8_e4m3fn:
+        raise UnsupportedError(f"rotary_cos: {args.name('q')} is float8_e4m3fn, which cannot be rotated")
+    check_tensor("rotary_cos", cos, ("max_position", "rotary_dim / 2"), FLOAT_DTYPES, keys.k.device)
+    check_tensor("rotary_sin", sin, cos.shape, FLOAT_DTYPES, keys.k.device)
+    if not 0 < 2 * cos.shape[1] <= keys.k.shape[3]:
+        raise InvalidInputError(f"rotary_cos: {cos.shape[1]} columns, expected 1 to {keys.k.shape[3] // 2}")
+    if queries.num_seqs == 0:
+        return queries, new
+    table = torch.cat([cos, sin], 1).float()
+    starts = (keys.seq_lens if starts is None else starts).long()
+    if args.has("cu_seqlens_q"):
+        seqs, steps = _packed_steps(queries.cu_seqlens, len(queries.rows))
+    else:
+        seqs, steps = _steps(queries.num_seqs, queries.max_seqlen, table.device)
+    # Rows behind the last sequence are nobody's: at position 0 they are turned by something, and never used.
+    of_queries = (starts.index_select(0, seqs) + (steps if in_order else 0)) * (steps >= 0)
+    of_keys = (starts.index_select(0, new.seqs) + new.steps) * (new.steps >= 0)
+    for positions in (of_queries, of_keys):
+        check_within("rotary_cos", positions, 0, len(table) - 1, f"{len(table) - 1}, its rows, as positions")
+    rows = _rotated(queries.rows, of_queries, table, is_interleaved)
+    return replace(queries, rows=rows), replace(new, key=_rotated(new.key, of_keys, table, is_interleaved))
+
+
+def append(
+    args: Arguments, keys: Keys, new: NewKeys, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> Keys:
+    """Write the new keys and values behind those that are there."""
+    block_size, positions = keys.k.shape[1], keys.seq_lens.index_select(0, new.seqs) + new.steps
+    blocks = keys.block_table[new.seqs, (positions // block_size).clamp_(min=0)].long()
+    slots = torch.where(new.steps < 0, -1, blocks * block_size + positions % block_size)
+    with args.in_callers_names():
+        reshape_and_cache(new.key, new.value, keys.k, keys.v, slots, k_scale=k_scale, v_scale=v_scale)
+    return replace(keys, seq_lens=keys.seq_lens + new.counts)
+
+
+def _steps(num_seqs: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose row each of [num_seqs, seqlen] is, and which of it."""
+    rows = torch.arange(num_seqs * seqlen, device=device)
+    return rows // max(seqlen, 1), rows % max(seqlen, 1)
+
+
+def _packed_steps(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows in sequences that begin at `offsets`; step -1 behind the last."""
+    rows = torch.arange(num_rows, device=offsets.device)
+    seqs = torch.searchsorted(offsets[1:], rows, right=True, out_int32=False).clamp_(max=offsets.shape[0] - 2)
+    return seqs, torch.where(rows < offsets[-1], rows - offsets[seqs], -1)
+
+
+def _rotated(rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    rotated = rows.clone(memory_format=torch.contiguous_format)
+    rotary_embedding(positions, rotated, None, table, interleaved=is_interleaved)
+    return rotated
