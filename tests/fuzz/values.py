@@ -32,69 +32,53 @@ _NAMES = {
     "Hostile": Hostile,
 }
 
+
+def _expressions(text: str) -> list[str]:
+    return [one.strip() for one in text.split(";")]
+
+
 # Whole numbers of every kind, most of them at an edge of some type.
 INTEGERS = st.one_of(
     st.sampled_from(
-        ["0", "1", "-1", "7", "100", "2**31 - 1", "2**31", "-2**31", "2**63 - 1", "2**63", "-2**63", "10**30"]
-        + ["np.int8(100)", "np.int8(-1)", "np.uint8(200)", "np.int64(3)", "np.uint64(2**64 - 1)", "np.array(7)"]
-        + ["torch.tensor(7)", "torch.tensor(-1)", "torch.tensor(3, dtype=torch.uint8)"]
+        _expressions(
+            """
+    0; 1; -1; 7; 100; 2**31 - 1; 2**31; -2**31; 2**63 - 1; 2**63; -2**63; 10**30; np.int8(100); np.int8(-1);
+    np.uint8(200); np.int64(3); np.uint64(2**64 - 1); np.array(7); torch.tensor(7); torch.tensor(-1);
+    torch.tensor(3, dtype=torch.uint8)
+"""
+        )
     ),
     st.integers(-(10**6), 10**6).map(repr),
 )
 FLOATS = st.one_of(
     st.sampled_from(
-        ["0.0", "-0.0", "1.5", "nan", "inf", "-inf", "1e-46", "1e-40", "1e308", "5e-324", "np.float32(0.5)"]
-        + ["np.float64('nan')", "torch.tensor(0.5)", "Decimal('NaN')", "Decimal('1.5')", "Fraction(1, 2)", "1j"]
+        _expressions(
+            """
+    0.0; -0.0; 1.5; nan; inf; -inf; 1e-46; 1e-40; 1e308; 5e-324; np.float32(0.5); np.float64('nan');
+    torch.tensor(0.5); Decimal('NaN'); Decimal('1.5'); Fraction(1, 2); 1j
+"""
+        )
     ),
     st.floats().map(repr),
 )
 # Lists and such, of ids or of anything but ids.
 COLLECTIONS = st.sampled_from(
-    [
-        "[]",
-        "()",
-        "{}",
-        "set()",
-        "[7]",
-        "(7,)",
-        "{7}",
-        "{7: 1.0}",
-        "{5: 'x'}",
-        "range(3)",
-        "range(10**9)",
-        "iter([1, 2])",
-    ]
-    + [
-        "(i for i in [1, 2])",
-        "np.array([7])",
-        "np.array([], dtype=np.int64)",
-        "np.array([1.5])",
-        "np.zeros((2, 2), int)",
-    ]
-    + [
-        "torch.tensor([7])",
-        "torch.tensor([[7]])",
-        "torch.tensor([0.5])",
-        "torch.tensor([], dtype=torch.int64)",
-        "[True]",
-    ]
-    + [
-        "[None]",
-        "[1.0]",
-        "['a']",
-        "[[1]]",
-        "[-1]",
-        "[2**40]",
-        "[2**70]",
-        "[nan]",
-        "['', 'b']",
-        "[Hostile()]",
-        "[1] * 5000",
-    ]
+    _expressions(
+        """
+    []; (); {}; set(); [7]; (7,); {7}; {7: 1.0}; {5: 'x'}; range(3); range(10**9); iter([1, 2]);
+    (i for i in [1, 2]); np.array([7]); np.array([], dtype=np.int64); np.array([1.5]); np.zeros((2, 2), int);
+    torch.tensor([7]); torch.tensor([[7]]); torch.tensor([0.5]); torch.tensor([], dtype=torch.int64); [True];
+    [None]; [1.0]; ['a']; [[1]]; [-1]; [2**40]; [2**70]; [nan]; ['', 'b']; [Hostile()]; [1] * 5000
+"""
+    )
 )
 OTHERS = st.sampled_from(
-    ["None", "True", "False", "np.True_", "torch.tensor(True)", "''", "'a'", "'1'", "b'x'", r"'\ud800'", r"'\x00'"]
-    + [r"'\x1b[2J'", "'a' * 100_000", "object()", "Hostile()", "int", "print", "...", "torch.float16", "slice(3)"]
+    _expressions(
+        r"""
+    None; True; False; np.True_; torch.tensor(True); ''; 'a'; '1'; b'x'; '\ud800'; '\x00'; '\x1b[2J';
+    'a' * 100_000; object(); Hostile(); int; print; ...; torch.float16; slice(3)
+"""
+    )
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
