@@ -33,6 +33,7 @@ class AttentionCall:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     mask: torch.Tensor | None
+    max_seqlen_q: int
     deterministic: bool
     out: torch.Tensor
     lse: torch.Tensor | None

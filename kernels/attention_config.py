@@ -16,6 +16,8 @@ from paged.kernels.device import LARGE_SHARED_MEMORY
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
 DECODE_MAX_ROWS = 64
+# The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
+MAX_KEYS_AT_ONCE = 128
 
 
 @dataclass(frozen=True)

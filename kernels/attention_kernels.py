@@ -163,7 +163,7 @@ def _normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask):
     return acc / row_sum[:, None], tl.where(has_keys, row_max + tl.log2(row_sum), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window_left", "window_right", "stride_lse_head"])
+@triton.jit(do_not_specialize=["num_tokens", "window_left", "window_right", "stride_lse_head"])
 def _attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     k_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM], a pointer, or a tensor descriptor where USE_TMA
@@ -175,6 +175,7 @@ def _attention_kernel(
     seq_lens_ptr,  # [num_seqs]
     items_ptr,  # [max_items, ITEM_SIZE]
     counts_ptr,  # [2]
+    first_padding_ptr,  # [1]
     partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, HEAD_DIM]
     partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
     is_causal_ptr,  # [num_seqs], or None
@@ -184,7 +185,6 @@ def _attention_kernel(
     v_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
-    num_seqs,
     scale,
     softcap,
     window_left,
@@ -216,7 +216,7 @@ def _attention_kernel(
     SAME_STRIDES: tl.constexpr,  # V's strides are K's
     FP8: tl.constexpr,  # the caches hold e4m3
     NATIVE_FP8: tl.constexpr,
-    CLEAR_PADDING: tl.constexpr,  # also write the rows beyond the last sequence
+    CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):
     """One item of the work list and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
     kv_head = tl.program_id(0)
@@ -225,7 +225,7 @@ def _attention_kernel(
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     if CLEAR_PADDING:
-        first_padding = tl.load(cu_seqlens_q_ptr + num_seqs).to(tl.int64)
+        first_padding = tl.load(first_padding_ptr).to(tl.int64)
         for row in range(first_padding + item, num_tokens, tl.num_programs(1)):
             first_head = kv_head.to(tl.int64) * GROUP
             for head in range(first_head, first_head + GROUP):

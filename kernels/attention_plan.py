@@ -17,11 +17,14 @@ import torch
 from paged.kernels.attention_config import DECODE_MAX_ROWS, AttentionTile, decode_tile, prefill_tile
 from paged.kernels.attention_mask import pack_mask
 from paged.kernels.attention_plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
+from paged.kernels.checks import check_tensor
 from paged.kernels.compat import triton
 from paged.kernels.device import device_of
 from paged.kernels.launch import Launch
+from paged.kernels.scalars import as_int
 from paged.kernels.torch_ops.attention_batches import SharedBatches
 
+_INT32_MAX = 2**31 - 1
 # What a piece costs besides its blocks, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
 # block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
 _PIECE_BLOCKS = {"decode": 1, "prefill": 4}
@@ -42,7 +45,9 @@ class AttentionSchedule:
 
     items int32 [max_items, 5]: sequence, tile within it, first and one past the last block of BLOCK_N keys, slot of the
     partial result, -1 where the tile is not split. split_tiles int32 [max_split_tiles, 4]: sequence, tile, first slot,
-    number of slots. counts int32 [2]: how many of each are filled. partial_out float32 [max_slots, num_kv_heads,
+    number of slots. counts int32 [2]: how many of each are filled. first_padding
+    int32 [1]: the row behind the last one that tiles cover, the first of a sequence with more queries than the upper
+    bound, if there is one. partial_out float32 [max_slots, num_kv_heads,
     BLOCK_M, head_dim] and partial_lse float32 [max_slots, num_kv_heads, BLOCK_M] (base 2) are workspace that layers
     share.
     """
@@ -51,6 +56,7 @@ class AttentionSchedule:
     items: torch.Tensor
     split_tiles: torch.Tensor
     counts: torch.Tensor
+    first_padding: torch.Tensor
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
 
@@ -82,11 +88,17 @@ class AttentionPlan:
     def __init__(
         self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int
     ) -> None:
-        """cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; the two maxima are host-known upper bounds."""
-        self.cu_seqlens_q = cu_seqlens_q
-        self.seq_lens = seq_lens
-        self.max_seqlen_q = max_seqlen_q
-        self.max_seqlen_k = max_seqlen_k
+        """cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; the two maxima are host-known upper bounds.
+
+        Raises:
+            InvalidInputError: a shape, dtype or device does not fit, or a maximum is no number from 0 to 2^31 - 1.
+        """
+        check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), seq_lens.device)
+        check_tensor("cu_seqlens_q", cu_seqlens_q, (len(seq_lens) + 1,), (torch.int32,), seq_lens.device)
+        self.cu_seqlens_q = cu_seqlens_q.contiguous()
+        self.seq_lens = seq_lens.contiguous()
+        self.max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q, 0, _INT32_MAX)
+        self.max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, 0, _INT32_MAX)
         # Flags and masks are kept with what was made of them, so that no other tensor can take their identity.
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
@@ -103,13 +115,17 @@ class AttentionPlan:
         key = shape, id(is_causal)
         if key not in self._schedules:
             sizes = shape.head_dim, shape.element_size, device_of(self.seq_lens.device).arch, shape.box
-            rows = self.max_seqlen_q * shape.group
+            rows = self.most_rows(shape)
             tiles = {"decode": decode_tile(*sizes, rows=rows, more_scores=shape.more_scores, fp8=shape.fp8)}
             if rows > DECODE_MAX_ROWS:
                 tiles["prefill"] = prefill_tile(*sizes, more_scores=shape.more_scores)
             schedules = [self._schedule(kind, tile, shape, is_causal) for kind, tile in tiles.items()]
             self._schedules[key] = schedules, is_causal
         return self._schedules[key][0]
+
+    def most_rows(self, shape: AttentionShape) -> int:
+        """Rows (queries times heads of a group) of a sequence up to which there are tiles for it."""
+        return min(self.max_seqlen_q, shape.num_tokens) * shape.group
 
     def mask_words(self, mask: torch.Tensor) -> torch.Tensor:
         """`pack_mask` of a mask over the new keys, done once a step."""
@@ -121,7 +137,7 @@ class AttentionPlan:
         self, kind: str, tile: AttentionTile, shape: AttentionShape, is_causal: torch.Tensor | None
     ) -> AttentionSchedule:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0]
-        longest = self.max_seqlen_q * shape.group
+        longest = self.most_rows(shape)
         min_rows, max_rows = (1, min(longest, DECODE_MAX_ROWS)) if kind == "decode" else (DECODE_MAX_ROWS + 1, longest)
         places = device_of(device).num_sms * tile.programs_per_sm
         min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
@@ -146,6 +162,7 @@ class AttentionPlan:
             items=int32(max_tiles + max_slots if max_tiles else 0, ITEM_SIZE.value),
             split_tiles=int32(max_slots // 2, SPLIT_TILE_SIZE.value),
             counts=int32(2),
+            first_padding=int32(1),
             partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.head_dim),
             partial_lse=float32(max_slots, shape.num_kv_heads, tile.block_m),
         )
@@ -157,10 +174,12 @@ class AttentionPlan:
             items_ptr=schedule.items,
             split_tiles_ptr=schedule.split_tiles,
             counts_ptr=schedule.counts,
+            first_padding_ptr=schedule.first_padding,
             num_seqs=num_seqs,
             search_steps=num_seqs.bit_length(),
             min_rows=min_rows,
             max_rows=max_rows,
+            most_rows=longest,
             num_kv_heads=shape.num_kv_heads,
             places=places,
             max_slots=max_slots,

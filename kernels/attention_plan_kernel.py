@@ -16,7 +16,7 @@ SPLIT_TILE_SIZE = tl.constexpr(4)  # sequence, tile within it, first slot, numbe
 
 # Scalars that change from step to step: compiling a variant for 1 and one for multiples of 16 would stall serving.
 _BOUNDS = (
-    *("num_seqs", "search_steps", "min_rows", "max_rows", "num_kv_heads", "places", "max_slots"),
+    *("num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "places", "max_slots"),
     *("min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"),
 )
 
@@ -50,10 +50,12 @@ def _plan_kernel(
     items_ptr,  # [max_items, ITEM_SIZE]
     split_tiles_ptr,  # [max_split_tiles, SPLIT_TILE_SIZE]
     counts_ptr,  # [2]: items, split tiles
+    first_padding_ptr,  # [1]: the row behind the last one with a tile of any kind
     num_seqs,
     search_steps,  # halvings that narrow num_seqs + 1 offsets to one
     min_rows,
     max_rows,  # sequences with rows (query tokens * GROUP) in [min_rows, max_rows] belong to this kind
+    most_rows,  # of any kind; from the first sequence on that has more, none has tiles
     num_kv_heads,
     places,  # programs that the device runs at once
     max_slots,
@@ -76,6 +78,7 @@ def _plan_kernel(
     """
     lanes = tl.arange(0, LANES)
     num_tiles = 0
+    num_covered = num_seqs
     for base in range(0, num_seqs, LANES):
         seq = base + lanes
         in_range = seq < num_seqs
@@ -83,10 +86,13 @@ def _plan_kernel(
             cu_seqlens_q_ptr + seq, mask=in_range, other=0
         )
         rows = q_len * GROUP
+        num_covered = tl.minimum(num_covered, tl.min(tl.where(in_range & (rows > most_rows), seq, num_seqs), 0))
+        rows = tl.where(seq < num_covered, rows, 0)
         tiles = tl.where((rows >= min_rows) & (rows <= max_rows), (rows + BLOCK_M - 1) // BLOCK_M, 0)
         tl.store(tile_starts_ptr + seq, num_tiles + tl.cumsum(tiles, 0) - tiles, mask=in_range)
         num_tiles += tl.sum(tiles, 0)
     tl.store(tile_starts_ptr + num_seqs, num_tiles)
+    tl.store(first_padding_ptr, tl.load(cu_seqlens_q_ptr + num_covered))
     tl.debug_barrier()  # the offsets just written are read by other threads
 
     offs_share = tl.arange(0, _SHARES)

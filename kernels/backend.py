@@ -18,8 +18,10 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
     Raises:
         InvalidInputError: PAGED_BACKEND holds another word.
-        UnsupportedError: Triton was asked for where it cannot run.
+        UnsupportedError: Triton was asked for where it cannot run, or the tensor has no memory ("meta").
     """
+    if tensor.device.type == "meta":
+        raise UnsupportedError("tensors on meta have no values to compute with")
     choice = os.environ.get("PAGED_BACKEND", "")
     if choice == "torch":
         return False

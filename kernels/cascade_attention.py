@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.checks import check_shape, refuse_gradients
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.merge_attn_states import merge_attn_states
 from paged.kernels.paged_attention import paged_attention
+from paged.kernels.scalars import as_bool, as_int
 
 
 def cascade_attention(
@@ -51,26 +53,31 @@ def cascade_attention(
     distance between query and key, are not among them.
 
     Raises:
-        InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table.
+        InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU
+            also when a sequence with a query does not hold the prefix.
     """
+    refuse_gradients("cascade_attention", q, k_cache, v_cache, sinks, k_scale, v_scale)
     if torch.compiler.is_dynamo_compiling():
         out, lse = ops.cascade_attention(
             q, k_cache, v_cache, shared_prefix_len, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale,
             softcap, sinks, k_scale, v_scale, mask, deterministic,
         )  # fmt: skip
         return (out, lse) if return_lse else out
-    if block_table.dim() != 2 or k_cache.dim() != 4:
-        raise InvalidInputError(
-            f"block_table, k_cache: shapes {list(block_table.shape)}, {list(k_cache.shape)}, expected "
-            "[num_seqs, max_blocks_per_seq] and [num_blocks, block_size, num_kv_heads, head_dim]"
-        )
+    check_shape("q", q, ("num_tokens", "num_q_heads", "head_dim"))
+    check_shape("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", "head_dim"))
+    check_shape("block_table", block_table, ("num_seqs", "max_blocks_per_seq"))
+    check_shape("seq_lens", seq_lens, (block_table.shape[0],))
+    check_shape("cu_seqlens_q", cu_seqlens_q, (block_table.shape[0] + 1,))
+    shared_prefix_len, return_lse = as_int("shared_prefix_len", shared_prefix_len), as_bool("return_lse", return_lse)
     block_size = k_cache.shape[1]
     longest = block_table.shape[1] * block_size
     if shared_prefix_len % max(block_size, 1) or not 0 <= shared_prefix_len <= longest:
         raise InvalidInputError(
             f"shared_prefix_len: {shared_prefix_len}, expected a multiple of {block_size} from 0 to {longest}"
         )
-    num_blocks = shared_prefix_len // block_size
+    num_blocks = shared_prefix_len // max(block_size, 1)
+    if block_table.device.type == "cpu":
+        _check_prefix(block_table, cu_seqlens_q, seq_lens, shared_prefix_len, num_blocks)
     if plan is None or prefix_plan is None:
         plan, prefix_plan = cascade_plans(
             cu_seqlens_q,
@@ -119,6 +126,28 @@ def cascade_attention(
     return (out, lse) if return_lse else out
 
 
+def _check_prefix(
+    block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, length: int, num_blocks: int
+) -> None:
+    """Raise InvalidInputError unless all sequences with queries hold `length` tokens before them, in the blocks that
+    row 0 of the table names."""
+    q_lens = cu_seqlens_q.diff()
+    contexts = torch.where(q_lens > 0, seq_lens.long() - q_lens, length)
+    if len(contexts) and int(contexts.min()) < length:
+        seq = int(contexts.argmin())
+        raise InvalidInputError(
+            f"shared_prefix_len: {length}, expected at most {int(contexts[seq])}, the keys before the queries of "
+            f"sequence {seq}"
+        )
+    is_other = (block_table[:, :num_blocks] != block_table[:1, :num_blocks]) & (q_lens > 0)[:, None]
+    if is_other.any():
+        seq, column = is_other.nonzero()[0].tolist()
+        raise InvalidInputError(
+            f"block_table[{seq}, {column}]: {int(block_table[seq, column])}, expected {int(block_table[0, column])}, "
+            "the shared block that row 0 names"
+        )
+
+
 def cascade_plans(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -132,9 +161,11 @@ def cascade_plans(
 
     cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; num_tokens: rows of q; the maxima are upper bounds.
     """
+    shared_prefix_len = as_int("shared_prefix_len", shared_prefix_len)
+    max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, shared_prefix_len)
     own = AttentionPlan(
         cu_seqlens_q,
-        seq_lens - shared_prefix_len,
+        (seq_lens - shared_prefix_len).clamp_(min=0),  # those without queries may be shorter
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k - shared_prefix_len,
     )

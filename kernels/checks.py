@@ -6,14 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.kernels.errors import InvalidInputError
+from paged.kernels.errors import InvalidInputError, UnsupportedError
+from paged.kernels.scalars import shown
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
+def check_is_tensor(name: str, tensor: object) -> None:
+    """Raise InvalidInputError unless `tensor` is one whose elements lie in memory by strides."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInputError(f"{name}: {shown(tensor)}, expected a tensor")
+    if tensor.layout is not torch.strided:
+        raise InvalidInputError(f"{name}: layout {tensor.layout}, expected {torch.strided}")
+
+
+def refuse_gradients(operation: str, *tensors: torch.Tensor | None) -> None:
+    """Raise UnsupportedError where autograd would record the operation: none here has a backward."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise UnsupportedError(
+                f"{operation} has no gradients: run under torch.no_grad(), or give it detached tensors"
+            )
+
+
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     """Raise InvalidInputError unless `tensor` has the expected shape; a str stands for any size and names the axis."""
+    check_is_tensor(name, tensor)
     shape = tensor.shape
     if len(shape) == len(expected):
         for have, want in zip(shape, expected, strict=True):
@@ -27,6 +48,7 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) 
 
 def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
     """Raise InvalidInputError unless `tensor` has one of the allowed dtypes."""
+    check_is_tensor(name, tensor)
     if tensor.dtype not in allowed:
         raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(str(d) for d in allowed)}")
 
@@ -47,6 +69,14 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidInputError unless `tensor` is contiguous."""
     if not tensor.is_contiguous():
         raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError where elements of a tensor that is written to share memory, as in an expanded one."""
+    if 0 in tensor.stride() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every element in a place of its own")
 
 
 def check_tensor(

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import check_dtype, check_shape, check_tensor
+from paged.kernels.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.id_checks import Ids, check_all_ids
+from paged.kernels.scalars import as_int, shown
 from paged.kernels.torch_ops import copy_blocks as torch_op
 
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
@@ -56,7 +58,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
         caches: tensors [num_blocks, ...] of one shape, dtype, device and strides, contiguous within a block.
         block_pairs: (source, destination) block ids, int64 [num_pairs, 2] or a sequence of pairs. No destination is a
             source or stands twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
-            are trusted, since reading them would wait for it.
+            are trusted, since reading them would wait for it, but for their range where PAGED_CHECK=1.
 
     Raises:
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
@@ -65,17 +67,21 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     if torch.compiler.is_dynamo_compiling():
         ops.copy_blocks(caches, pairs)
         return
-    check_shape("block_pairs", pairs, ("num_pairs", 2))
-    check_dtype("block_pairs", pairs, torch.int64)
+    if not isinstance(caches, list | tuple):
+        raise InvalidInputError(f"caches: {shown(caches)}, expected a sequence of tensors")
     if not caches:
         return
     first = caches[0]
     _check_caches(caches)
-    if pairs.device.type == "cpu":
+    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
+    by_triton = use_triton(first)
+    if pairs.device.type == "cpu" or not by_triton:
         _check_pairs(pairs.tolist(), first.shape[0])
         pairs = pairs.to(first.device)
+    else:
+        check_all_ids("copy_blocks", Ids("block_pairs", pairs, 0, len(first) - 1), by_triton=True)
     check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), first.device)
-    if not use_triton(first):
+    if not by_triton:
         torch_op.copy_blocks(caches, pairs)
         return
     if pairs.shape[0] == 0 or first.numel() == 0:
@@ -98,20 +104,30 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 
 
 def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    for index, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise InvalidInputError(f"block_pairs[{index}]: {tuple(pair)}, expected (source, destination)")
-    return torch.tensor([tuple(pair) for pair in pairs], dtype=torch.int64).view(-1, 2)
+    try:
+        listed = list(pairs)
+    except Exception:
+        raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected pairs of block ids") from None
+    ids = []
+    for index, pair in enumerate(listed):
+        try:
+            source, destination = pair
+        except Exception:
+            raise InvalidInputError(f"block_pairs[{index}]: {shown(pair)}, expected (source, destination)") from None
+        ids.append([as_int(f"block_pairs[{index}]", block, -(2**63), 2**63 - 1) for block in (source, destination)])
+    return torch.tensor(ids, dtype=torch.int64).view(-1, 2)
 
 
 def _check_caches(caches: Sequence[torch.Tensor]) -> None:
     first = caches[0]
+    check_is_tensor("caches[0]", first)
     if first.dim() == 0:
         raise InvalidInputError("caches[0]: a scalar, expected [num_blocks, ...]")
     for index, cache in enumerate(caches):
         check_tensor(f"caches[{index}]", cache, first.shape, (first.dtype,), first.device)
         if cache.stride() != first.stride():
             raise InvalidInputError(f"caches[{index}]: strides {cache.stride()}, expected {first.stride()}")
+        check_writable(f"caches[{index}]", cache)
     if not first[:1].squeeze(0).is_contiguous():
         raise InvalidInputError(f"caches: strides {first.stride()}, expected every block contiguous")
 

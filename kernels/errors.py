@@ -1,5 +1,11 @@
 """Errors that operations raise; `paged.errors` builds the rest of the family on them."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PagedError(Exception):
     """Base of every error this library raises on purpose."""
@@ -11,3 +17,19 @@ class InvalidInputError(PagedError, ValueError):
 
 class UnsupportedError(PagedError, NotImplementedError):
     """The request is well formed, but this build, model or device cannot serve it."""
+
+
+@contextmanager
+def arguments_named(**names: str) -> Iterator[None]:
+    """Errors raised inside name the caller's own arguments, as `seq_lens="cache_seqlens"`, before the colon.
+
+    For functions that hand their arguments on to an operation under other names.
+    """
+    try:
+        yield
+    except (InvalidInputError, UnsupportedError) as error:
+        head, colon, rest = str(error).partition(":")
+        renamed = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), head) if colon else head
+        if renamed == head:
+            raise
+        raise type(error)(renamed + colon + rest) from error

@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from paged.kernels.checks import (
+    FLOAT_DTYPES,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
 from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.id_checks import Ids, check_all_ids
 from paged.kernels.moe_activation import check_activation
 from paged.kernels.moe_align_block_size import check_expert_map, moe_align_block_size
 from paged.kernels.moe_alignment import MoeAlignment, max_num_blocks
@@ -18,6 +27,7 @@ from paged.kernels.moe_gemv import moe_gemv
 from paged.kernels.moe_sum import moe_sum
 from paged.kernels.moe_table import moe_tiles
 from paged.kernels.moe_weights import ExpertLinear, MoeOptions, check_weights
+from paged.kernels.scalars import as_bool, as_int, shown
 from paged.kernels.torch_ops import fused_moe as torch_op
 
 
@@ -69,8 +79,9 @@ def fused_moe(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
-        UnsupportedError: the activation, or the size of a group, is another one.
+        UnsupportedError: the activation, or the size of a group, is another one, or a gradient is asked for.
     """
+    refuse_gradients("fused_moe", hidden_states, w1, w2, topk_weights, w1_bias, w2_bias, w1_scale, w2_scale, out)
     if torch.compiler.is_dynamo_compiling():
         inputs = hidden_states, w1, w2, topk_weights, topk_ids
         settings = activation, expert_map, w1_bias, w2_bias, interleaved, aligned, w1_scale, w2_scale
@@ -86,6 +97,8 @@ def fused_moe(
         out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
     check_last_dim_contiguous("out", out)
+    check_writable("out", out)
+    interleaved = as_bool("interleaved", interleaved)
     num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
     routes = (topk_weights, topk_ids, expert_map)
     options: MoeOptions = {"activation": activation, "interleaved": interleaved}
@@ -101,7 +114,8 @@ def fused_moe(
     tiles = moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
     if aligned is None:
         aligned = moe_align_block_size(topk_ids, tiles.gate_up.block_m, num_experts, expert_map=expert_map)
-    _check_aligned(aligned, topk_ids.numel(), tiles.gate_up.block_m, num_experts)
+    else:
+        _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, num_experts)
     activated = hidden_states.new_empty((topk_ids.numel(), intermediate_size))
     expert_gemm(hidden_states, gate_up, activated, aligned, tiles.gate_up, entries_per_row=top_k, **options)
     parts = hidden_states.new_empty((topk_ids.numel(), hidden_size))
@@ -125,6 +139,8 @@ def moe_block_size(
     """
     if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
         return None
+    check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
+    num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
     down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
     shape = _shape(num_tokens, top_k, down, dtype, expert_map)
     if num_tokens == 0 or not use_triton(w2) or takes_gemv(shape, is_quantized=bool(down.format)):
@@ -148,6 +164,8 @@ def _check(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> None:
+    for name, tensor in (("hidden_states", hidden_states), ("w1", gate_up.w), ("w2", down.w)):
+        check_is_tensor(name, tensor)
     device, dtype = hidden_states.device, hidden_states.dtype
     check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
     num_tokens, hidden_size = hidden_states.shape
@@ -161,11 +179,24 @@ def _check(
             raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
 
 
-def _check_aligned(aligned: MoeAlignment, num_entries: int, block_size: int, num_experts: int) -> None:
+def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
+    if not isinstance(aligned, MoeAlignment):
+        raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
+    num_entries, device = topk_ids.numel(), topk_ids.device
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
-    sizes = tuple(tensor.numel() for tensor in aligned)
-    if sizes != (num_blocks * block_size, num_blocks, 1):
+    sizes = (num_blocks * block_size, num_blocks, 1)
+    for name, tensor in zip(aligned._fields, aligned, strict=True):
+        check_tensor(f"aligned.{name}", tensor, ("size",), (torch.int32,), device)
+        check_last_dim_contiguous(f"aligned.{name}", tensor)
+    given = tuple(tensor.numel() for tensor in aligned)
+    if given != sizes:
         raise InvalidInputError(
-            f"aligned: sizes {sizes}, expected {(num_blocks * block_size, num_blocks, 1)}, those of {num_entries} "
-            f"entries of {num_experts} experts in blocks of {block_size}"
+            f"aligned: sizes {given}, expected {sizes}, those of {num_entries} entries of {num_experts} experts in "
+            f"blocks of {block_size}"
         )
+    # An entry of num_entries is a place left free, a block of -1 is not in use.
+    ranges = (0, num_entries), (-1, num_experts - 1), (0, sizes[0])
+    ids = [
+        Ids(f"aligned.{name}", each, *ends) for name, each, ends in zip(aligned._fields, aligned, ranges, strict=True)
+    ]
+    check_all_ids("fused_moe", *ids, by_triton=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_is_tensor, check_shape, check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.rms_norm import num_warps
@@ -91,7 +91,9 @@ def greedy_argmax(
 
     Raises:
         InvalidInputError: shapes, dtypes or devices do not fit.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("greedy_argmax", logits, repetition_penalty)
     if torch.compiler.is_dynamo_compiling():
         return ops.greedy_argmax(logits, token_mask, repetition_penalty)
     check_shape("logits", logits, ("num_rows", "vocab_size"))
@@ -139,6 +141,7 @@ def greedy_argmax(
 
 def _per_row(name: str, tensor: torch.Tensor, dtype: torch.dtype, logits: torch.Tensor) -> torch.Tensor:
     """`tensor`, one row or a row for each of logits, checked, as [num_rows, vocab_size] with contiguous rows."""
+    check_is_tensor(name, tensor)
     expected = logits.shape[1:] if tensor.dim() == 1 else logits.shape
     check_tensor(name, tensor, expected, (dtype,), logits.device)
     if tensor.stride(-1) != 1:

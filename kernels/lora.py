@@ -5,15 +5,25 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import check_device, check_last_dim_contiguous, check_tensor
+from paged.kernels.checks import (
+    check_device,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.dot import dot
+from paged.kernels.errors import InvalidInputError
+from paged.kernels.id_checks import Ids, check_all_ids
 from paged.kernels.launch import Launch, signature
 from paged.kernels.lora_batch import LoraBatch
 from paged.kernels.lora_config import expand_tile, shrink_tile
 from paged.kernels.lora_weights import MAX_PARTS, LoraWeights
+from paged.kernels.scalars import shown
 from paged.kernels.torch_ops import lora as torch_op
 
 
@@ -142,23 +152,38 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
         out: [num_rows, out_features], dtype of x, last dimension contiguous; what the layer gave without adapters.
         x: [num_rows, in_features], float32, float16 or bfloat16; last dimension contiguous.
         weights: the layer's adapters, in the dtype of x.
-        batch: which rows take which adapter; on the device it is trusted, as reading it would wait.
+        batch: which rows take which adapter; rows and slots are checked on a CPU, on a GPU with PAGED_CHECK=1.
 
     Returns:
         out.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a row or slot does not exist.
+        UnsupportedError: a gradient is asked for.
     """
+    if not (isinstance(weights, LoraWeights) and isinstance(batch, LoraBatch)):
+        raise InvalidInputError(f"weights, batch: {shown(weights)}, {shown(batch)}, expected LoraWeights and LoraBatch")
+    refuse_gradients("add_lora", out, x, weights.a, weights.b, weights.scales)
     if torch.compiler.is_dynamo_compiling():
         stacks = weights.a, weights.b, weights.ranks, weights.scales
         ops.add_lora(out, x, *stacks, weights.part_sizes, batch.rows, batch.slots)
         return out
+    check_is_tensor("x", x)
+    check_is_tensor("out", out)
     key = (signature(x), signature(out), weights.signature)
     launches = batch.launches.get(key)
     if launches is None:
         _check(out, x, weights, batch)
-        if not use_triton(x):
+    by_triton = launches is not None or use_triton(x)
+    check_all_ids(
+        "add_lora",
+        Ids("rows", batch.rows, -1, len(x) - 1),
+        Ids("slots", batch.slots, -1, len(weights.a) - 1),
+        Ids("ranks", weights.ranks, 0, weights.a.shape[2]),
+        by_triton=by_triton,
+    )
+    if launches is None:
+        if not by_triton:
             return torch_op.add_lora(
                 out, x, weights.a, weights.b, weights.ranks, weights.scales, weights.part_sizes, batch.rows, batch.slots
             )
@@ -184,6 +209,7 @@ def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lora
     check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)
     check_device("batch", batch.rows, device)
     check_last_dim_contiguous("out", out)
+    check_writable("out", out)
     check_last_dim_contiguous("x", x)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paged.kernels.checks import check_contiguous, check_tensor
+from paged.kernels.checks import check_contiguous, check_is_tensor, check_tensor
+from paged.kernels.errors import InvalidInputError
 from paged.kernels.launch import Launch
 
 # Up to this many rows an adapter reading its weights is all the work, and 16 rows are the least a tensor core takes.
@@ -24,7 +25,7 @@ class LoraBatch:
     launches: what layers of one shape launch over this batch, prepared by the first of them.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or on a CPU a row stands twice.
     """
 
     rows: torch.Tensor
@@ -32,10 +33,17 @@ class LoraBatch:
     launches: dict[Hashable, tuple[Launch, Launch]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_is_tensor("rows", self.rows)
         check_tensor("rows", self.rows, ("num_blocks", "rows_per_block"), (torch.int32,), self.rows.device)
         check_tensor("slots", self.slots, (self.rows.shape[0],), (torch.int32,), self.rows.device)
         check_contiguous("rows", self.rows)
         check_contiguous("slots", self.slots)
+        if self.rows.device.type == "cpu":
+            ordered = self.rows.flatten().sort().values
+            is_twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+            if is_twice.any():
+                row = int(ordered[1:][is_twice][0])
+                raise InvalidInputError(f"rows: row {row} stands twice, expected every row once at most")
 
     @staticmethod
     def group(slots: torch.Tensor) -> LoraBatch:

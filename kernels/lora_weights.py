@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paged.kernels.checks import FLOAT_DTYPES, check_contiguous, check_tensor
+from paged.kernels.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.launch import signature
+from paged.kernels.scalars import as_int
 
 MAX_PARTS = 3
 
@@ -38,8 +39,11 @@ class LoraWeights:
     signature: tuple[object, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        dtype, device, num_parts = self.a.dtype, self.a.device, len(self.part_sizes)
-        if not 1 <= num_parts <= MAX_PARTS or min(self.part_sizes) < 1:
+        check_is_tensor("a", self.a)
+        sizes = tuple(as_int(f"part_sizes[{part}]", size, 1) for part, size in enumerate(self.part_sizes))
+        object.__setattr__(self, "part_sizes", sizes)
+        dtype, device, num_parts = self.a.dtype, self.a.device, len(sizes)
+        if not 1 <= num_parts <= MAX_PARTS:
             raise InvalidInputError(f"part_sizes: {self.part_sizes}, expected 1 to {MAX_PARTS} sizes above 0")
         check_tensor("a", self.a, ("num_slots", num_parts, "max_rank", "in_features"), FLOAT_DTYPES, device)
         num_slots, _, max_rank, _ = self.a.shape

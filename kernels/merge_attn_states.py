@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
+from paged.kernels.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    refuse_gradients,
+)
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.reshape_and_cache import tile
@@ -48,6 +55,9 @@ def _merge_attn_states_kernel(
     lse_a = tl.load(lse_a_ptr + heads * stride_lse_a_head + tokens * stride_lse_a_token, mask=in_rows, other=0.0)
     lse_b = tl.load(lse_b_ptr + heads * stride_lse_b_head + tokens * stride_lse_b_token, mask=in_rows, other=0.0)
     out_a = tl.load(out_a_ptr + tokens * stride_out_a_token + heads * stride_out_a_head + dims, mask=mask, other=0.0)
+    # Other stacks say inf of an empty row, where this one says -inf.
+    lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
+    lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
     out_b = tl.load(out_b_ptr + tokens * stride_out_b_token + heads * stride_out_b_head + dims, mask=mask, other=0.0)
     largest = tl.maximum(lse_a, lse_b)
     # -inf - -inf is NaN: with both sides empty any finite shift gives both the weight exp(-inf) = 0.
@@ -73,8 +83,8 @@ def merge_attn_states(
     """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
 
     lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and Gimelshein,
-    2018), in float32, out rounded once. A side with lse -inf is empty and adds nothing, whatever its output holds;
-    both empty give 0 and -inf.
+    2018), in float32, out rounded once. A side with lse -inf, or inf as FlashAttention says it, is empty and adds
+    nothing, whatever its output holds; both empty give 0 and -inf.
 
     Args:
         out_a, out_b: [num_tokens, num_heads, head_dim], one dtype of float32, float16 and bfloat16, last dimension
@@ -86,7 +96,9 @@ def merge_attn_states(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("merge_attn_states", out_a, lse_a, out_b, lse_b)
     if torch.compiler.is_dynamo_compiling():
         return ops.merge_attn_states(out_a, lse_a, out_b, lse_b)
     check_shape("out_a", out_a, ("num_tokens", "num_heads", "head_dim"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paged.kernels.compat import tl, triton
-from paged.kernels.errors import UnsupportedError
+from paged.kernels.errors import InvalidInputError, UnsupportedError
+from paged.kernels.scalars import shown
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
@@ -27,5 +28,7 @@ def gated_activation(gate, up, ACTIVATION: tl.constexpr):
 
 def check_activation(activation: str) -> None:
     """Raise UnsupportedError unless the activation is one of ACTIVATIONS."""
+    if not isinstance(activation, str):
+        raise InvalidInputError(f"activation: {shown(activation)}, expected a name")
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, ACTIVATIONS))}")

@@ -10,6 +10,8 @@ from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.moe_alignment import MoeAlignment, max_num_blocks, new_alignment
+from paged.kernels.routing import MAX_EXPERTS
+from paged.kernels.scalars import as_int, shown
 from paged.kernels.torch_ops import moe_align_block_size as torch_op
 
 # Entries a tile: 16 a thread of 4 warps.
@@ -124,8 +126,8 @@ def moe_align_block_size(
         topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
         block_size: entries a block, at least 1.
         num_experts: at least 1.
-        expert_map: int32 [num_global_experts], contiguous: what to take in place of each id, -1 for no expert; ids
-            outside of it are no expert.
+        expert_map: int32 [num_global_experts], contiguous: what to take in place of each id, -1 or anything else
+            outside [0, num_experts) for no expert; ids outside of it are no expert.
 
     Returns:
         sorted_token_ids: int32 [max_num_blocks * block_size], indices into the flattened topk_ids; topk_ids.numel()
@@ -141,8 +143,8 @@ def moe_align_block_size(
     check_dtype("topk_ids", topk_ids, torch.int32)
     if not topk_ids.is_contiguous():
         raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")
-    if block_size < 1 or num_experts < 1:
-        raise InvalidInputError(f"block_size, num_experts: {block_size}, {num_experts}, expected at least 1")
+    block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
+    check_sizes("num_experts", block_size, num_experts)
     num_entries, device = topk_ids.numel(), topk_ids.device
     check_expert_map(expert_map, device)
     if num_entries == 0 or not use_triton(topk_ids):
@@ -179,6 +181,13 @@ def moe_align_block_size(
         BLOCK_C=_MAX_CHUNKS,
     )
     return aligned
+
+
+def check_sizes(name: str, block_size: int, num_experts: int) -> None:
+    """Raise InvalidInputError unless blocks and experts, whose argument's name is given, are 1 to MAX_EXPERTS."""
+    if min(block_size, num_experts) < 1 or max(block_size, num_experts) > MAX_EXPERTS:
+        sizes = f"{shown(block_size)}, {shown(num_experts)}"
+        raise InvalidInputError(f"block_size, {name}: {sizes}, expected at least 1, and {MAX_EXPERTS} at most")
 
 
 def check_expert_map(expert_map: torch.Tensor | None, device: torch.device) -> None:

@@ -8,13 +8,25 @@ from typing import Any
 import torch
 
 from paged.kernels.attention_call import NO_LIMIT, AttentionCall
+from paged.kernels.attention_config import MAX_KEYS_AT_ONCE
 from paged.kernels.attention_launch import launch, prepare
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_scale, check_tensor
+from paged.kernels.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_scale,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.id_checks import Sequences, check_sequences
 from paged.kernels.launch import signature
+from paged.kernels.scalars import as_bool, as_float, as_int, shown
 from paged.kernels.torch_ops import paged_attention as torch_op
 
 
@@ -58,11 +70,13 @@ def paged_attention(
         block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
         seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
-        max_seqlen_q: at least the longest query.
-        softmax_scale: 1 / sqrt(head_dim) when not given.
+        max_seqlen_q: at least the longest query. On a GPU, where nobody looks, a longer one and those behind it give
+            0 and lse -inf.
+        softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
         causal: position i sees positions <= i; a bool tensor [num_seqs] says so for each sequence.
         window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
-        softcap: scores become softcap * tanh(score / softcap) when positive (Gemma 2, 2024).
+        softcap: 1e-6 to 1000, or 0 for none: scores become softcap * tanh(score / softcap) (Gemma 2, 2024), up to an
+            error of softcap * 1e-7.
         sinks: [num_q_heads], any float dtype: the score of one more key for every row of the head, whose value is 0
             (Xiao et al., 2023; as in gpt-oss, not scaled). The log-sum-exp counts it.
         alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
@@ -76,9 +90,14 @@ def paged_attention(
         out: like q; made when not given.
         return_lse: also return the log-sum-exp of the scores, float32 [num_q_heads, num_tokens], natural log.
 
+    Numbers may be NumPy's, or tensors without dimensions. Lengths, offsets and the blocks that queries read are checked
+    on a CPU, and on a GPU where PAGED_CHECK=1, see `id_checks`.
+
     Raises:
         InvalidInputError: shapes, dtypes, devices or values do not fit.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("paged_attention", q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale, out)
     if torch.compiler.is_dynamo_compiling():
         caches = q, k_cache, v_cache
         options = (
@@ -101,41 +120,61 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
-    causality = id(causal) if isinstance(causal, torch.Tensor) else causal
-    key = (*map(signature, (*tensors.values(), out)), max_seqlen_q, softmax_scale, causality, *window_size, softcap)
-    key += (id(mask), deterministic, return_lse)
+    check_is_tensor("q", q)
+    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), q.shape[0] if q.dim() else 0)
+    if softmax_scale is not None:
+        softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
+    softcap = as_float("softcap", softcap, 0.0, 1000.0)
+    left, right = _window(window_size)
+    is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() > 0 else None
+    causal = is_causal is None and as_bool("causal", causal)
+    deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
     by_triton = use_triton(q)
-    launches = plan.launches.get(key) if by_triton and plan is not None else None
+    launches, key = None, None
+    if by_triton and plan is not None:
+        # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
+        flags = id(is_causal), causal, id(mask), deterministic, return_lse
+        try:
+            signatures = tuple(map(signature, (*tensors.values(), out)))
+            key = (*signatures, max_seqlen_q, softmax_scale, left, right, softcap, *flags)
+            launches = plan.launches.get(key)
+        except AttributeError:  # something is no tensor or no plan, which the checks say better
+            pass
     if launches is None:
-        _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_size, softcap)
+        _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
+        _check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
     num_tokens, num_q_heads, head_dim = q.shape
+    if by_triton:
+        ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]
+        check_sequences(Sequences(*ids, num_tokens, num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
     if launches is None:
-        left, right = (NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in window_size)
         call = AttentionCall(
             **tensors,
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
-            softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale),
-            window=(left, 0 if causal is True else right),
-            is_causal=causal if isinstance(causal, torch.Tensor) else None,
+            softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
+            window=(left, 0 if causal else right),
+            is_causal=is_causal,
             softcap=softcap,
             mask=mask,
+            max_seqlen_q=max_seqlen_q,
             deterministic=deterministic,
             out=out,
             lse=lse,
         )
-        _check_options(call, max_seqlen_q)
+        _check_options(call)
         if not by_triton:
             torch_op.paged_attention(call, plan)
             return (out, lse) if lse is not None else out
         if plan is None:
             max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
             plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        launches = plan.launches[key] = prepare(call, plan)
+        launches = prepare(call, plan)
+        if key is not None:
+            plan.launches[key] = launches
     launch(launches, **tensors, out=out, lse=lse)
     return (out, lse) if lse is not None else out
 
@@ -147,8 +186,6 @@ def _check(
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    window_size: tuple[int, int],
     softcap: float,
 ) -> None:
     check_dtype("q", q, *FLOAT_DTYPES)
@@ -159,33 +196,60 @@ def _check(
     check_tensor("k_cache", k_cache, cache_shape, (q.dtype, torch.float8_e4m3fn), q.device)
     check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), q.device)
     num_kv_heads = k_cache.shape[2]
-    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+    if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
     if not 1 <= head_dim <= 256:
         raise InvalidInputError(f"q: head_dim {head_dim}, expected 1 to 256")
     if k_cache.shape[1] == 0:
         raise InvalidInputError("k_cache: block_size 0, expected a positive one")
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
-        check_last_dim_contiguous(name, tensor)
     check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), q.device)
     num_seqs = seq_lens.shape[0]
     check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), (torch.int32,), q.device)
     check_tensor("block_table", block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
-    if max_seqlen_q < 0:
-        raise InvalidInputError(f"max_seqlen_q: {max_seqlen_q}, expected 0 or more")
-    if len(window_size) != 2 or min(window_size) < -1:
-        raise InvalidInputError(f"window_size: {window_size}, expected (left, right), each -1 or more")
-    if not 0.0 <= softcap < math.inf:
-        raise InvalidInputError(f"softcap: {softcap}, expected 0 or a positive number")
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+        check_last_dim_contiguous(name, tensor)
+    if 0.0 < softcap < 1e-6:
+        raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
 
 
-def _check_options(call: AttentionCall, max_seqlen_q: int) -> None:
+def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Left and right as in `AttentionCall`, of numbers from -1."""
+    try:
+        left, right = window_size
+    except Exception:
+        raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
+    left, right = as_int("window_size[0]", left, -1), as_int("window_size[1]", right, -1)
+    return NO_LIMIT if left == -1 else min(left, NO_LIMIT), NO_LIMIT if right == -1 else min(right, NO_LIMIT)
+
+
+def _check_plan(
+    plan: AttentionPlan | None, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int
+) -> None:
+    """Raise InvalidInputError where the plan is another batch's, as far as that can be seen without a wait."""
+    if plan is None:
+        return
+    if not isinstance(plan, AttentionPlan):
+        raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
+    for name, planned, given in (
+        ("cu_seqlens_q", plan.cu_seqlens_q, cu_seqlens_q),
+        ("seq_lens", plan.seq_lens, seq_lens),
+    ):
+        is_same = planned.shape == given.shape and planned.device == given.device
+        if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
+            raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")
+    if plan.max_seqlen_q < max_seqlen_q:
+        raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, expected at least {max_seqlen_q}")
+
+
+def _check_options(call: AttentionCall) -> None:
     device, num_kv_heads = call.q.device, call.k_cache.shape[2]
     num_tokens, num_q_heads, _ = call.q.shape
     check_tensor("out", call.out, call.q.shape, (call.q.dtype,), device)
     check_last_dim_contiguous("out", call.out)
+    check_writable("out", call.out)
     if call.is_causal is not None:
         check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
+        check_last_dim_contiguous("causal", call.is_causal)
     for name, value in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
         if value is not None:
             check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, device)
@@ -194,5 +258,5 @@ def _check_options(call: AttentionCall, max_seqlen_q: int) -> None:
     if call.mask is not None:
         check_tensor("mask", call.mask, (num_tokens, "longest query"), (torch.bool,), device)
         check_last_dim_contiguous("mask", call.mask)
-        if call.mask.shape[1] < max_seqlen_q:
-            raise InvalidInputError(f"mask: {call.mask.shape[1]} columns, expected at least {max_seqlen_q}")
+        if call.mask.shape[1] < call.max_seqlen_q:
+            raise InvalidInputError(f"mask: {call.mask.shape[1]} columns, expected at least {call.max_seqlen_q}")

@@ -5,14 +5,23 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, scale_stride
+from paged.kernels.checks import (
+    FLOAT_DTYPES,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+    scale_stride,
+)
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
-from paged.kernels.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset
-from paged.kernels.rms_norm import num_warps
-from paged.kernels.rotary_embedding import check_rotary, heads_per_program, rotate_heads
+from paged.kernels.id_checks import check_all_ids
+from paged.kernels.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset, slots_of
+from paged.kernels.rms_norm import check_eps, num_warps
+from paged.kernels.rotary_embedding import check_rotary, heads_per_program, positions_of, rotate_heads
+from paged.kernels.scalars import as_bool
 from paged.kernels.torch_ops import qk_norm_rope_and_cache as torch_op
 
 
@@ -146,8 +155,13 @@ def qk_norm_rope_and_cache(
         eps: added to the mean square of a head.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or one weight of the two was given.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, one weight of the two was given, or a slot
+            or position is out of range; on a GPU, where they are trusted, the last only with PAGED_CHECK=1.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients(
+        "qk_norm_rope_and_cache", q, k, v, k_cache, v_cache, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
+    )
     if torch.compiler.is_dynamo_compiling():
         ops.qk_norm_rope_and_cache(
             q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, eps, interleaved,
@@ -158,12 +172,14 @@ def qk_norm_rope_and_cache(
     num_tokens, num_kv_heads, head_dim = k.shape
     check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)
     check_last_dim_contiguous("q", q)
+    check_writable("q", q)
     check_rotary(positions, cos_sin_cache, q)
     if (q_weight is None) != (k_weight is None):
         raise InvalidInputError("q_weight, k_weight: one of them is None, expected both or neither")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
+    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     if not use_triton(q):
         return torch_op.qk_norm_rope_and_cache(
             q,
@@ -181,6 +197,8 @@ def qk_norm_rope_and_cache(
             k_scale=k_scale,
             v_scale=v_scale,
         )
+    ids = slots_of(slot_mapping, k_cache), positions_of(positions, cos_sin_cache)
+    check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=True)
     num_q_heads, rotary_dim = q.shape[1], cos_sin_cache.shape[1]
     if num_tokens * (num_q_heads + num_kv_heads) * head_dim == 0:
         return q

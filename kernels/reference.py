@@ -93,10 +93,12 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
 
-    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b; both empty: 0, -inf.
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b; both empty: 0, -inf. An
+    lse of inf is that of an empty side, too.
     out_* [num_tokens, num_heads, head_dim], lse_* [num_heads, num_tokens].
     """
     out_a, lse_a, out_b, lse_b = _f64(out_a), _f64(lse_a), _f64(out_b), _f64(lse_b)
+    lse_a, lse_b = (torch.where(lse == math.inf, -math.inf, lse) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     out = torch.zeros_like(out_a)
     for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):

@@ -13,12 +13,15 @@ from paged.kernels.checks import (
     check_scale,
     check_shape,
     check_tensor,
+    check_writable,
+    refuse_gradients,
     scale_stride,
 )
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
+from paged.kernels.id_checks import Ids, check_all_ids
 from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import reshape_and_cache as torch_op
 
@@ -110,8 +113,11 @@ def reshape_and_cache(
             heads, or [num_kv_heads]. None stands for 1.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a slot lies beyond the caches; on a GPU,
+            where slots are trusted, the last only with PAGED_CHECK=1.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("reshape_and_cache", key, value, k_cache, v_cache, k_scale, v_scale)
     if torch.compiler.is_dynamo_compiling():
         ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
@@ -119,6 +125,7 @@ def reshape_and_cache(
     if not use_triton(key):
         torch_op.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
         return
+    check_all_ids("reshape_and_cache", slots_of(slot_mapping, k_cache), by_triton=True)
     if key.numel() == 0:
         return
     num_tokens, num_heads, head_dim = key.shape
@@ -179,6 +186,13 @@ def check_cache_write(
         check_scale(name, scale, num_kv_heads, key.device)
     if k_cache.shape[1] == 0:
         raise InvalidInputError("k_cache: block_size 0, expected at least 1")
+    check_writable("k_cache", k_cache)
+    check_writable("v_cache", v_cache)
+
+
+def slots_of(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> Ids:
+    """What slots must be: those of a cache, or negative."""
+    return Ids("slot_mapping", slot_mapping, None, k_cache.shape[0] * k_cache.shape[1] - 1)
 
 
 def tile(num_rows: int, row_size: int) -> tuple[int, int]:

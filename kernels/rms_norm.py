@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.scalars import as_float
 from paged.kernels.torch_ops import rms_norm as torch_op
 
 
@@ -54,14 +55,16 @@ def rms_norm(
         out: like x, contiguous; made when not given.
 
     Raises:
-        InvalidInputError: shapes, dtypes or devices do not fit.
+        InvalidInputError: shapes, dtypes or devices do not fit, or eps is below 0.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("rms_norm", x, weight, out)
     if torch.compiler.is_dynamo_compiling():
         if out is None:
             return ops.rms_norm(x, weight, eps)
         ops.rms_norm_out(x, weight, out, eps)
         return out
-    hidden_size = _check(x, weight)
+    hidden_size, eps = _check(x, weight), check_eps(eps)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     check_tensor("out", out, x.shape, (x.dtype,), x.device)
@@ -82,12 +85,14 @@ def fused_add_rms_norm(
     [..., hidden_size] are contiguous and do not overlap.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or eps is below 0.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("fused_add_rms_norm", x, residual, weight)
     if torch.compiler.is_dynamo_compiling():
         ops.fused_add_rms_norm(x, residual, weight, eps)
         return x, residual
-    hidden_size = _check(x, weight)
+    hidden_size, eps = _check(x, weight), check_eps(eps)
     check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
     if not (x.is_contiguous() and residual.is_contiguous()):
         raise InvalidInputError(f"x, residual: strides {x.stride()}, {residual.stride()}, expected contiguous tensors")
@@ -96,6 +101,14 @@ def fused_add_rms_norm(
     rows = x.view(-1, hidden_size)
     _launch(rows, residual.view(-1, hidden_size), weight, rows, eps)
     return x, residual
+
+
+def check_eps(eps: float) -> float:
+    """What is added to a mean square: 0, or a number that float32 holds with all its bits."""
+    number = as_float("eps", eps, 0.0)
+    if number == 0 and eps != 0:
+        raise InvalidInputError(f"eps: {eps}, expected 0 or at least 1.2e-38")
+    return number
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> int:

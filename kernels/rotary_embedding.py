@@ -5,12 +5,22 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
+from paged.kernels.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import scaled_cast
+from paged.kernels.id_checks import Ids, check_all_ids
 from paged.kernels.rms_norm import num_warps
+from paged.kernels.scalars import as_bool
 from paged.kernels.torch_ops import rotary_embedding as torch_op
 
 
@@ -156,22 +166,29 @@ def rotary_embedding(
             many sines.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a position is out of range; on a GPU, where
+            positions are trusted, the last only with PAGED_CHECK=1.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("rotary_embedding", query, key, cos_sin_cache)
     if torch.compiler.is_dynamo_compiling():
         ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
         return query, key
     check_shape("query", query, ("num_tokens", "num_q_heads", "head_dim"))
     check_dtype("query", query, *FLOAT_DTYPES)
     check_last_dim_contiguous("query", query)
+    check_writable("query", query)
     num_tokens, num_q_heads, head_dim = query.shape
     if key is not None:
         check_tensor("key", key, (num_tokens, "num_kv_heads", head_dim), (query.dtype,), query.device)
         check_last_dim_contiguous("key", key)
+        check_writable("key", key)
     check_rotary(positions, cos_sin_cache, query)
+    interleaved = as_bool("interleaved", interleaved)
     if not use_triton(query):
         torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
         return query, key
+    check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
     num_kv_heads = 0 if key is None else key.shape[1]
     rotary_dim = cos_sin_cache.shape[1]
     if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
@@ -209,6 +226,11 @@ def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, query: to
     rotary_dim, head_dim = cos_sin_cache.shape[1], query.shape[2]
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise InvalidInputError(f"cos_sin_cache: rotary_dim {rotary_dim}, expected an even number up to {head_dim}")
+
+
+def positions_of(positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> Ids:
+    """What positions must be: rows of the table."""
+    return Ids("positions", positions, 0, cos_sin_cache.shape[0] - 1)
 
 
 def heads_per_program(num_q_heads: int, num_kv_heads: int, block_dim: int) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import check_tensor
+from paged.kernels.checks import check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
-from paged.kernels.moe_align_block_size import check_expert_map, expert_rows, moe_align_block_size
+from paged.kernels.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
 from paged.kernels.moe_alignment import MoeAlignment, new_alignment
 from paged.kernels.route_tokens import route_tokens
 from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
+from paged.kernels.scalars import as_int, shown
 
 # One program places all entries, from 16 counts of every expert: larger batches gain more from many programs than from
 # one launch. A tile of 16 tokens of 512 experts takes 217 registers.
@@ -161,7 +162,11 @@ def route_and_align(
 
     Raises:
         InvalidInputError: as the two operations, or the ticket does not fit.
+        UnsupportedError: a gradient is asked for.
     """
+    if not isinstance(routing, Routing):
+        raise InvalidInputError(f"routing: {shown(routing)}, expected a Routing")
+    refuse_gradients("route_and_align", router_logits, routing.correction_bias)
     if torch.compiler.is_dynamo_compiling():
         weights, ids, *aligned = ops.route_and_align(
             router_logits, block_size, expert_map, num_local_experts, ticket, **vars(routing)
@@ -171,9 +176,9 @@ def route_and_align(
     num_tokens, num_routed = router_logits.shape
     num_columns, device = num_routed + routing.num_shared_experts, router_logits.device
     check_expert_map(expert_map, device)
-    num_experts = num_columns if num_local_experts is None else num_local_experts
-    if block_size < 1 or num_experts < 1:
-        raise InvalidInputError(f"block_size, num_local_experts: {block_size}, {num_experts}, expected at least 1")
+    num_experts = num_columns if num_local_experts is None else as_int("num_local_experts", num_local_experts, None)
+    block_size = as_int("block_size", block_size, None)
+    check_sizes("num_local_experts", block_size, num_experts)
     if ticket is not None:
         check_tensor("ticket", ticket, (1,), (torch.int32,), device)
     if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
@@ -198,7 +203,7 @@ def route_and_align(
         num_mapped=0 if expert_map is None else expert_map.numel(),
         num_places=aligned.sorted_token_ids.numel(),
         max_num_blocks=aligned.expert_ids.numel(),
-        scaling_factor=float(routing.routed_scaling_factor),
+        scaling_factor=routing.routed_scaling_factor,
         stride_logits_token=router_logits.stride(0),
         stride_logits_expert=router_logits.stride(1),
         NUM_EXPERTS=num_experts,

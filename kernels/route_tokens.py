@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
+from paged.kernels.checks import refuse_gradients
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
@@ -91,7 +92,9 @@ def route_tokens(
     Raises:
         InvalidInputError: shape, dtype, device or strides do not fit, a number is out of range, or scoring is another
             word.
+        UnsupportedError: a gradient is asked for.
     """
+    refuse_gradients("route_tokens", router_logits, correction_bias)
     if torch.compiler.is_dynamo_compiling():
         options = correction_bias, num_expert_groups, topk_groups, routed_scaling_factor, num_shared_experts
         return ops.route_tokens(router_logits, top_k, renormalize, scoring, *options)
@@ -121,7 +124,7 @@ def route_tokens(
         weights_ptr=weights,
         ids_ptr=ids,
         num_tokens=num_tokens,
-        scaling_factor=float(routed_scaling_factor),
+        scaling_factor=routing.routed_scaling_factor,
         stride_logits_token=router_logits.stride(0),
         stride_logits_expert=router_logits.stride(1),
         BLOCK_T=block_t,

@@ -10,13 +10,20 @@ import torch
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from paged.kernels.compat import tl, triton
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.scalars import as_bool, as_float, as_int, shown
 
 SCORINGS = ("softmax", "sigmoid")
+# Counts of them are one tile, which Triton limits to 2^20 elements, in as many as 16 rows.
+MAX_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How logits become experts and weights; see `route_tokens`."""
+    """How logits become experts and weights; see `route_tokens`.
+
+    Raises:
+        InvalidInputError: a number or flag is none.
+    """
 
     top_k: int
     renormalize: bool = True
@@ -26,6 +33,13 @@ class Routing:
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     num_shared_experts: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "num_expert_groups", "topk_groups", "num_shared_experts"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name), None))
+        object.__setattr__(self, "renormalize", as_bool("renormalize", self.renormalize))
+        factor = as_float("routed_scaling_factor", self.routed_scaling_factor)
+        object.__setattr__(self, "routed_scaling_factor", factor)
 
     @property
     def width(self) -> int:
@@ -178,10 +192,10 @@ def check_routing(router_logits: torch.Tensor, routing: Routing) -> None:
     if not 1 <= routing.top_k <= most:
         within = "the number of experts" if groups == 1 else f"the experts of {routing.topk_groups} groups"
         raise InvalidInputError(f"top_k: {routing.top_k}, expected 1 to {most}, {within}")
-    if routing.scoring not in SCORINGS:
-        raise InvalidInputError(f"scoring: {routing.scoring!r}, expected {' or '.join(map(repr, SCORINGS))}")
-    if routing.num_shared_experts < 0:
-        raise InvalidInputError(f"num_shared_experts: {routing.num_shared_experts}, expected at least 0")
+    if not isinstance(routing.scoring, str) or routing.scoring not in SCORINGS:
+        raise InvalidInputError(f"scoring: {shown(routing.scoring)}, expected {' or '.join(map(repr, SCORINGS))}")
+    if not 0 <= routing.num_shared_experts <= MAX_EXPERTS:
+        raise InvalidInputError(f"num_shared_experts: {routing.num_shared_experts}, expected 0 to {MAX_EXPERTS}")
     if routing.correction_bias is not None:
         bias = routing.correction_bias
         check_tensor("correction_bias", bias, (num_experts,), (torch.float32,), router_logits.device)

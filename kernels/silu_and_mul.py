@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
 from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
@@ -48,8 +48,9 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
-        UnsupportedError: the activation is another one.
+        UnsupportedError: the activation is another one, or a gradient is asked for.
     """
+    refuse_gradients("silu_and_mul", x, out)
     if torch.compiler.is_dynamo_compiling():
         if out is None:
             return ops.silu_and_mul(x, activation)

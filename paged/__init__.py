@@ -61,6 +61,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.copy_blocks": ("copy_blocks",),
     "paged.kernels.fused_moe": ("fused_moe",),
     "paged.kernels.greedy_argmax": ("greedy_argmax",),
+    "paged.kernels.id_checks": ("check_ids",),
     "paged.kernels.lora": ("add_lora",),
     "paged.kernels.lora_batch": ("LoraBatch",),
     "paged.kernels.lora_weights": ("LoraWeights",),

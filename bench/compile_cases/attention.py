@@ -73,10 +73,10 @@ def _attention_case(
     element = cache or dtype
     cached = f"tensordesc<{element}[1, {tile.block_n}, 1, {width}]>" if by_tma else f"*{element}"
     signature = {"q_ptr": f"*{dtype}", "k_cache": cached, "v_cache": cached, "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
-    tables = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr")
+    tables = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
     signature |= dict.fromkeys(tables, "*i32") | dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
     signature |= {name: kind if name in options else "constexpr" for name, kind in _OPTIONS.items()}
-    signature |= {"num_tokens": "i32", "num_seqs": "i32", "scale": "fp32", "softcap": "fp32"}
+    signature |= {"num_tokens": "i32", "scale": "fp32", "softcap": "fp32"}
     signature |= {"window_left": "i32", "window_right": "i32"} | {f"stride_{name}": "i32" for name in _STRIDES}
     constexprs: dict[str, Any] = {
         **{name: None for name in _OPTIONS if name not in options},
@@ -161,8 +161,10 @@ def _merge_case(head_dim: int) -> CompileCase:
 
 def _plan_case() -> CompileCase:
     pointers = {"cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32", "is_causal_ptr": "*i1"}
-    pointers |= dict.fromkeys(("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr"), "*i32")
-    scalars = ["num_seqs", "search_steps", "min_rows", "max_rows", "num_kv_heads", "places", "max_slots"]
+    pointers |= dict.fromkeys(
+        ("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr", "first_padding_ptr"), "*i32"
+    )
+    scalars = ["num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "places", "max_slots"]
     scalars += ["min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"]
     constexprs = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
     return CompileCase(

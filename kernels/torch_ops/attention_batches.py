@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from paged.kernels.attention_call import AttentionCall
+from paged.kernels.id_checks import Sequences, check_sequences_on_host
 
 # Queries of a piece: a long chunk is cut so that its first queries do not meet the keys that only its last ones see.
 _MAX_QUERIES = 256
@@ -77,14 +78,18 @@ SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | N
 
 
 def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool) -> list[SequenceBatch]:
-    """All queries that see keys, in batches, which layers of one step share.
+    """All queries that see keys, in batches, which layers of one step share; ids are checked where they are made.
 
     keeps_scores: the caller holds those of all heads at once, not only where keys are read in place.
     """
     tensors, max_in_place = (call.block_table, call.is_causal, call.mask), _max_queries_in_place(call)
-    sizes = call.window, call.k_cache.shape, call.q.shape[1:]
-    key: Hashable = (*map(_place, tensors), *sizes, keeps_scores, max_in_place)
+    key: Hashable = (
+        *map(_place, tensors), call.window, call.k_cache.shape, call.q.shape, keeps_scores, max_in_place
+    )  # fmt: skip
     if key not in shared:
+        ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
+        sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q
+        check_sequences_on_host(Sequences(*ids, *sizes, left=call.window[0], keys_at_once=1))
         shared[key] = list(_batches(call, keeps_scores, max_in_place)), tensors
     return shared[key][0]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.id_checks import check_ids_on_host
+
 
 def reshape_and_cache(
     key: torch.Tensor,
@@ -17,7 +19,13 @@ def reshape_and_cache(
 ) -> None:
     """Twin of `kernels.reshape_and_cache.reshape_and_cache`."""
     slots, block_size = slot_mapping, k_cache.shape[1]
-    if len(slots) and int(slots.min()) < 0:
+    if len(slots) == 0:
+        return
+    least, most = slots.aminmax()  # one pass for what is skipped and what is refused
+    last_slot = k_cache.shape[0] * block_size - 1
+    if int(most) > last_slot:
+        check_ids_on_host("slot_mapping", slots, None, last_slot)
+    if int(least) < 0:
         rows = (slots >= 0).nonzero().squeeze(1)
         key, value, slots = key[rows], value[rows], slots[rows]
     for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):

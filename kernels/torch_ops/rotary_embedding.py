@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.id_checks import check_ids_on_host
+
 
 def rotary_embedding(
     positions: torch.Tensor,
@@ -15,7 +17,12 @@ def rotary_embedding(
 ) -> None:
     """Twin of `kernels.rotary_embedding.rotary_embedding`: query and key change in place."""
     half = cos_sin_cache.shape[1] // 2
-    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    try:
+        rows = cos_sin_cache.index_select(0, positions)  # on a CPU it looks at every index anyway
+    except IndexError:
+        check_ids_on_host("positions", positions, 0, len(cos_sin_cache) - 1)
+        raise
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
     # The first of a pair becomes a cos - b sin, the second b cos + a sin: x cos + swapped (-sin, sin).
     if interleaved:
         cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)

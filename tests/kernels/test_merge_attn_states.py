@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -64,3 +66,16 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         merge_attn_states(out, lse, out.half(), lse)
     with pytest.raises(InvalidInputError, match="lse_b: dtype"):
         merge_attn_states(out, lse, out, lse.half())
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_lse_of_inf_is_an_empty_side(device: torch.device) -> None:
+    """What other stacks say of an empty row."""
+    out_a, out_b = torch.randn(2, 3, 1, 8, device=device)
+    lse_a = torch.tensor([[math.inf, math.inf, 1.0]], device=device)
+    lse_b = torch.tensor([[2.0, -math.inf, 1.0]], device=device)
+    out, lse = merge_attn_states(out_a, lse_a, out_b, lse_b)
+    assert torch.equal(out[0], out_b[0])
+    assert bool((out[1] == 0).all())
+    torch.testing.assert_close(out[2], (out_a[2] + out_b[2]) / 2)
+    assert lse[0, :2].tolist() == [2.0, -math.inf]

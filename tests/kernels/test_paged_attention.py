@@ -189,3 +189,23 @@ def test_deterministic_results_do_not_depend_on_the_batch(
 
     assert differing_rows(deterministic=True) == 0
     assert differing_rows() > 0
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("sinks", [None, -1e9])
+def test_weights_of_large_scores_sum_to_one(sinks: float | None, device: torch.device) -> None:
+    """Scores of -46,341, whose log-sum-exp float32 rounds by 2e-3: values of 1 must still give 1."""
+    q, cache = torch.full((1, 1, 128), 64.0, device=device), torch.full((1, 8, 1, 128), -64.0, device=device)
+    int32 = {"dtype": torch.int32, "device": device}
+    out, _ = paged_attention(
+        q,
+        cache,
+        torch.ones_like(cache),
+        block_table=torch.zeros(1, 1, **int32),
+        cu_seqlens_q=torch.tensor([0, 1], **int32),
+        seq_lens=torch.tensor([5], **int32),
+        max_seqlen_q=1,
+        sinks=None if sinks is None else torch.full((1,), sinks, device=device),
+        return_lse=True,
+    )
+    assert_close(out, torch.ones(1, 1, 128).double())

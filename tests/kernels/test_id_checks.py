@@ -1,0 +1,292 @@
+"""Ids out of range: refused on a CPU before anything is written, found on the device where PAGED_CHECK=1."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paged
+import paged.kernels.id_check_kernels
+from paged import InvalidInputError, UnsupportedError, paged_attention
+from paged.bench.attention_problem import Problem, make
+from paged.kernels import id_checks, reference
+from paged.kernels.errors import arguments_named
+from paged.kernels.id_checks import Ids, Sequences, check_ids, check_ids_on_device, check_sequences_on_device
+from tests.tolerance import assert_close
+
+PROBLEM = Problem("", ((1, 40), (3, 3), (0, 5), (9, 30)), block_size=8)
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _arguments() -> dict[str, Any]:
+    return {**vars(make(PROBLEM, torch.device("cpu"))), "max_seqlen_q": 9}
+
+
+# What is changed of sound arguments -> the message; None where nothing is wrong with it.
+TABLES = {(0, 4): 2**20, (1, 0): -1, (3, 3): 34, (3, 0): 2**31 - 1}
+FAULTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "nothing": ({}, None),
+    "a larger bound": ({"max_seqlen_q": 1000}, None),
+    "offsets that descend": ({"cu_seqlens_q": _int32(0, 4, 1, 4, 13)}, r"cu_seqlens_q\[2\]: 1, expected 4 to 13"),
+    "offsets that wrap": ({"cu_seqlens_q": _int32(0, 2**31 - 1, -(2**31), 4, 13)}, r"cu_seqlens_q\[1\]: 2147483647"),
+    "offsets from 1": ({"cu_seqlens_q": _int32(1, 1, 4, 4, 13)}, r"cu_seqlens_q\[0\]: 1, expected 0 to 0"),
+    "offsets beyond q": ({"cu_seqlens_q": _int32(0, 1, 4, 4, 14)}, r"cu_seqlens_q\[4\]: 14, expected 0 to 13"),
+    "a negative length": ({"seq_lens": _int32(40, 3, -1, 30)}, r"seq_lens\[2\]: -1, expected 0 to 40"),
+    "a length beyond the table": ({"seq_lens": _int32(41, 3, 0, 30)}, r"seq_lens\[0\]: 41, expected 0 to 40"),
+    "a longer query": ({"max_seqlen_q": 8}, "max_seqlen_q: 8, expected at least 9, the queries of sequence 3"),
+    **{
+        f"block {block} at {place}": (
+            {"block_table": (place, block)},
+            rf"block_table\[{place[0]}, {place[1]}\]: {block}, expected 0 to 33",
+        )
+        for place, block in TABLES.items()
+    },
+    "anything behind the end": ({"block_table": ((1, 1), -1)}, None),
+    "anything in a sequence without queries": ({"block_table": ((2, 0), 2**30)}, None),
+}
+
+
+def _faulty(fault: str) -> tuple[dict[str, Any], str | None]:
+    arguments = _arguments()
+    changes, message = FAULTS[fault]
+    for name, changed in changes.items():
+        if name == "block_table":
+            arguments[name][changed[0]] = changed[1]
+        else:
+            arguments[name] = changed
+    return arguments, message
+
+
+def _on_host(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("ids on a GPU are trusted")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("backend")
+def test_attention_refuses_what_it_would_follow(fault: str, device: torch.device) -> None:
+    _on_host(device)
+    arguments, message = _faulty(fault)
+    out = torch.full_like(arguments["q"], 7.0)
+    if message is None:
+        paged_attention(**arguments, out=out)
+        del arguments["max_seqlen_q"]
+        assert_close(out, reference.paged_attention(**arguments)[0])
+        return
+    with pytest.raises(InvalidInputError, match=message):
+        paged_attention(**arguments, out=out)
+    assert bool((out == 7.0).all())
+
+
+def _sequences(arguments: dict[str, Any]) -> Sequences:
+    ids = (arguments["block_table"], arguments["cu_seqlens_q"], arguments["seq_lens"])
+    num_blocks, block_size = arguments["k_cache"].shape[:2]
+    return Sequences(*ids, len(arguments["q"]), num_blocks, block_size, arguments["max_seqlen_q"], 1 << 30, 1)
+
+
+def _verdict(sequences: Sequences) -> str | None:
+    check_sequences_on_device(sequences)
+    try:
+        check_ids(sequences.block_table.device)
+    except InvalidInputError as error:
+        return str(error)
+    return None
+
+
+def _first_difference(device: torch.device) -> str | None:
+    """The first fault that the kernel on the device judges otherwise than the host does."""
+    for fault in FAULTS:
+        arguments, message = _faulty(fault)
+        found = _verdict(_sequences(arguments)._replace(**{
+            name: arguments[name].to(device) for name in ("block_table", "cu_seqlens_q", "seq_lens")
+        }))  # fmt: skip
+        name = None if message is None else message.partition(":")[0].partition("\\")[0]
+        if (found is None) != (name is None) or (found and name and not found.startswith(name)):
+            return f"{fault}: {found}"
+    return None
+
+
+def test_the_device_finds_what_the_host_does(device: torch.device) -> None:
+    assert _first_difference(device) is None
+
+
+def test_window_and_tiles_limit_what_is_read(device: torch.device) -> None:
+    """Blocks before a window may hold anything, but for those that a tile of keys begins in."""
+    table, cu, lens = _int32(99, 99, 1, 2).view(1, 4), _int32(0, 1), _int32(30)
+    sound = Sequences(table.to(device), cu.to(device), lens.to(device), 1, 3, 8, 1, 13, 1)
+    assert _verdict(sound) is None
+    assert "block_table[0, 1]: 99" in str(_verdict(sound._replace(left=14)))
+    assert "block_table[0, 0]: 99" in str(_verdict(sound._replace(keys_at_once=128)))
+
+
+def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.device) -> None:
+    good, bad = torch.tensor([0, 5, -7], device=device), torch.tensor([0, 6, -7], device=device)
+    check_ids_on_device("reshape_and_cache", Ids("slot_mapping", bad, None, 5))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    with pytest.raises(InvalidInputError, match=r"slot_mapping\[1\]: 6, expected 5 at most .*reshape_and_cache"):
+        check_ids_on_device("reshape_and_cache", Ids("slot_mapping", good, None, 5))
+    check_ids_on_device("reshape_and_cache", Ids("slot_mapping", good, None, 5))
+    check_ids(device)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_array_has_its_range(place: int, device: torch.device) -> None:
+    names = ("rows", "slots", "ranks")
+    for value, is_sound in ((-1, True), (-2, False), (9, True), (10, False)):
+        ids = [torch.zeros(2000, dtype=torch.int32, device=device) for _ in names]
+        ids[place][1999] = value
+        check_ids_on_device("add_lora", *(Ids(name, each, -1, 9) for name, each in zip(names, ids, strict=True)))
+        if is_sound:
+            check_ids(device)
+        else:
+            with pytest.raises(InvalidInputError, match=rf"{names[place]}\[1999\]: {value}, expected -1 to 9"):
+                check_ids(device)
+
+
+MUTATIONS = {
+    "no fault": ("", ""),
+    "the range is one too wide": ("(blocks >= num_blocks)", "(blocks > num_blocks)"),
+    "negative blocks pass": ("((blocks < 0) | (blocks >= num_blocks))", "(blocks >= num_blocks)"),
+    "the last block is not looked at": ("is_read = columns < last_block", "is_read = columns < last_block - 1"),
+    "what is not read is looked at": ("is_read = columns < last_block", "is_read = columns < last_block + 1"),
+    "descending offsets pass": ("end < start, operation", "end < 0, operation"),
+    "the first offset may be any": ("tl.where(seq == 0, 0, num_tokens)", "num_tokens + 0 * seq"),
+    "the end may lie beyond q": ("(end < 0) | (end > num_tokens)", "end < 0"),
+    "longer queries pass": ("end - start > max_seqlen_q", "end - start > max_seqlen_q + 1"),
+    "negative lengths pass": ("(seq_len < 0) | (seq_len > longest)", "seq_len > longest"),
+    "lengths beyond the table pass": ("(seq_len < 0) | (seq_len > longest)", "seq_len < 0"),
+    "sequences without queries are looked at": ("is_no_length) | (end <= start)", "is_no_length) | (end < start)"),
+    "nothing is recorded": ("tl.store(record_ptr, operation,", "tl.store(record_ptr, operation * 0,"),
+}
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_comparison_sees_the_fault(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    source = Path(paged.kernels.id_check_kernels.__file__ or "").read_text()
+    text, replacement = MUTATIONS[fault]
+    assert text in source, "the kernel has changed: this mutation no longer applies"
+    path = tmp_path / "faulty_id_check_kernels.py"
+    path.write_text(source.replace(text, replacement) if text else source)
+    spec = importlib.util.spec_from_file_location("faulty_id_check_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(id_checks, "_check_sequences_kernel", module._check_sequences_kernel)
+    difference = _first_difference(device)
+    id_checks._recorded(device).ticket.zero_()  # a copy that records nothing may have taken it
+    assert (difference is None) == (fault == "no fault"), difference
+
+
+def test_rows_that_no_tile_covers_are_cleared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence longer than said, on a device where nobody looks: it and those behind it give 0 and -inf."""
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    monkeypatch.setattr("paged.kernels.paged_attention.check_sequences", lambda _: None)
+    lengths = ((2, 20), (1, 9), (70, 70), (1, 30))
+    tensors = vars(make(Problem("", lengths, padding_rows=3), device))
+    expected, _ = reference.paged_attention(**{name: each.cpu() for name, each in tensors.items()})
+    for bound, num_covered in ((1, 0), (2, 3), (69, 3), (70, 74), (10**9, 74)):
+        out = torch.full_like(tensors["q"], math.nan)
+        _, lse = paged_attention(**tensors, max_seqlen_q=bound, out=out, return_lse=True)
+        assert_close(out[:num_covered], expected[:num_covered])
+        assert bool((out[num_covered:] == 0).all())
+        assert bool((lse[:, num_covered:] == -math.inf).all())
+        assert bool(lse[:, :num_covered].isfinite().all())
+
+
+@pytest.mark.usefixtures("backend")
+def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
+    _on_host(device)
+    caches = torch.zeros(2, 4, 8, 2, 16)
+    key, table = torch.ones(3, 2, 16), torch.ones(5, 8)
+    sound, beyond = torch.tensor([0, -1, 31]), torch.tensor([0, -1, 32])
+    with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32, expected 31 at most"):
+        paged.reshape_and_cache(key, key, *caches, beyond)
+    places = torch.tensor([0, 4, 2])
+    with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32"):
+        paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, beyond, places, table)
+    for wrong in (-1, 5, 2**40):
+        positions = torch.tensor([0, wrong, 2])
+        with pytest.raises(InvalidInputError, match=rf"positions\[1\]: {wrong}, expected 0 to 4"):
+            paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, sound, positions, table)
+        with pytest.raises(InvalidInputError, match=rf"positions\[1\]: {wrong}, expected 0 to 4"):
+            paged.rotary_embedding(positions, key, None, table)
+    assert bool((caches == 0).all())
+    assert bool((key == 1).all())
+    paged.reshape_and_cache(key, key, *caches, sound)
+    paged.qk_norm_rope_and_cache(key, key, key, *caches, sound, places, table)
+    assert float(caches[0, 3, 7].abs().sum()) > 0
+
+
+@pytest.mark.usefixtures("backend")
+def test_cascade_refuses_sequences_without_the_prefix(device: torch.device) -> None:
+    _on_host(device)
+    tensors = make(Problem("", ((1, 30), (2, 20)), block_size=8), device)
+    tensors.block_table[:, 0] = 1
+    arguments = {name: each.nan_to_num(0.5) for name, each in vars(tensors).items()}
+    paged.cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=8)
+    with pytest.raises(InvalidInputError, match=r"shared_prefix_len: 24, expected at most 18, .* sequence 1"):
+        paged.cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=24)
+    with pytest.raises(InvalidInputError, match=r"block_table\[1, 1\]: "):
+        paged.cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=16)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
+    arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
+    ids = arguments["cu_seqlens_q"], arguments["seq_lens"]
+    paged_attention(**arguments, plan=paged.AttentionPlan(*ids, max_seqlen_q=9, max_seqlen_k=40))
+    with pytest.raises(InvalidInputError, match="plan: made for max_seqlen_q 8, expected at least 9"):
+        paged_attention(**arguments, plan=paged.AttentionPlan(*ids, max_seqlen_q=8, max_seqlen_k=40))
+    other = paged.AttentionPlan(ids[0][:2], ids[1][:1], max_seqlen_q=9, max_seqlen_k=40)
+    with pytest.raises(InvalidInputError, match="plan: made for other cu_seqlens_q"):
+        paged_attention(**arguments, plan=other)
+
+
+@pytest.mark.usefixtures("backend")
+def test_gradients_are_refused(device: torch.device) -> None:
+    arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
+    q, weight = arguments["q"].clone().requires_grad_(), torch.ones(32, device=device, requires_grad=True)
+    for call in (
+        lambda: paged_attention(**{**arguments, "q": q}),
+        lambda: paged.rms_norm(arguments["q"], weight),
+        lambda: paged.silu_and_mul(q),
+    ):
+        with pytest.raises(UnsupportedError, match="has no gradients"):
+            call()
+        with torch.no_grad():
+            call()
+        with torch.inference_mode():
+            call()
+
+
+def test_a_caller_names_its_own_arguments(device: torch.device) -> None:
+    arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
+    arguments["seq_lens"] = arguments["seq_lens"].long()
+    with pytest.raises(InvalidInputError, match=r"^cache_seqlens: dtype"), arguments_named(seq_lens="cache_seqlens"):
+        paged_attention(**arguments)
+    with pytest.raises(InvalidInputError, match=r"^seq_lens: dtype"), arguments_named(q="query"):
+        paged_attention(**arguments)
+
+
+def test_paged_check_is_a_word(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_CHECK", "yes")
+    with pytest.raises(InvalidInputError, match="PAGED_CHECK='yes'"):
+        id_checks.checks_on_device()
+    for word, is_on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("PAGED_CHECK", word)
+        assert id_checks.checks_on_device() == is_on
+        arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
+        paged_attention(**arguments)
+        check_ids(device)
