@@ -15,7 +15,9 @@ from paged import LlmExecutor
 from paged.bench.environment import benchmark_dtype
 from paged.executors.checkpoint_summary import summarize
 from paged.models import registry
-from paged.models.weights import WeightSlots
+from paged.models.decoder_config import DecoderConfig
+from paged.models.llama import Llama
+from paged.models.network_loader import meta_network
 
 BLOCK_SIZE = 16
 # Of the free memory, for weights and cache; the rest is for graphs and the allocator.
@@ -89,7 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens: int) -> LlmExecutor:
     """The model of a config.json with random weights made on the device, and a cache of num_tokens or of what fits."""
     dtype = benchmark_dtype(device)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_weights", _fill):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_network", _random_network):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         if device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -100,11 +102,21 @@ def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens:
         )
 
 
-def _fill(_folder: Path, slots: WeightSlots, *, tied_head: bool) -> None:
+def _random_network(
+    network_class: type[Llama],
+    config: DecoderConfig,
+    _folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    **_: bool,
+) -> Llama:
     """In place of loading: normal numbers that keep the variance of what passes through, and norms of 1."""
-    for weight in slots.values():
+    network = meta_network(network_class, config, dtype).to_empty(device=device)
+    for weight in network.weight_slots().values():
         assert isinstance(weight, torch.Tensor)
         if weight.dim() == 1:
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    return network

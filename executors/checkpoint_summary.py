@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,10 @@ from paged.errors import CheckpointError, PagedError
 from paged.executors.checkpoint_folder import missing_files
 from paged.models.decoder_config import DecoderConfig
 from paged.models.hf_config import HfConfig
-from paged.models.registry import GPU_FRACTION, network_class_of
-from paged.models.weights import open_tensors
+from paged.models.llama import Llama
+from paged.models.network_loader import meta_network
+from paged.models.registry import GPU_FRACTION, config_of, network_class_of
+from paged.models.weights import read_header
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,16 @@ def summarize(
         CheckpointError: config.json is missing or malformed, or a file of weights is.
     """
     hf = HfConfig.read(folder)
-    config, reason = _config(hf)
+    known = _config(hf)
+    reason = known if isinstance(known, str) else None
+    network_class, config = (None, None) if isinstance(known, str) else known
     tensors = _tensors(folder)
     parameters = sum(tensors.values()) or None
     cache_dtype = weight_bytes = kv_bytes = kv_tokens = None
-    if config is not None:
+    if network_class is not None and config is not None:
         dtype = config.dtype if dtype is None else dtype
         cache_dtype = torch.float8_e4m3fn if fp8_cache else dtype
-        parameters, weight_bytes = _loaded(hf, config, dtype)
+        parameters, weight_bytes = _loaded(network_class, config, dtype)
         kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
         if device_bytes is not None:
             left = int((device_bytes - weight_bytes) * GPU_FRACTION)
@@ -105,30 +110,37 @@ def summarize(
     )
 
 
-def _config(hf: HfConfig) -> tuple[DecoderConfig | None, str | None]:
-    """The configuration, or why the model cannot run."""
+def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
+    """The class and configuration, or why the model cannot run."""
     try:
-        return network_class_of(hf).read_config(hf), None
+        network_class = network_class_of(hf)
+        return network_class, config_of(network_class, hf)
     except PagedError as error:
-        return None, str(error).removeprefix(f"{hf.source}: ")
+        return str(error).removeprefix(f"{hf.source}: ")
 
 
-def _loaded(hf: HfConfig, config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Parameters and their bytes, of a network without memory: packed weights are loaded unpacked."""
-    with torch.device("meta"):
-        network = network_class_of(hf)(config)
-    network.set_dtype(dtype)
-    parameters = list(network.parameters())
+def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Parameters and their bytes once loaded, packed weights unpacked: of one layer of every kind, times how many."""
+    kinds = Counter(config.moe)
+    none = replace(config, num_layers=0)
+    rest = num_parameters, num_bytes = _size(network_class, none, dtype)
+    for moe, count in kinds.items():
+        one = _size(network_class, replace(config, num_layers=1, moe=(moe,)), dtype)
+        num_parameters += count * (one[0] - rest[0])
+        num_bytes += count * (one[1] - rest[1])
+    return num_parameters, num_bytes
+
+
+def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+    parameters = list(meta_network(network_class, config, dtype).parameters())
     return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
 
 
 def _tensors(folder: Path) -> dict[str, int]:
     found: Counter[str] = Counter()
     for file in sorted(folder.glob("*.safetensors")):
-        with open_tensors(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                part = tensors.get_slice(name)
-                found[str(part.get_dtype())] += torch.Size(part.get_shape()).numel()
+        for tensor in read_header(file).values():
+            found[tensor.dtype] += math.prod(tensor.shape)
     return dict(found)
 
 

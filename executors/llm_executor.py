@@ -80,13 +80,13 @@ class LlmExecutor(UnifiedExecutor):
         path: str | Path,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         num_blocks: int | None = None,
         block_size: int = 16,
         max_seq_len: int | None = None,
         num_swap_blocks: int = 0,
         enable_prefix_cache: bool = True,
-        kv_cache_dtype: torch.dtype | None = None,
+        kv_cache_dtype: torch.dtype | str | None = None,
         max_loras: int = 8,
         max_lora_rank: int = 64,
         cuda_graphs: bool | Sequence[int] | None = None,
@@ -97,7 +97,8 @@ class LlmExecutor(UnifiedExecutor):
 
         Raises:
             CheckpointError: files are missing or malformed.
-            UnsupportedError: the architecture is not known.
+            UnsupportedError: the architecture, or an option of it, is not known.
+            InvalidInputError: an argument is of another kind or out of range.
         """
         model = load_model(
             path,

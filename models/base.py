@@ -11,6 +11,7 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
+from paged.models.counted_lengths import count_along, lengths_of
 from paged.seq_id import SeqId
 
 
@@ -30,8 +31,14 @@ class DecoderOnlyLLM(ABC):
     """A causal language model that keeps the KV cache of each sequence itself, under the caller's `cache_id`.
 
     Logits are float32. The four abstract methods are enough for a model to be run; the defaults of the others say so
-    where a capability is missing.
+    where a capability is missing. Of a class without a `forward_verify` of its own, what changes a sequence's length is
+    counted along, so that the default knows where it ends.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.forward_verify is DecoderOnlyLLM.forward_verify:
+            count_along(cls)
 
     @property
     @abstractmethod
@@ -88,19 +95,16 @@ class DecoderOnlyLLM(ABC):
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
         """Run tokens at the end of the sequence; logits after each of them, [n, V].
 
-        start_pos: the sequence's length; a model that keeps it needs no telling.
+        The default is a loop over `decode` from the end that was counted along. start_pos: the sequence's length, for
+        callers that know it better, as after a call that failed half-way.
 
         Raises:
-            UnsupportedError: this model does not keep lengths, and start_pos is None.
             InvalidInputError: tokens is empty.
         """
-        if start_pos is None:
-            raise UnsupportedError(
-                f"{type(self).__name__} does not keep the length of cache {cache_id!r}: give start_pos"
-            )
         if len(tokens) == 0:
             raise InvalidInputError("tokens: empty, expected at least one token id")
-        return torch.stack([self.decode(cache_id, token, start_pos + i) for i, token in enumerate(tokens)])
+        end = lengths_of(self).get(cache_id, 0) if start_pos is None else start_pos
+        return torch.stack([self.decode(cache_id, token, end + i) for i, token in enumerate(tokens)])
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """Any mix of prefill chunks and decode steps in one forward.

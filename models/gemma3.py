@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 
 from paged.errors import UnsupportedError
+from paged.integers import shown
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, decoder_config, known_activation, layer_windows
 from paged.models.hf_config import HfConfig
 from paged.models.layers import RmsNorm
 from paged.models.llama import DecoderLayer, Llama
-from paged.models.rope import RopeConfig, rope_config
+from paged.models.rope import RopeConfig, scaled_rope
 from paged.models.weights import WeightSlots
-
-# Settings of config.json that change what is computed, and are not known here.
-_REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 class Gemma3Layer(DecoderLayer):
@@ -52,15 +50,15 @@ class Gemma3Layer(DecoderLayer):
 class Gemma3(Llama):
     """Most layers have a window and one rotation, every sixth sees everything and has another."""
 
+    model_type = "gemma3_text"
     layer_class = Gemma3Layer
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        for key in _REFUSED:
-            if hf.values.get(key):
-                raise UnsupportedError(f"{hf.source}: {key} = {hf.values[key]!r} is not supported")
         period = hf.integer("sliding_window_pattern", 6)
-        windows = layer_windows(hf, hf.integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0)
+        windows = layer_windows(
+            hf, hf.optional_integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0
+        )
         whole, local = _ropes(hf)
         return decoder_config(
             hf,
@@ -85,7 +83,15 @@ class Gemma3(Llama):
 def _ropes(hf: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     """Of the layers that see everything, and of the others; scalings as published before transformers 5 are the first
     ones' alone."""
-    whole = rope_config(hf, theta=1e6, layer_type="full_attention")
-    if hf.section("rope_parameters") is None:
-        return whole, RopeConfig(hf.number("rope_local_base_freq", 1e4))
-    return whole, rope_config(hf, theta=1e4, layer_type="sliding_attention")
+    parameters = hf.section("rope_parameters") or HfConfig({}, hf.source)
+    whole, local = (
+        parameters.section(kind) or HfConfig({}, hf.source) for kind in ("full_attention", "sliding_attention")
+    )
+    if unknown := sorted(parameters.values.keys() - parameters.read_keys):
+        raise UnsupportedError(f"{parameters.source}: {shown(unknown[0])} is not said for a type of layers")
+    scaling = hf.section("rope_scaling") or HfConfig({}, hf.source)
+    if "type" in scaling.values and "rope_type" not in scaling.values:  # which transformers leaves unread here alone
+        raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
+    whole = HfConfig({**whole.values, **scaling.values}, hf.source)
+    theta, local_theta = hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4)
+    return scaled_rope(hf, whole, theta), scaled_rope(hf, local, local_theta)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from paged.errors import UnsupportedError
 from paged.models.decoder_config import (
     DecoderConfig,
     MoeConfig,
+    count_experts,
+    count_layers,
     decoder_config,
     is_packed,
     layer_windows,
+    require,
+    top_k_of,
     weights_dtype,
 )
 from paged.models.hf_config import HfConfig
@@ -20,8 +23,22 @@ from paged.models.rope import rope_config
 from paged.models.sparse_moe import SparseMoe
 from paged.models.weights import WeightSlots
 
-# What the clamped SwiGLU of `fused_moe` has built in.
-_SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+# What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
+_BUILT_IN: dict[str, float | str | bool] = {
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+}
+# Where config.json says nothing about the rotation, as in transformers.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 class _TransposedExperts:
@@ -62,30 +79,32 @@ class GptOssLayer(DecoderLayer):
 class GptOss(Llama):
     """Beginning with the first, every second layer has a window."""
 
+    model_type = "gpt_oss"
     layer_class = GptOssLayer
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        for key, known in _SWIGLU.items():
-            if hf.number(key, known) != known:
-                raise UnsupportedError(f"{hf.source}: {key} {hf.values[key]}, only {known} is known")
+        for key, known in _BUILT_IN.items():
+            require(hf, key, known)
+        num_experts = count_experts(hf)
         moe = MoeConfig(
-            num_experts=hf.integer("num_local_experts"),
-            top_k=hf.integer("num_experts_per_tok"),
+            num_experts=num_experts,
+            top_k=top_k_of(hf, num_experts),
             intermediate_size=hf.integer("intermediate_size"),
             # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.
             renormalize=True,
             bias=True,
             interleaved=True,
+            stacked=True,
             router_name="router",
             is_mxfp4=is_packed(hf, "mxfp4"),
         )
-        num_layers, has_bias = hf.integer("num_hidden_layers"), hf.flag("attention_bias", True)
+        num_layers, has_bias = count_layers(hf), hf.flag("attention_bias", True)
         return decoder_config(
             hf,
             quant_method="mxfp4",
-            windows=layer_windows(hf, hf.integer("sliding_window", 128), lambda layer: layer % 2 == 0),
-            ropes=(rope_config(hf, theta=150000.0),) * num_layers,
+            windows=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
+            ropes=(rope_config(hf, theta=150000.0, default=_YARN),) * num_layers,
             qkv_bias=has_bias,
             o_bias=has_bias,
             sinks=True,

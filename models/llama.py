@@ -12,7 +12,7 @@ from torch.nn import functional
 from paged.kernels.torch_ops.linear import linear, pack
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
-from paged.models.decoder_config import DecoderConfig, decoder_config
+from paged.models.decoder_config import DecoderConfig, count_layers, decoder_config
 from paged.models.hf_config import HfConfig
 from paged.models.layers import Attention, GatedMlp, Linear, RmsNorm, empty_parameter
 from paged.models.rope import rope_table
@@ -55,8 +55,12 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json."""
+    """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json.
 
+    model_type: what transformers calls the family; another family's name in a config.json contradicts `architectures`.
+    """
+
+    model_type = "llama"
     layer_class: type[DecoderLayer] = DecoderLayer
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -71,8 +75,9 @@ class Llama(nn.Module):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        """The configuration of this family's checkpoints."""
-        return decoder_config(hf)
+        """The configuration of this family's checkpoints. A key that it does not read from `hf` counts as unknown, and
+        one of `COMPUTATION_KEYS` must then be neutral."""
+        return decoder_config(hf, mlp_bias=hf.flag("mlp_bias"))
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Give the weights a type, but for those of norms that are to stay float32."""
@@ -145,8 +150,10 @@ class Llama(nn.Module):
 class Mistral(Llama):
     """Llama whose layers all see the last `sliding_window` tokens; null there means all of them."""
 
+    model_type = "mistral"
+
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         # transformers takes an absent key for 4096, as the first Mistral published it.
-        window = hf.optional_integer("sliding_window") if "sliding_window" in hf.values else 4096
-        return decoder_config(hf, windows=(window,) * hf.integer("num_hidden_layers"))
+        window = hf.optional_integer("sliding_window", 4096)
+        return decoder_config(hf, windows=(window,) * count_layers(hf), qkv_bias=False, o_bias=False)

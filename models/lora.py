@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from paged.errors import InvalidInputError
+from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.lora_batch import LoraBatch
 from paged.kernels.lora_weights import LoraWeights
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.layers import Linear
-from paged.models.lora_checkpoint import TARGET_MODULES, LowRank, read_adapter
+from paged.models.load_options import as_folder
+from paged.models.lora_checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
 from paged.seq_id import SeqId
 from paged.staging import to_device
 
@@ -70,25 +71,29 @@ class LoraAdapters:
         Raises:
             InvalidInputError: the name is empty or taken, sequences without an adapter use it as their namespace, all
                 slots are taken, or a rank is above max_rank.
-            CheckpointError, UnsupportedError: as `read_adapter`.
+            CheckpointError, UnsupportedError: as `read_adapter`; or a weight is no finite number in the model's dtype.
         """
         with self._lock:
             self._check_new(name)
             linears = _adaptable(self._network)
             shapes = {key: (linear.sizes[part], linear.weight.shape[1]) for key, (linear, part) in linears.items()}
-            changes = read_adapter(Path(path), shapes)
+            folder = as_folder("path", path)
+            changes = read_adapter(folder, shapes)
             rank = max(change.rank for change in changes.values())
             if rank > self.max_rank:
                 raise InvalidInputError(
                     f"adapter {name!r}: rank {rank}, expected at most max_lora_rank {self.max_rank}"
                 )
+            dtype = next(iter(linears.values()))[0].weight.dtype
+            for key, change in changes.items():
+                if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
+                    raise CheckpointError(f"{key}: not all finite as {dtype} in {folder / WEIGHTS_FILE}")
             slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self._loaded.values()})
             with torch.no_grad():
                 self._write(slot, {linears[key]: change for key, change in changes.items()})
             self._forget_prefixes(name)
             num_elements = sum(change.a.numel() + change.b.numel() for change in changes.values())
-            itemsize = next(iter(linears.values()))[0].weight.itemsize
-            self._loaded[name] = LoadedAdapter(slot, rank, num_elements * itemsize)
+            self._loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
 
     def unload(self, name: str) -> None:
         """Give an adapter's slot up.

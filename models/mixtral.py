@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from paged.models.decoder_config import DecoderConfig, MoeConfig, decoder_config
+from paged.models.decoder_config import (
+    DecoderConfig,
+    MoeConfig,
+    count_experts,
+    count_layers,
+    decoder_config,
+    require,
+    top_k_of,
+)
 from paged.models.hf_config import HfConfig
 from paged.models.llama import Llama
+from paged.models.rope import rope_config
 
 
 class Mixtral(Llama):
     """The weights of a token's experts always sum to 1."""
 
+    model_type = "mixtral"
+
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        num_layers = hf.integer("num_hidden_layers")
+        num_layers, num_experts = count_layers(hf), count_experts(hf)
+        require(hf, "norm_topk_prob", True)
         moe = MoeConfig(
-            num_experts=hf.integer("num_local_experts"),
-            top_k=hf.integer("num_experts_per_tok"),
+            num_experts=num_experts,
+            top_k=top_k_of(hf, num_experts),
             intermediate_size=hf.integer("intermediate_size"),
             renormalize=True,
             block_name="block_sparse_moe",
@@ -24,4 +36,11 @@ class Mixtral(Llama):
             down_name="w2",
         )
         window = hf.optional_integer("sliding_window")
-        return decoder_config(hf, windows=(window,) * num_layers, moe=(moe,) * num_layers)
+        return decoder_config(
+            hf,
+            windows=(window,) * num_layers,
+            moe=(moe,) * num_layers,
+            ropes=(rope_config(hf, theta=1e6),) * num_layers,
+            qkv_bias=False,
+            o_bias=False,
+        )

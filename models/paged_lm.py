@@ -64,7 +64,11 @@ class PagedCausalLM(DecoderOnlyLLM):
             vocab_size=network.config.vocab_size,
             max_seq_len=max_seq_len,
         )
-        network.bind(kv_manager, max_seq_len)
+        # Rotations of the positions that a cache has room for: 10 million positions of a small model are 2.5 GB. Where
+        # blocks out of reach are given back, a sequence may be longer than the cache.
+        cache = kv_manager.config
+        room = max_seq_len if cache.sliding_window else cache.num_blocks * cache.block_size
+        network.bind(kv_manager, min(max_seq_len, room))
         sizes = graph_sizes(cuda_graphs, self.device, kv_manager.config.num_blocks)
         self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
         self.num_graph_replays = 0

@@ -10,13 +10,22 @@ from paged.models.llama import Llama
 class Qwen2(Llama):
     """Query, key and value have biases whatever config.json says; the output projection has none."""
 
+    model_type = "qwen2"
+
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        hf.value("attention_bias")
         return decoder_config(hf, windows=qwen_windows(hf), qkv_bias=True, o_bias=False)
 
 
 def qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
     """`layer_types` or `max_window_layers` say which layers have a window, if `use_sliding_window` lets any."""
-    window = hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else None
-    first = hf.integer("max_window_layers", 28) if window else 0
-    return layer_windows(hf, window, lambda layer: layer >= first)
+    window = qwen_window(hf)
+    first = 0 if window is None else hf.integer("max_window_layers", 28, least=0)
+    return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
+
+
+def qwen_window(hf: HfConfig) -> int | None:
+    """`sliding_window`, which means nothing unless `use_sliding_window` is true."""
+    hf.value("sliding_window")
+    return hf.optional_integer("sliding_window", 4096) if hf.flag("use_sliding_window") else None

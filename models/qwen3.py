@@ -11,6 +11,8 @@ from paged.models.qwen2 import qwen_windows
 class Qwen3(Llama):
     """Llama with q/k norm and the windows of Qwen2."""
 
+    model_type = "qwen3"
+
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         return decoder_config(hf, windows=qwen_windows(hf), qk_norm=True)

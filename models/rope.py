@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.integers import shown
 from paged.models.hf_config import HfConfig
 
 _KINDS = ("default", "linear", "llama3", "yarn")
+# Of scores, and of queries and keys: far beyond any model's, and 16-bit floats end at 65,504.
+MAX_FACTOR = 1e4
 
 
 @dataclass(frozen=True)
@@ -48,58 +53,84 @@ class RopeConfig:
     attention_factor: float = 1.0
 
 
-def rope_config(hf: HfConfig, *, theta: float = 10000.0, layer_type: str | None = None) -> RopeConfig:
-    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` as written before transformers 5.
+def rope_config(hf: HfConfig, *, theta: float = 10000.0, default: Mapping[str, Any] | None = None) -> RopeConfig:
+    """Reads `rope_parameters`, or `rope_scaling` as written before transformers 5, which counts where both are given.
 
-    theta: where none is given. layer_type: a section of `rope_parameters`, for families whose layers differ.
+    theta: where none is given, neither there nor as `rope_theta`. default: what stands in where neither is there.
 
     Raises:
         UnsupportedError: the type is another than default, linear, llama3 or yarn, or only a part of each head rotates.
         CheckpointError: a value is missing or malformed.
     """
-    section = hf.section("rope_parameters") or hf.section("rope_scaling")
-    if section is not None and layer_type is not None and layer_type in section.values:
-        section = section.section(layer_type)
-    given = {key: value for key, value in section.values.items() if value is not None} if section else {}
-    values = HfConfig({**hf.values, **given}, hf.source)
-    theta, kind = values.number("rope_theta", theta), values.text("rope_type", values.text("type", "default"))
-    rotated = values.number("partial_rotary_factor", 1.0)
+    parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
+    given = next((one for one in (scaling, parameters) if one is not None and one.values), None)
+    if given is None:
+        given = HfConfig({} if default is None else default, hf.source)
+    return scaled_rope(hf, given, hf.number("rope_theta", theta))
+
+
+def scaled_rope(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
+    """The rotation that a section of config.json says; else as `rope_config`.
+
+    hf: what stands around the section. theta: where the section has none.
+    """
+    theta, kind = section.number("rope_theta", theta), section.text("rope_type", section.text("type", "default"))
+    rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
     if rotated != 1.0:
         raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is known")
     if kind not in _KINDS:
-        raise UnsupportedError(f"{hf.source}: rope type {kind!r}, known are {', '.join(_KINDS)}")
+        raise UnsupportedError(f"{hf.source}: rope type {shown(kind)}, known are {', '.join(_KINDS)}")
+    for key, value in section.values.items():
+        if isinstance(value, dict):
+            raise UnsupportedError(f"{section.source}: {shown(key)} = {shown(value)}, a rotation of some layers alone")
     if kind == "default":
         return RopeConfig(theta)
-    factor = values.number("factor")
     if kind == "linear":
-        return RopeConfig(theta, factor)
+        return RopeConfig(theta, section.number("factor"))
+    original = section.integer("original_max_position_embeddings", hf.integer("max_position_embeddings"))
+    # Some configurations have it beside the section, and there it counts for more.
+    original = hf.integer("original_max_position_embeddings", original)
     if kind == "yarn":
-        return RopeConfig(theta, factor, *_yarn(values, factor))
-    low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+        # null stands for what the positions are stretched by; absent, the type is not known to be meant.
+        is_null = "factor" in section.values and section.value("factor") is None
+        factor = hf.integer("max_position_embeddings") / original if is_null else section.number("factor")
+        return RopeConfig(theta, factor, *_yarn(section, factor, original))
+    factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if low >= high:
         raise CheckpointError(f"{hf.source}: low_freq_factor {low} is not below high_freq_factor {high}")
-    return RopeConfig(theta, factor, Llama3Scaling(low, high, values.integer("original_max_position_embeddings")))
+    return RopeConfig(theta, factor, Llama3Scaling(low, high, original))
 
 
-def _yarn(values: HfConfig, factor: float) -> tuple[YarnScaling, float]:
+def _yarn(section: HfConfig, factor: float, original_max_positions: int) -> tuple[YarnScaling, float]:
     """The scaling, and the factor of cosines and sines: 0.1 ln(factor) + 1 in the paper, which configs can replace."""
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     scaling = YarnScaling(
-        beta_fast=values.number("beta_fast", 32.0),
-        beta_slow=values.number("beta_slow", 1.0),
-        original_max_positions=values.integer(
-            "original_max_position_embeddings", values.integer("max_position_embeddings")
-        ),
-        truncate=values.flag("truncate", True),
+        # 0 is null in transformers.
+        beta_fast=section.number("beta_fast", 32.0, may_be_zero=True) or 32.0,
+        beta_slow=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
+        original_max_positions=original_max_positions,
+        truncate=section.flag("truncate", True),
     )
-    if values.values.get("mscale") and values.values.get("mscale_all_dim"):
-        default = magnitude(values.number("mscale")) / magnitude(values.number("mscale_all_dim"))
-    else:
-        default = magnitude(1.0)
-    return scaling, values.number("attention_factor", default)
+    weights = [section.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")]
+    default = magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1.0)
+    return scaling, section.number("attention_factor", default)
+
+
+def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: str) -> None:
+    """See that every angle can be computed, and that no position makes anything but finite numbers.
+
+    Raises:
+        CheckpointError: the values do not make sense together, or are beyond any model's.
+    """
+    try:
+        last = rope_frequencies(config, head_dim) * max_positions
+    except (ArithmeticError, ValueError) as error:  # the logarithms of yarn
+        raise CheckpointError(f"{source}: no rotation can be computed from {config} ({error})") from error
+    if not last.isfinite().all() or config.attention_factor > MAX_FACTOR:
+        raise CheckpointError(f"{source}: {config} turns queries and keys into no finite numbers")
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -141,4 +172,7 @@ def rope_table(config: RopeConfig, head_dim: int, max_positions: int, device: to
     """float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then their sines."""
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = torch.outer(positions, rope_frequencies(config, head_dim).to(device))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor
+    table = torch.empty(max_positions, head_dim, dtype=torch.float32, device=device)
+    torch.cos(angles, out=table[:, : head_dim // 2])
+    torch.sin(angles, out=table[:, head_dim // 2 :])
+    return table.mul_(config.attention_factor)

@@ -15,6 +15,9 @@ MAX_TOKEN_IDS = 1 << 24
 _INT_ALONE = {int}
 # Iterables that yield integers or nothing, yet are no sequences of token ids.
 _NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
+# Names of classes and layers appear whole in a message.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 def as_index(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
@@ -67,7 +70,7 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
 def shown(value: object) -> str:
     """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
     try:
-        return reprlib.repr(value)
+        return _SHORT.repr(value)
     except Exception:
         return f"an object of type {type(value).__name__}"
 

@@ -47,7 +47,7 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     executor = LlmExecutor.from_pretrained(RECALL, num_blocks=4, dtype=torch.bfloat16)
     info, manager = executor.info(), executor.kv_manager
     assert manager is not None
-    monkeypatch.setattr(registry, "load_weights", None)
+    monkeypatch.setattr(registry, "load_network", None)
     found = inspect("--dtype", "bfloat16", "--device-memory", "20MB")
     assert found["supported"]
     assert found["missing"] == []

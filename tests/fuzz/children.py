@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 # Forked from a process that has imported these already, so a child costs milliseconds and its limits are its own.
-_PRELOADED = ["torch", "numpy", "paged.models", "paged.executors", "tests.fuzz.children"]
+_PRELOADED = ["torch", "numpy", "paged.models.registry", "paged.executors", "tests.fuzz.children"]
 _BYTES_PER_MB = 1 << 20
 
 

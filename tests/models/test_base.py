@@ -46,13 +46,60 @@ def test_batches_are_loops_over_decode() -> None:
     assert Echo().decode_batch([]).shape == (0, 3)
 
 
-def test_verify_needs_to_be_told_the_length() -> None:
-    rows = Echo().forward_verify("a", [2, 1], start_pos=5)
-    assert torch.equal(rows, torch.tensor([[2.0, 5.0, 0.0], [1.0, 6.0, 0.0]]))
-    with pytest.raises(UnsupportedError, match="Echo does not keep the length of cache 'a'"):
-        Echo().forward_verify("a", [2])
-    with pytest.raises(InvalidInputError, match="tokens: empty"):
-        Echo().forward_verify("a", [], start_pos=5)
+def test_verify_goes_on_from_the_end() -> None:
+    model = Echo()
+    assert torch.equal(model.forward_verify("a", [2, 1]), torch.tensor([[2.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
+    model.prefill("a", [0, 0, 0])
+    model.prefill("b", [1])
+    model.decode_batch([("a", 1, 5), ("b", 1, 1)])
+    assert torch.equal(model.forward_verify("a", [2, 1]), torch.tensor([[2.0, 6.0, 0.0], [1.0, 7.0, 0.0]]))
+    assert model.forward_verify("b", [2])[0, 1] == 2.0
+    model.release("a")
+    assert model.forward_verify("a", [2])[0, 1] == 0.0
+    assert model.forward_verify("a", [2, 1], start_pos=5)[:, 1].tolist() == [5.0, 6.0]
+    for start_pos in (None, 5):
+        with pytest.raises(InvalidInputError, match="tokens: empty"):
+            model.forward_verify("a", [], start_pos=start_pos)
+
+
+class Cached(Echo):
+    """Keeps its tokens, and can go back; its prefill is that of its base class and more."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[SeqId, list[int]] = {}
+
+    def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
+        for token in tokens[:-1]:
+            self.decode(cache_id, token, len(self.tokens.get(cache_id, [])))
+        return self.decode(cache_id, tokens[-1], len(self.tokens.get(cache_id, [])))
+
+    def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
+        if token == 2:
+            raise RuntimeError("a token it cannot run")
+        kept = self.tokens.setdefault(cache_id, [])
+        assert pos == len(kept)
+        kept.append(token)
+        return super().decode(cache_id, token, pos)
+
+    def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
+        del self.tokens[cache_id][new_len:]
+
+    def reset(self) -> None:
+        self.tokens.clear()
+
+
+def test_lengths_are_counted_once_and_only_of_what_ran() -> None:
+    model, other = Cached(), Cached()
+    model.prefill("a", [0, 1, 0])
+    other.prefill("a", [1])
+    with pytest.raises(RuntimeError):
+        model.decode("a", 2, 3)
+    assert model.forward_verify("a", [1, 0])[:, 1].tolist() == [3.0, 4.0]
+    model.truncate_kv("a", 2)
+    assert model.forward_verify(cache_id="a", tokens=[1])[:, 1].tolist() == [2.0]
+    model.reset()
+    assert model.forward_verify("a", [1])[:, 1].tolist() == [0.0]
+    assert other.forward_verify("a", [1])[:, 1].tolist() == [1.0]
 
 
 def test_defaults_of_the_rest() -> None:

@@ -1,0 +1,57 @@
+"""Opens a checkpoint's files as what they are: written by others. Regular files of bounded size, and plain JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from paged.errors import CheckpointError
+
+# The largest index of a supported model has 3 MB and 40,000 entries; Python makes up to 30 bytes of every byte of JSON.
+_MAX_JSON_BYTES = 16 << 20
+_MAX_JSON_VALUES = 400_000
+
+
+def regular_size(file: Path) -> int:
+    """Bytes in a regular file, or in the one that a link leads to, as in the Hub's cache.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or of another kind: reading a pipe or a device may never end.
+    """
+    try:
+        status = os.stat(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: missing") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise CheckpointError(f"{file}: unreadable ({error})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file}: unreadable (no regular file)")
+    return status.st_size
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. NaN and infinities are numbers, as Python writes them; of two values of one
+    key the last counts, as everywhere in this field.
+
+    Raises:
+        CheckpointError: it is missing, no regular file, not JSON in UTF-8 or no object, too large, or nested too deep.
+    """
+    size = regular_size(file)
+    if size > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: {size} bytes, expected at most {_MAX_JSON_BYTES}")
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(size)  # files of /proc have size 0 and no end
+        if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
+            raise CheckpointError(f"{file}: unreadable (more than {_MAX_JSON_VALUES} values)")
+        values = json.loads(text.decode())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: unreadable ({error})") from error
+    except RecursionError:
+        raise CheckpointError(f"{file}: unreadable (nested too deep)") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: holds a {type(values).__name__}, expected an object")
+    return values

@@ -1,0 +1,161 @@
+"""Keys of config.json that change what some decoder computes, each with the values that leave it as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from paged.errors import UnsupportedError
+from paged.integers import shown
+from paged.models.decoder_config import ACTIVATIONS, DecoderConfig
+from paged.models.hf_config import HfConfig
+
+# From the parameters of the configurations in transformers 5.23 that belong to decoders, and of well-known models that
+# bring their own code. What concerns training, outputs beside the logits, or token ids is not here.
+# Off where null, false, 0 or empty.
+_SWITCHES = (
+    # biases
+    *("attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_attention_bias", "use_bias"),
+    *("bias", "add_bias_linear", "lm_head_bias", "norm_bias", "decoder_bias"),
+    # which tokens see which
+    *("use_bidirectional_attention", "prefix_lm", "is_encoder_decoder", "add_cross_attention", "attention_chunk_size"),
+    *("use_sliding_window", "sliding_window_size", "sliding_window_pattern", "interleaved_sliding_window"),
+    *("attention_window_size", "window_size", "local_attention", "global_attn_every_n_layers", "attention_types"),
+    *("index_topk", "index_n_heads", "index_head_dim", "num_kv_shared_layers"),
+    # positions
+    *(
+        "alibi",
+        "use_alibi",
+        "rope_local_base_freq",
+        "layer_rope_theta",
+        "compress_rope_theta",
+        "no_rope_layer_interval",
+    ),
+    *("rope_interleave", "rope_interleaved", "rotary_value", "use_mem_rope", "mrope_section", "use_mrope"),
+    *("use_learned_position_embeddings", "learned_pos_emb", "use_dynamic_ntk", "use_logn_attn", "nope_layer_interval"),
+    *("attn_temperature_tuning", "log_scaling_n_floor"),
+    # norms, the residual stream and what is cut off
+    *("use_qk_norm", "qk_norm", "qk_layernorm", "qk_ln", "use_sandwich_norm", "gated_norm_rank", "use_post_norm"),
+    *("use_parallel_residual", "parallel_attn", "apply_residual_connection_post_layernorm", "rescale_every"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "gate_soft_cap"),
+    *("mlp_gate_softcap", "mlp_up_softcap", "moe_router_logit_softcapping", "router_logit_softcapping"),
+    *("clip_qkv", "swiglu_limit", "swiglu_alpha", "activation_sparsity_pattern", "use_attention_gate"),
+    # heads and layers of other kinds
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "multi_query", "attention_k_eq_v"),
+    *("swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "num_attention_heads_per_layer"),
+    *("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input", "laurel_rank"),
+    *("altup_num_inputs", "per_layer_config", "block_configs", "block_types", "attn_layer_period", "mamba_d_ssm"),
+    *("full_attn_idxs", "attn_layer_indices", "linear_num_key_heads", "linear_num_value_heads"),
+    # experts
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k"),
+    *("moe_topk", "moe_top_k", "top_k_experts", "norm_topk_prob", "n_shared_experts", "num_shared_experts"),
+    *("moe_num_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "first_k_dense_replace"),
+    *("num_dense_layers", "mlp_only_layers", "moe_layers", "moe_latent_size", "zero_expert_num", "use_expert_bias"),
+    *("is_moe", "enable_moe_block", "moe_apply_router_weight_on_input", "moe_normalize_expert_weights"),
+    # weights that are packed
+    *("quantization", "compression_config"),
+    # multipliers that are no plain factor of 1
+    *("scale_embedding", "rescale_embeddings", "scale_depth", "dim_model_base", "mup_enabled", "mlp_multipliers"),
+    *("normalize_embedding", "embedding_normalization"),
+)
+# Nothing where null or 1.
+_FACTORS = (
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"),
+    *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "logits_mup_width_multiplier"),
+    *("scale_emb", "embedding_scale", "residual_scale", "attention_value_scale", "partial_rotary_factor", "rotary_pct"),
+    *("routed_scaling_factor", "moe_routed_scaling_factor", "router_scaling_factor", "route_scale"),
+    *("n_group", "topk_group", "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"),
+    *("expert_layer_period", "interleave_moe_layer_step", "mlp_alpha_factor", "mlp_beta_factor"),
+    *("full_attn_alpha_factor", "full_attn_beta_factor"),
+)
+# As here where null or one of these.
+_WORDS = {
+    "position_embedding_type": ("rope", "rotary"),
+    "scoring_func": ("softmax",),
+    "score_function": ("softmax",),
+    "expert_selection_fn": ("softmax",),
+    "topk_method": ("greedy",),
+    "use_rope": (True,),
+    "use_rotary": (True,),
+    "scale_attn_weights": (True,),
+}
+_HEAD_DIMS = ("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim")
+
+_IsNeutral = Callable[[Any, DecoderConfig, HfConfig], bool]
+
+
+def _is_known_window(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    reaches_all = type(value) is int and value >= config.max_position_embeddings
+    return value is None or reaches_all or hf.values.get("use_sliding_window") is False
+
+
+def _is_known_activation(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    return value is None or (isinstance(value, str) and ACTIVATIONS.get(value) == config.activation)
+
+
+def _are_layer_types(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    return not value or value == ["full_attention" if one is None else "sliding_attention" for one in config.windows]
+
+
+def _are_mlp_types(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    return not value or value == ["dense" if moe is None else "sparse" for moe in config.moe]
+
+
+def _is_scale(value: Any, config: DecoderConfig) -> bool:
+    return type(value) in (int, float) and math.isclose(value, config.softmax_scale)
+
+
+def _is_off(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    return not value
+
+
+def _is_one(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    return value is None or (type(value) in (int, float) and value == 1)
+
+
+def _is_head_dim(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    return value is None or value == config.head_dim
+
+
+def _is_one_of(words: tuple[Any, ...]) -> _IsNeutral:
+    return lambda value, config, hf: value is None or value in words
+
+
+_NEUTRAL: dict[str, _IsNeutral] = {
+    **dict.fromkeys(_SWITCHES, _is_off),
+    **dict.fromkeys(_FACTORS, _is_one),
+    **{key: _is_one_of(words) for key, words in _WORDS.items()},
+    **dict.fromkeys(_HEAD_DIMS, _is_head_dim),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn"), _is_known_activation),
+    "embedding_size": lambda value, config, hf: value is None or value == config.hidden_size,
+    "word_embed_proj_dim": lambda value, config, hf: value is None or value == config.hidden_size,
+    "num_kv_heads": lambda value, config, hf: value is None or value == config.num_kv_heads,
+    "is_causal": lambda value, config, hf: value is True,  # null is false in transformers
+    "sliding_window": _is_known_window,
+    "layer_types": _are_layer_types,
+    "mlp_layer_types": _are_mlp_types,
+    "layers_block_type": lambda value, config, hf: not value or value == ["attention"] * config.num_layers,
+    "no_rope_layers": lambda value, config, hf: not value or value == [1] * config.num_layers,
+    "attention_multiplier": lambda value, config, hf: value is None or _is_scale(value, config),
+    "query_pre_attn_scalar": lambda value, config, hf: (
+        value is None or (type(value) in (int, float) and value > 0 and _is_scale(float(value) ** -0.5, config))
+    ),
+}
+
+COMPUTATION_KEYS = frozenset(_NEUTRAL)
+
+
+def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
+    """See that no key which the family left unread changes what is computed.
+
+    hf: after the family has read it as `config`.
+
+    Raises:
+        UnsupportedError: one is there, and its value is no neutral one.
+    """
+    for key in sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys):
+        value = hf.values[key]
+        if not _NEUTRAL[key](value, config, hf):
+            raise UnsupportedError(f"{hf.source}: {key} = {shown(value)} is not supported for this architecture")

@@ -1,0 +1,66 @@
+"""What a caller may say of a model to load, in which types, and that nothing is read where one is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paged.errors import InvalidInputError
+from paged.executors.llm_executor import LlmExecutor
+from paged.models.registry import load_model
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_dtypes_by_name(name: str, llama_folder: Path) -> None:
+    dtype = getattr(torch, name)
+    for given in (name, f"torch.{name}", dtype):
+        model = load_model(llama_folder, dtype=given, num_blocks=4)
+        assert model.dtype == model.kv_manager.k_cache(0).dtype == dtype
+    executor = LlmExecutor.from_pretrained(llama_folder, dtype=name, kv_cache_dtype="float8_e4m3fn", num_blocks=4)
+    assert executor.kv_manager is not None
+    assert (executor.info().dtype, executor.kv_manager.k_cache(0).dtype) == (dtype, torch.float8_e4m3fn)
+
+
+def test_auto_is_what_the_checkpoint_says(llama_folder: Path) -> None:
+    model = load_model(llama_folder, dtype="auto", kv_cache_dtype="auto", num_blocks=4)
+    assert model.dtype == model.kv_manager.k_cache(0).dtype == torch.float32
+
+
+def test_integers_of_any_library(llama_folder: Path) -> None:
+    model = load_model(llama_folder, num_blocks=np.int64(5), block_size=torch.tensor(8), max_loras=np.uint8(2))
+    assert (model.kv_manager.config.num_blocks, model.kv_manager.config.block_size) == (5, 8)
+    assert type(model.kv_manager.config.num_blocks) is int
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("device", ["gpu", "", "meta", 0, 1.5, {}, "cuda:99", "cpu:x", ["cpu"]]),
+        ("dtype", ["half", "fp8", "int8", "float64", torch.int8, torch.float8_e4m3fn, 16, {}, "Tensor"]),
+        ("kv_cache_dtype", ["fp7", torch.int8, 8, "bfloat16"]),
+        ("num_blocks", ["12", 1.0, 0, -1, True, {}, [4], 2**31, float("nan")]),
+        ("block_size", ["16", 16.0, 0, None, True, {}, 2**40]),
+        ("max_seq_len", ["12", 1.5, 0, -1, True, 129, {}]),
+        ("num_swap_blocks", ["0", 0.0, -1, None, False]),
+        ("enable_prefix_cache", ["yes", 1, 0, None, []]),
+        ("max_loras", ["8", 8.0, 0, None, True]),
+        ("max_lora_rank", ["8", 8.0, 0, None, True]),
+        ("cuda_graphs", ["yes", 1, 2.0, [0], ["1"], [1.0], [True], {"a": 1}, b"x", range(10**9)]),
+    ],
+)
+def test_arguments_that_are_refused_by_name(name: str, values: list[Any], llama_folder: Path) -> None:
+    load_model(llama_folder, num_blocks=4)
+    for wrong in values:
+        for load in (load_model, LlmExecutor.from_pretrained):
+            with pytest.raises(InvalidInputError, match=f"^{name}"):
+                load(llama_folder, **{name: wrong})
+
+
+@pytest.mark.parametrize("path", [None, 5, 1.5, b"x", [], {}, "a\0b"])
+def test_paths_that_are_none(path: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^path: "):
+        load_model(path)
