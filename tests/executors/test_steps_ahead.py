@@ -218,8 +218,8 @@ def test_arrivals_aborts_and_others_at_random(preemption: Any, device: torch.dev
     engine, manager = Engine(executor, config, seed=1), executor.kv_manager
     requests: list[tuple[list[int], SamplingParams, RequestOutput]] = []
     foreign: list[KvCacheHandle] = []
-    while len(requests) < 60 or engine.num_unfinished:
-        if len(requests) < 60 and rng.random() < 0.4:
+    while len(requests) < 100 or engine.num_unfinished:
+        if len(requests) < 100 and rng.random() < 0.4:
             params = SamplingParams(
                 temperature=rng.choice([0.0, 1.0]),
                 max_tokens=rng.randint(1, 25),
