@@ -13,7 +13,7 @@ from paged.executors.proposer import Proposer
 from paged.executors.request import Completion
 from paged.executors.sampler import Drafts
 from paged.executors.sampling_rows import index_tensor
-from paged.integers import shown
+from paged.kernels.scalars import shown
 
 _LOG = logging.getLogger("paged")
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paged.errors import InvalidInputError, PagedError
-from paged.executors.sampling_params import as_bool, as_float
-from paged.integers import as_index, shown
+from paged.kernels.scalars import as_bool, as_float, as_int, shown
 
 
 class QueueFullError(PagedError):
@@ -53,11 +52,11 @@ class EngineConfig:
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                object.__setattr__(self, name, as_index(name, value, minimum=minimum, maximum=_MOST))
+                object.__setattr__(self, name, as_int(name, value, low=minimum, high=_MOST))
         if self.preemption not in ("recompute", "swap"):
             raise InvalidInputError(f"preemption: {shown(self.preemption)}, expected 'recompute' or 'swap'")
         if self.decode_stretch is not None:
-            stretch = as_float("decode_stretch", self.decode_stretch, math.nextafter(1, 2), 1e9, "more than 1")
+            stretch = as_float("decode_stretch", self.decode_stretch, math.nextafter(1, 2))
             object.__setattr__(self, "decode_stretch", stretch)
         if self.prepare_ahead is not None:
             object.__setattr__(self, "prepare_ahead", as_bool("prepare_ahead", self.prepare_ahead))

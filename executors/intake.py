@@ -17,10 +17,11 @@ from paged.executors.lora_loader import check_adapter
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.request import Completion, Request
 from paged.executors.request_output import CompletionOutput, RequestOutput
-from paged.executors.sampling_params import SamplingParams, as_float
+from paged.executors.sampling_params import SamplingParams
 from paged.executors.token_noise import Stream, hash_seeds, noise_keys
-from paged.integers import as_index, as_token_ids, shown
+from paged.kernels.scalars import as_float, as_int, shown
 from paged.seq_id import SeqId
+from paged.token_ids import as_token_ids
 
 # A priority beyond this is one of a mistake; products with `priority_requests` stay small numbers.
 _MAX_PRIORITY = 1 << 31
@@ -56,7 +57,7 @@ class Intake:
             self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", list(given)))
             self._check_ids("eos_token_ids", sorted(self._eos_token_ids))
         self._priority_requests = priority_requests
-        self._seed = secrets.randbits(64) if seed is None else as_index("seed", seed, minimum=-(1 << 63), maximum=_MASK)
+        self._seed = secrets.randbits(64) if seed is None else as_int("seed", seed, low=-(1 << 63), high=_MASK)
         self._arrivals = itertools.count()
         # Several engines may share an executor, and callers may have sequences of their own in its cache.
         self._name = f"engine-{secrets.token_hex(8)}"
@@ -79,11 +80,11 @@ class Intake:
         check_adapter(self._executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
-        priority = as_index("priority", priority, minimum=-_MAX_PRIORITY, maximum=_MAX_PRIORITY)
+        priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         now = perf_counter()
         deadline = math.inf
         if timeout_s is not None:
-            deadline = now + as_float("timeout_s", timeout_s, 0.0, math.inf, "seconds, at least 0")
+            deadline = now + as_float("timeout_s", timeout_s, 0.0, math.inf)
         prompt = list(as_token_ids("prompt_token_ids", prompt_token_ids))
         max_tokens = self._check(
             "prompt_token_ids" if request_id is None else f"request {request_id!r}", prompt, params
@@ -147,7 +148,7 @@ def as_request_id(request_id: Any) -> SeqId:
     Raises:
         InvalidInputError: it is anything else; True and 1.0 would be taken for 1.
     """
-    return request_id if isinstance(request_id, str) else as_index("request_id", request_id, minimum=-(1 << 63))
+    return request_id if isinstance(request_id, str) else as_int("request_id", request_id, low=-(1 << 63))
 
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:

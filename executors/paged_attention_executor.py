@@ -15,10 +15,10 @@ from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import ForwardStep, PreparedStep
-from paged.integers import as_index, shown
 from paged.kernels.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.paged_attention import paged_attention
 from paged.kernels.reshape_and_cache import reshape_and_cache
+from paged.kernels.scalars import as_int, shown
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.logits_policy import answer_items
@@ -48,7 +48,7 @@ class PagedExecutorConfig:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if name != "embedding":
-                object.__setattr__(self, name, as_index(name, value, minimum=1))
+                object.__setattr__(self, name, as_int(name, value, low=1))
         if self.num_heads % self.num_kv_heads:
             raise InvalidInputError(
                 f"num_heads: {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, SupportsFloat
+from typing import Any
 
 from paged.errors import InvalidInputError
-from paged.integers import as_index, as_token_ids, shown
+from paged.kernels.scalars import as_bool, as_float, as_int, shown
+from paged.token_ids import as_token_ids
 
 # A completion takes 60 us to make; so many take a quarter of a second.
 MAX_COMPLETIONS = 4096
@@ -18,9 +18,8 @@ MAX_IDS = 1 << 20
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14
 
-# The numbers that float32 holds to full precision, 2^-126 to its largest: sampling computes in it.
+# What float32, which sampling computes in, holds to full precision.
 _SMALLEST = 2.0**-126
-_LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether no chance is involved."""
-        return self.temperature < _SMALLEST or self.top_k == 1 or self.top_p < _SMALLEST
+        return self.temperature < _SMALLEST or self.top_k == 1 or self.top_p <= _SMALLEST
 
     @property
     def has_penalties(self) -> bool:
@@ -103,7 +102,7 @@ class SamplingParams:
 
 
 _MOST = (1 << 63) - 1
-# Lowest and highest number; of floats also in words.
+# Lowest and highest number; floats are finite in float32 besides.
 _INTEGERS = {
     "n": (1, MAX_COMPLETIONS),
     "top_k": (-1, _MOST),
@@ -113,21 +112,22 @@ _INTEGERS = {
     "seed": (-_MOST - 1, 2 * _MOST + 1),
 }
 _FLOATS = {
-    "temperature": (0.0, _LARGEST, "a finite number of at least 0"),
-    "top_p": (5e-324, 1.0, "0 < top_p <= 1"),
-    "min_p": (0.0, 1.0, "0 <= min_p <= 1"),
-    "repetition_penalty": (_SMALLEST, _LARGEST, "a finite number above 0 that float32 holds"),
-    "presence_penalty": (-_LARGEST, _LARGEST, "a finite number that float32 holds"),
-    "frequency_penalty": (-_LARGEST, _LARGEST, "a finite number that float32 holds"),
+    "temperature": (0.0,),
+    "top_p": (5e-324, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (_SMALLEST,),
+    "presence_penalty": (),
+    "frequency_penalty": (),
 }
 
 
 def _read(name: str, value: Any) -> Any:
     if name in _INTEGERS:
         lowest, highest = _INTEGERS[name]
-        return as_index(name, value, minimum=lowest, maximum=highest)
+        return as_int(name, value, low=lowest, high=highest)
     if name in _FLOATS:
-        return as_float(name, value, *_FLOATS[name])
+        number = as_float(name, value, *_FLOATS[name])
+        return max(number, _SMALLEST) if name == "top_p" else number
     if name == "ignore_eos":
         return as_bool(name, value)
     if name == "logit_bias":
@@ -141,46 +141,12 @@ def _read(name: str, value: Any) -> Any:
     return ids
 
 
-def as_float(name: str, value: Any, lowest: float, highest: float, expected: str) -> float:
-    """`value` as a float: any number of Python, numpy, or a tensor without an axis; no bool, no text.
-
-    Raises:
-        InvalidInputError: it is none, or not in lowest..highest (so NaN never passes).
-    """
-    number = math.nan
-    try:
-        plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
-        if isinstance(plain, SupportsFloat) and not isinstance(plain, bool | str):
-            number = float(plain)
-    except Exception:  # of whatever object it is: then it is no number
-        number = math.nan
-    if not lowest <= number <= highest:
-        raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}")
-    return number
-
-
-def as_bool(name: str, value: Any) -> bool:
-    """`value` as a bool, of Python or numpy.
-
-    Raises:
-        InvalidInputError: it is none.
-    """
-    if not isinstance(value, bool) and type(value).__name__ != "bool":
-        raise InvalidInputError(f"{name}: {shown(value)}, expected True or False")
-    return bool(value)
-
-
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id")
     if len(value) > MAX_IDS:
         raise InvalidInputError(f"logit_bias: {len(value)} tokens, expected at most {MAX_IDS}")
-    return {
-        as_index("logit_bias", token): as_float(
-            f"logit_bias[{shown(token)}]", bias, -_LARGEST, _LARGEST, "a finite number that float32 holds"
-        )
-        for token, bias in value.items()
-    }
+    return {as_int("logit_bias", token): as_float(f"logit_bias[{shown(token)}]", bias) for token, bias in value.items()}
 
 
 def _stops(value: Any) -> str | tuple[str, ...]:

@@ -1,17 +1,22 @@
-"""Numbers and flags as callers give them (Python's, NumPy's, tensors without dimensions), as what a kernel takes."""
+"""Numbers and flags as callers give them (Python's, NumPy's, tensors without dimensions), as Python's own.
+
+Takes neither torch nor NumPy: the cache's bookkeeping uses it too.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from typing import Any
-
-import torch
 
 from paged.kernels.errors import InvalidInputError
 
+# Names of classes and layers appear whole in a message.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 # Beyond these a number is infinite in float32, or has fewer bits than others.
-_FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_FLOAT32_MAX, _FLOAT32_TINY = (2 - 2.0**-23) * 2.0**127, 2.0**-126
 _BOOLS, _COMPLEX = ("bool", "torch.bool"), ("complex", "torch.complex")
 
 
@@ -21,19 +26,15 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
     Raises:
         InvalidInputError: it is no whole number (bools and floats are none), or out of range.
     """
-    if type(value) is not int:
-        if isinstance(value, torch.SymInt):  # of a graph that is being compiled: its bounds are those of its run
-            return value  # type: ignore[return-value]
-        try:
-            is_number = not isinstance(value, bool) and _dtype(value) not in _BOOLS and _has_no_dimension(value)
-            value, given = operator.index(value) if is_number else None, value
-        except Exception:
-            value, given = None, value
-        if value is None:
-            raise InvalidInputError(f"{name}: {shown(given)}, expected an integer")
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise InvalidInputError(f"{name}: {shown(value)}, expected {_range(low, high)}")
-    return int(value)
+    number = value if type(value) is int else _whole(value)
+    if number is None or (low is not None and number < low) or (high is not None and number > high):
+        raise InvalidInputError(f"{name}: {shown(value)}, expected an integer{_range(low, high)}")
+    return number
+
+
+def as_index(value: Any) -> int | None:
+    """`value` as an int, or None where it is no integer; no more is checked."""
+    return value if type(value) is int else _whole(value)
 
 
 def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _FLOAT32_MAX) -> float:
@@ -53,7 +54,9 @@ def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _F
         except Exception:
             number = math.nan
     if not low <= number <= high:
-        raise InvalidInputError(f"{name}: {shown(value)}, expected {_range(low, high)}")
+        is_finite = high == _FLOAT32_MAX
+        span = _range(low if low > -high else None, None if is_finite else high)
+        raise InvalidInputError(f"{name}: {shown(value)}, expected a {'finite ' if is_finite else ''}number{span}")
     return number if abs(number) >= _FLOAT32_TINY else 0.0
 
 
@@ -73,13 +76,29 @@ def as_bool(name: str, value: Any) -> bool:
     raise InvalidInputError(f"{name}: {shown(value)}, expected True or False")
 
 
-def shown(value: Any) -> str:
-    """A short text for a value of any kind, also one that has none."""
+def shown(value: object) -> str:
+    """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
     try:
-        text = repr(value)
-    except Exception:  # its own, or an int of more digits than Python prints
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}... ({type(value).__name__})"
+        return _SHORT.repr(value)
+    except Exception:
+        return f"an object of type {type(value).__name__}"
+
+
+def _whole(value: Any) -> int | None:
+    """`value` as an int, or None where it is no integer."""
+    if type(value).__name__ == "SymInt":  # of a graph that is being compiled: its bounds are those of its run
+        return value  # type: ignore[no-any-return]
+    try:
+        if isinstance(value, bool) or not _has_no_dimension(value):
+            return None
+        if hasattr(value, "tolist"):  # operator.index makes an int of a tensor that holds a bool
+            value = value.tolist()
+            return value if type(value) is int else None
+        return operator.index(value)
+    except MemoryError:
+        raise
+    except Exception:
+        return None
 
 
 def _dtype(value: Any) -> str:
@@ -91,10 +110,8 @@ def _has_no_dimension(value: Any) -> bool:
 
 
 def _range(low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return ""
     if low is None:
-        return f"{high} at most"
-    if high is None:
-        return f"{low} or more"
-    if high == _FLOAT32_MAX:
-        return "a finite number of float32" if low == -high else f"a finite number of float32, {low} or more"
-    return f"{low} to {high}"
+        return f" of at most {high}"
+    return f" of at least {low}" if high is None else f" in {low}..{high}"

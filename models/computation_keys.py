@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paged.errors import UnsupportedError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.models.decoder_config import ACTIVATIONS, DecoderConfig
 from paged.models.hf_config import HfConfig
 

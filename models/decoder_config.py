@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.models.hf_config import HfConfig
 from paged.models.rope import MAX_FACTOR, RopeConfig, check_rope, rope_config
 

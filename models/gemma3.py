@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.errors import UnsupportedError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_config import DecoderConfig, decoder_config, known_activation, layer_windows

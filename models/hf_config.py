@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.models.checkpoint_files import read_json
 
 _REQUIRED: Any = object()

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from paged.errors import InvalidInputError
-from paged.integers import as_index, as_token_ids, shown
+from paged.kernels.scalars import as_int, shown
 from paged.models.decoder_config import DTYPES
+from paged.token_ids import as_token_ids
 
 # Ids of blocks, and positions, are 32-bit integers on a device.
 _LARGEST = 2**31 - 1
@@ -35,7 +36,7 @@ def as_size(name: str, value: object, *, minimum: int = 1) -> int:
     Raises:
         InvalidInputError: it is none.
     """
-    size = as_index(name, value, minimum=-_LARGEST, maximum=_LARGEST)
+    size = as_int(name, value, low=-_LARGEST, high=_LARGEST)
     if size < minimum:
         raise InvalidInputError(f"{name}: {size}, expected at least {minimum}")
     return size

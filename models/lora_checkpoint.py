@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.models.hf_config import HfConfig
 from paged.models.weights import FLOATING, check_dtype, open_tensors, plain, read_header
 

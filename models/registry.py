@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_cache_manager import PagedKvCacheManager
 from paged.models.computation_keys import refuse_unread

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.models.hf_config import HfConfig
 
 _KINDS = ("default", "linear", "llama3", "yarn")

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paged.errors import CheckpointError
-from paged.integers import shown
+from paged.kernels.scalars import shown
 from paged.models.checkpoint_files import read_json, regular_size
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

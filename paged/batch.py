@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError
-from paged.integers import as_index, as_token_ids
+from paged.kernels.scalars import as_int
 from paged.seq_id import SeqId, as_seq_id
+from paged.token_ids import as_token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ class UnifiedBatchItem:
         if tokens is not self.q_tokens:
             object.__setattr__(self, "q_tokens", tokens)
         if type(self.pos_offset) is not int or self.pos_offset < 0:
-            object.__setattr__(self, "pos_offset", as_index("pos_offset", self.pos_offset))
+            object.__setattr__(self, "pos_offset", as_int("pos_offset", self.pos_offset))
 
 
 @dataclass(frozen=True)

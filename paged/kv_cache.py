@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paged.block_pool import BlockPool
 from paged.errors import InvalidInputError
-from paged.integers import as_index, shown
+from paged.kernels.scalars import as_int, shown
 from paged.kv_slot_reservation import SequenceState
 from paged.seq_id import SeqId
 
@@ -58,11 +58,11 @@ class PagedKvCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks"):
-            self._set(name, as_index(name, getattr(self, name), minimum=1, maximum=_MAX_SIZE))
-        self._set("num_swap_blocks", as_index("num_swap_blocks", self.num_swap_blocks, maximum=_MAX_SIZE))
+            self._set(name, as_int(name, getattr(self, name), low=1, high=_MAX_SIZE))
+        self._set("num_swap_blocks", as_int("num_swap_blocks", self.num_swap_blocks, high=_MAX_SIZE))
         for name in ("max_seq_len", "sliding_window"):
             if getattr(self, name) is not None:
-                self._set(name, as_index(name, getattr(self, name), minimum=1))
+                self._set(name, as_int(name, getattr(self, name), low=1))
         for name in ("low_watermark", "high_watermark"):
             self._set(name, _as_fraction(name, getattr(self, name)))
         if self.high_watermark > self.low_watermark:

@@ -15,7 +15,7 @@ from paged.cache_events import CacheEvent, MemoryPressure, Notifier
 from paged.cache_integrity import check_integrity
 from paged.cache_stats import CacheStats, count_stats
 from paged.errors import InvalidInputError
-from paged.integers import as_index, as_token_ids, shown
+from paged.kernels.scalars import as_int, shown
 from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.kv_inspection import KvInspection
@@ -29,6 +29,7 @@ from paged.sliding_window import SlidingWindow
 from paged.staging import to_device
 from paged.swap_space import SwapSpace
 from paged.token_chain import TokenChain, pack
+from paged.token_ids import as_token_ids
 
 
 class PagedKvCacheManager:
@@ -84,7 +85,7 @@ class PagedKvCacheManager:
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
-        num_tokens = as_index("num_tokens", num_tokens)
+        num_tokens = as_int("num_tokens", num_tokens)
         ids = None if token_ids is None else as_token_ids("token_ids", token_ids)
         namespace = as_namespace("namespace", namespace)
         room = num_tokens if ids is None else max(num_tokens, len(ids))
@@ -107,7 +108,7 @@ class PagedKvCacheManager:
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
-        num_tokens = as_index("num_tokens", num_tokens)
+        num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
@@ -125,7 +126,7 @@ class PagedKvCacheManager:
             InvalidInputError: `num_tokens` is negative or goes beyond the capacity.
             SequenceTooLongError: beyond `max_seq_len`.
         """
-        num_tokens = as_index("num_tokens", num_tokens)
+        num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
@@ -168,7 +169,7 @@ class PagedKvCacheManager:
             InvalidInputError: `num_tokens` is negative or more than the sequence holds, or what the sliding window
                 shows from there is gone.
         """
-        num_tokens = as_index("num_tokens", num_tokens)
+        num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             if num_tokens > state.num_tokens:
@@ -261,7 +262,7 @@ class PagedKvCacheManager:
             InvalidInputError: the blocks are not all full of valid tokens, `target` is not empty or is `source`, or
                 their namespaces differ.
         """
-        num_blocks = as_index("num_blocks", num_blocks)
+        num_blocks = as_int("num_blocks", num_blocks)
         with self._guard:
             self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
@@ -271,7 +272,7 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `num_blocks` is negative.
         """
-        num_blocks = as_index("num_blocks", num_blocks)
+        num_blocks = as_int("num_blocks", num_blocks)
         with self._guard:
             return self._pool.evict(num_blocks)
 
@@ -320,7 +321,7 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `num_tokens` is negative.
         """
-        num_tokens = as_index("num_tokens", num_tokens)
+        num_tokens = as_int("num_tokens", num_tokens)
         longest = self.config.max_seq_len
         return (longest is None or num_tokens <= longest) and self.config.blocks_for(num_tokens) <= self._pool.num_free
 

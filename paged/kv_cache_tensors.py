@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from paged.errors import InvalidInputError
-from paged.integers import as_index, shown
 from paged.kernels.checks import check_shape
 from paged.kernels.copy_blocks import copy_blocks
+from paged.kernels.scalars import as_int, shown
 from paged.kernels.torch_ops.reshape_and_cache import scaled_cast
 from paged.kv_cache import PagedKvCacheConfig
 from paged.undo_log import UndoLog
@@ -100,7 +100,7 @@ class KvCacheTensors:
 
     def layer(self, layer: int) -> int:
         """`layer` as an int; InvalidInputError unless there is such a layer."""
-        return as_index("layer", layer, maximum=self._num_layers - 1)
+        return as_int("layer", layer, high=self._num_layers - 1)
 
     def rows(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both as [num_tokens, num_kv_heads, head_dim], which one token's may do without the first axis.

@@ -6,7 +6,7 @@ import torch
 
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
-from paged.integers import as_index
+from paged.kernels.scalars import as_int
 from paged.kv_cache import KvCacheHandle
 from paged.kv_cache_tensors import KvCacheTensors
 from paged.kv_slot_allocator import KvSlotAllocator
@@ -33,7 +33,7 @@ class KvInspection:
 
     def write(self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """`PagedKvCacheManager.write_kv`."""
-        layer, position = self._tensors.layer(layer), as_index("position", position)
+        layer, position = self._tensors.layer(layer), as_int("position", position)
         key, value = self._tensors.rows(key, value)
         with self._guard:
             state = self._sequences.state(handle)
@@ -55,8 +55,8 @@ class KvInspection:
 
     def read(self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`PagedKvCacheManager.read_kv`."""
-        layer, start = self._tensors.layer(layer), as_index("start", start)
-        num_tokens = as_index("num_tokens", num_tokens)
+        layer, start = self._tensors.layer(layer), as_int("start", start)
+        num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
             state = self._sequences.state(handle)
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)

@@ -12,9 +12,10 @@ from typing import Any
 from paged.block_pool import BlockPool
 from paged.cache_events import Notifier
 from paged.errors import InvalidInputError
-from paged.integers import as_token_ids, shown
+from paged.kernels.scalars import shown
 from paged.seq_id import SeqId
 from paged.token_chain import TokenChain, pack
+from paged.token_ids import as_token_ids
 from paged.undo_log import UndoLog
 
 

@@ -13,10 +13,11 @@ from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.block_pool import BlockPool
 from paged.block_table import BlockTable
 from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
-from paged.integers import MAX_TOKEN_IDS, as_index, shown
+from paged.kernels.scalars import as_int, shown
 from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.kv_slot_reservation import SequenceState
 from paged.seq_id import SeqId, as_seq_id
+from paged.token_ids import MAX_TOKEN_IDS
 from paged.undo_log import UndoLog
 
 _ID_TYPES = {str, int}
@@ -145,7 +146,7 @@ class LiveSequences:
         if not is_owned:
             raise InvalidInputError("items: a sequence is given twice")
         if not set(map(type, counts)) <= {int} or min(counts, default=0) < 0 or max(counts, default=0) > MAX_TOKEN_IDS:
-            counts = [as_index("items: new tokens", count, maximum=MAX_TOKEN_IDS) for count in counts]
+            counts = [as_int("items: new tokens", count, high=MAX_TOKEN_IDS) for count in counts]
         return states, np.array(counts, np.int64)
 
     def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
@@ -190,7 +191,7 @@ def _columns(requests: Iterable[KvSlotRequest]) -> tuple[list[SeqId], list[int],
     if not set(map(type, cache_ids)) <= _ID_TYPES:
         cache_ids = [as_seq_id("cache_id", one) for one in cache_ids]
     if not set(map(type, targets)) <= {int}:
-        targets = [as_index("target_len", one) for one in targets]
+        targets = [as_int("target_len", one) for one in targets]
     if not set(map(type, admissions)) <= _LENGTH_TYPES:
-        admissions = [None if one is None else as_index("admission_target_len", one) for one in admissions]
+        admissions = [None if one is None else as_int("admission_target_len", one) for one in admissions]
     return cache_ids, targets, admissions

@@ -7,7 +7,7 @@ from numbers import Number
 from typing import Any
 
 from paged.errors import InvalidInputError
-from paged.integers import as_index, shown
+from paged.kernels.scalars import as_int, shown
 
 SeqId = str | int
 # Those of UUIDs, the widest in use; the digits of any integer are a denial of service to whoever prints it.
@@ -28,7 +28,7 @@ def as_seq_id(name: str, value: object) -> SeqId:
     if isinstance(value, str):
         return str.__str__(value)
     try:
-        return as_index(name, value, minimum=-(1 << _ID_BITS), maximum=1 << _ID_BITS)
+        return as_int(name, value, low=-(1 << _ID_BITS), high=1 << _ID_BITS)
     except InvalidInputError:
         expected = f"a str or an int of {_ID_BITS} bits"
         raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}") from None
@@ -59,5 +59,5 @@ def _plain(value: Any) -> Hashable:
     if type(value) is tuple:
         return tuple(map(_plain, value))
     if isinstance(value, Number) or hasattr(value, "tolist"):
-        return as_index("namespace", value, minimum=-(1 << _ID_BITS), maximum=1 << _ID_BITS)
+        return as_int("namespace", value, low=-(1 << _ID_BITS), high=1 << _ID_BITS)
     return value  # type: ignore[no-any-return]

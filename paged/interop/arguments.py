@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.integers import as_index, shown
+from paged.kernels.scalars import as_int, shown
 
 # Other spellings of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
 _SPELLINGS = {
@@ -139,7 +139,7 @@ class Arguments:
         """An integer of any library, 0 or more."""
         if not self.has(key):
             return None
-        return as_index(self.name(key), self._values[key])
+        return as_int(self.name(key), self._values[key])
 
     def is_number(self, key: str) -> bool:
         """Whether it is no tensor with an axis, that is one value for all."""
@@ -179,7 +179,7 @@ class Arguments:
             left, right = given
         except Exception as error:
             raise InvalidInputError(f"{name}: {shown(given)}, expected two integers, (left, right)") from error
-        edges = (-1 if edge is None else as_index(name, edge, minimum=-(1 << 63)) for edge in (left, right))
+        edges = (-1 if edge is None else as_int(name, edge, low=-(1 << 63)) for edge in (left, right))
         return max(next(edges), -1), max(next(edges), -1)
 
     @contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.integers import as_index, shown
 from paged.interop.arguments import Arguments, Vocabulary
 from paged.kernels.fused_moe import fused_moe
 from paged.kernels.reshape_and_cache import reshape_and_cache
+from paged.kernels.scalars import as_int, shown
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 E4M3_CACHES = ("fp8", "fp8_e4m3")
@@ -111,7 +111,7 @@ def fused_experts(
         args.tensor(name)
     args.optional_tensor("expert_map")
     args.refuse_gradients()
-    num_experts = as_index("global_num_experts", global_num_experts, minimum=-1)
+    num_experts = as_int("global_num_experts", global_num_experts, low=-1)
     known = (w1 if expert_map is None else expert_map).shape[:1]
     if num_experts not in (-1, *known):
         raise InvalidInputError(f"global_num_experts: {num_experts}, expected -1 or {list(known)}")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from paged import InvalidInputError, PagedKvCacheConfig, UnifiedBatch, UnifiedBatchItem
-from paged.integers import as_index, as_token_ids
+from paged.kernels.scalars import as_int
 from paged.seq_id import as_namespace, as_seq_id
+from paged.token_ids import as_token_ids
 from tests.fuzz.values import Hostile
 
 
@@ -18,12 +19,12 @@ from tests.fuzz.values import Hostile
     "seven", [7, np.int8(7), np.uint64(7), np.array(7), torch.tensor(7), torch.tensor(7).to(torch.uint8)]
 )
 def test_counts_of_any_integer_type(seven: Any) -> None:
-    assert type(as_index("n", seven)) is int
-    assert as_index("n", seven, minimum=7, maximum=7) == 7
+    assert type(as_int("n", seven)) is int
+    assert as_int("n", seven, low=7, high=7) == 7
     assert as_token_ids("ids", [seven, 1]) == [7, 1]
     for limits in ({"minimum": 8}, {"maximum": 6}):
         with pytest.raises(InvalidInputError, match=r"n: .*expected an integer"):
-            as_index("n", seven, **limits)
+            as_int("n", seven, **limits)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_counts_of_any_integer_type(seven: Any) -> None:
 )
 def test_what_is_no_integer(other: Any) -> None:
     with pytest.raises(InvalidInputError):
-        as_index("n", other)
+        as_int("n", other)
     with pytest.raises(InvalidInputError):
         as_token_ids("ids", [1, other])
 
@@ -41,9 +42,9 @@ def test_what_is_no_integer(other: Any) -> None:
 def test_what_holds_an_integer_is_none() -> None:
     for other in (np.array([7]), torch.tensor([7]), torch.tensor(7.0), Hostile(), object()):
         with pytest.raises(InvalidInputError):
-            as_index("n", other)
+            as_int("n", other)
     with pytest.raises(InvalidInputError, match="an object of type int"):
-        as_index("n", 10**5000, maximum=5)  # has no repr
+        as_int("n", 10**5000, high=5)  # has no repr
 
 
 def test_token_ids_are_read_once_and_no_further_than_needed() -> None:

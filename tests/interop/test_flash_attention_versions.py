@@ -21,7 +21,7 @@ _TAIL_3 = "window_size attention_chunk softcap num_splits pack_gqa deterministic
 _DESCALE = "q_descale k_descale v_descale"
 _TAIL_4 = "window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod"
 # As they stand in flash_attn 2.8, in its folders hopper (3) and flash_attn/cute (4).
-ORDERS = {
+ORDERS = [
     (flash_attention.flash_attn_func, f"q k v {_TAIL_2}"),
     (flash_attention.flash_attn_kvpacked_func, f"q kv {_TAIL_2}"),
     (flash_attention.flash_attn_qkvpacked_func, f"qkv {_TAIL_2}"),
@@ -56,7 +56,7 @@ ORDERS = {
         f"q k v qv {_PACKED} min_seqlen_k seqused_q seqused_k gather_kv_indices page_table softmax_scale causal "
         f"{_TAIL_4}",
     ),
-}
+]
 
 
 @pytest.mark.parametrize(("function", "order"), ORDERS, ids=lambda one: getattr(one, "__module__", "")[-1:])

@@ -1,38 +1,19 @@
-"""Counts and token ids as Python integers, whatever integer type they came in. Takes neither torch nor numpy."""
+"""Token ids as Python integers, whatever integer type they came in. Takes neither torch nor numpy."""
 
 from __future__ import annotations
 
-import operator
-import reprlib
 from collections.abc import Mapping, Set, Sized
 from itertools import islice
 from typing import Any
 
 from paged.errors import InvalidInputError
+from paged.kernels.scalars import as_index, shown
 
 # Beyond the longest context of any model, and as Python integers already 0.6 GB.
 MAX_TOKEN_IDS = 1 << 24
 _INT_ALONE = {int}
 # Iterables that yield integers or nothing, yet are no sequences of token ids.
 _NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
-# Names of classes and layers appear whole in a message.
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 100
-
-
-def as_index(name: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
-    """`value` as an int: any integer of any library, arrays and tensors without an axis included; no bool, no float.
-
-    name: of the argument, for the message.
-
-    Raises:
-        InvalidInputError: it is none, or not in minimum..maximum.
-    """
-    index = value if type(value) is int else _index(value)
-    if index is None or index < minimum or (maximum is not None and index > maximum):
-        span = f"of at least {minimum}" if maximum is None else f"in {minimum}..{maximum}"
-        raise InvalidInputError(f"{name}: {shown(value)}, expected an integer {span}")
-    return index
 
 
 def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -> list[int]:
@@ -60,34 +41,11 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
         return ids
     integers = []
     for position, each in enumerate(ids):
-        index = each if type(each) is int else _index(each)
+        index = as_index(each)
         if index is None:
             raise InvalidInputError(f"{name}: {shown(each)} at {position}, expected an integer")
         integers.append(index)
     return integers
-
-
-def shown(value: object) -> str:
-    """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
-    try:
-        return _SHORT.repr(value)
-    except Exception:
-        return f"an object of type {type(value).__name__}"
-
-
-def _index(value: Any) -> int | None:
-    """`value` as an int, or None where it is no integer."""
-    try:
-        if isinstance(value, bool) or getattr(value, "ndim", False):
-            return None
-        if hasattr(value, "tolist"):  # operator.index makes an int of a tensor that holds a bool
-            value = value.tolist()
-            return value if type(value) is int else None
-        return operator.index(value)
-    except MemoryError:
-        raise
-    except Exception:
-        return None
 
 
 def _listed(value: Any, max_length: int) -> list[Any] | None:
