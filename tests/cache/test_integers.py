@@ -22,7 +22,7 @@ def test_counts_of_any_integer_type(seven: Any) -> None:
     assert type(as_int("n", seven)) is int
     assert as_int("n", seven, low=7, high=7) == 7
     assert as_token_ids("ids", [seven, 1]) == [7, 1]
-    for limits in ({"minimum": 8}, {"maximum": 6}):
+    for limits in ({"low": 8}, {"high": 6}):
         with pytest.raises(InvalidInputError, match=r"n: .*expected an integer"):
             as_int("n", seven, **limits)
 
