@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from paged.kernels.attention_ops import ops
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.checks import check_shape, refuse_gradients
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.merge_attn_states import merge_attn_states
 from paged.kernels.paged_attention import paged_attention

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paged.kernels.errors import InvalidInputError, UnsupportedError
-from paged.kernels.scalars import shown
+from paged.kernels.scalars import as_float, shown
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
@@ -101,3 +101,11 @@ def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device
 def scale_stride(scale: torch.Tensor | None) -> int:
     """What a kernel multiplies a KV head by to find its scale: 0 where one serves all heads."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def check_eps(eps: float) -> float:
+    """What is added to a mean square: 0, or a number that float32 holds with all its bits."""
+    number = as_float("eps", eps, 0.0)
+    if number == 0 and eps != 0:
+        raise InvalidInputError(f"eps: {eps}, expected 0 or at least 1.2e-38")
+    return number

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from paged.kernels.backend import use_triton
+from paged.kernels.cache_ops import ops
 from paged.kernels.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.id_checks import Ids, check_all_ids
 from paged.kernels.scalars import as_int, shown

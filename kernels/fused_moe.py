@@ -14,7 +14,6 @@ from paged.kernels.checks import (
     check_writable,
     refuse_gradients,
 )
-from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.id_checks import Ids, check_all_ids
@@ -24,6 +23,7 @@ from paged.kernels.moe_alignment import MoeAlignment, max_num_blocks
 from paged.kernels.moe_config import MoeShape, takes_gemv
 from paged.kernels.moe_gemm import expert_gemm
 from paged.kernels.moe_gemv import moe_gemv
+from paged.kernels.moe_ops import ops
 from paged.kernels.moe_sum import moe_sum
 from paged.kernels.moe_table import moe_tiles
 from paged.kernels.moe_weights import ExpertLinear, MoeOptions, check_weights

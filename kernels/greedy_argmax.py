@@ -7,8 +7,8 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_is_tensor, check_shape, check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
-from paged.kernels.rms_norm import num_warps
+from paged.kernels.grid import num_warps
+from paged.kernels.layer_ops import ops
 from paged.kernels.torch_ops import greedy_argmax as torch_op
 
 # Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)

@@ -14,7 +14,6 @@ from paged.kernels.checks import (
     refuse_gradients,
 )
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.device import device_of
 from paged.kernels.dot import dot
 from paged.kernels.errors import InvalidInputError
@@ -22,6 +21,7 @@ from paged.kernels.id_checks import Ids, check_all_ids
 from paged.kernels.launch import Launch, signature
 from paged.kernels.lora_batch import LoraBatch
 from paged.kernels.lora_config import expand_tile, shrink_tile
+from paged.kernels.lora_ops import ops
 from paged.kernels.lora_weights import MAX_PARTS, LoraWeights
 from paged.kernels.scalars import shown
 from paged.kernels.torch_ops import lora as torch_op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.attention_ops import ops
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import (
     FLOAT_DTYPES,
@@ -14,9 +15,7 @@ from paged.kernels.checks import (
     refuse_gradients,
 )
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
-from paged.kernels.reshape_and_cache import tile
-from paged.kernels.rms_norm import num_warps
+from paged.kernels.grid import num_warps, tile
 from paged.kernels.torch_ops import merge_attn_states as torch_op
 
 

@@ -7,9 +7,9 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import check_dtype, check_tensor
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.moe_alignment import MoeAlignment, max_num_blocks, new_alignment
+from paged.kernels.moe_ops import ops
 from paged.kernels.routing import MAX_EXPERTS
 from paged.kernels.scalars import as_int, shown
 from paged.kernels.torch_ops import moe_align_block_size as torch_op

@@ -10,6 +10,7 @@ import torch
 from paged.kernels.attention_call import NO_LIMIT, AttentionCall
 from paged.kernels.attention_config import MAX_KEYS_AT_ONCE
 from paged.kernels.attention_launch import launch, prepare
+from paged.kernels.attention_ops import ops
 from paged.kernels.attention_plan import AttentionPlan
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import (
@@ -22,7 +23,6 @@ from paged.kernels.checks import (
     check_writable,
     refuse_gradients,
 )
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.id_checks import Sequences, check_sequences
 from paged.kernels.launch import signature

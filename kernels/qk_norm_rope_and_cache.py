@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
+from paged.kernels.cache_ops import ops
 from paged.kernels.checks import (
     FLOAT_DTYPES,
+    check_eps,
     check_last_dim_contiguous,
     check_tensor,
     check_writable,
@@ -14,13 +16,12 @@ from paged.kernels.checks import (
     scale_stride,
 )
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
+from paged.kernels.grid import num_warps
 from paged.kernels.id_checks import check_all_ids
 from paged.kernels.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset, slots_of
-from paged.kernels.rms_norm import check_eps, num_warps
-from paged.kernels.rotary_embedding import check_rotary, heads_per_program, positions_of, rotate_heads
+from paged.kernels.rotation import check_rotary, heads_per_program, positions_of, rotate_heads
 from paged.kernels.scalars import as_bool
 from paged.kernels.torch_ops import qk_norm_rope_and_cache as torch_op
 

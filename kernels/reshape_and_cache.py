@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
+from paged.kernels.cache_ops import ops
 from paged.kernels.checks import (
     CACHE_DTYPES,
     FLOAT_DTYPES,
@@ -18,11 +19,10 @@ from paged.kernels.checks import (
     scale_stride,
 )
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
+from paged.kernels.grid import num_warps, tile
 from paged.kernels.id_checks import Ids, check_all_ids
-from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import reshape_and_cache as torch_op
 
 
@@ -193,12 +193,3 @@ def check_cache_write(
 def slots_of(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> Ids:
     """What slots must be: those of a cache, or negative."""
     return Ids("slot_mapping", slot_mapping, None, k_cache.shape[0] * k_cache.shape[1] - 1)
-
-
-def tile(num_rows: int, row_size: int) -> tuple[int, int]:
-    """Rows and columns, powers of two, of a program that reads two tensors: 1,024 elements of each at most.
-
-    In 4 warps every thread then takes 16 bytes of a 16-bit type from each tensor.
-    """
-    columns = min(triton.next_power_of_2(row_size), 1024)
-    return min(1024 // columns, triton.next_power_of_2(num_rows)), columns

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.backend import use_triton
-from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor, refuse_gradients
+from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
-from paged.kernels.scalars import as_float
+from paged.kernels.grid import num_warps
+from paged.kernels.layer_ops import ops
 from paged.kernels.torch_ops import rms_norm as torch_op
 
 
@@ -103,14 +103,6 @@ def fused_add_rms_norm(
     return x, residual
 
 
-def check_eps(eps: float) -> float:
-    """What is added to a mean square: 0, or a number that float32 holds with all its bits."""
-    number = as_float("eps", eps, 0.0)
-    if number == 0 and eps != 0:
-        raise InvalidInputError(f"eps: {eps}, expected 0 or at least 1.2e-38")
-    return number
-
-
 def _check(x: torch.Tensor, weight: torch.Tensor) -> int:
     check_dtype("x", x, *FLOAT_DTYPES)
     if x.dim() == 0:
@@ -141,8 +133,3 @@ def _launch(
         BLOCK_SIZE=block_size,
         num_warps=num_warps(block_size),
     )
-
-
-def num_warps(block_size: int) -> int:
-    """Warps for a row of `block_size` elements: one for each 512 (16 a thread, two 16-byte loads of a 16-bit type)."""
-    return min(max(block_size // 512, 1), 16)

@@ -7,10 +7,10 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
 from paged.kernels.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
 from paged.kernels.moe_alignment import MoeAlignment, new_alignment
+from paged.kernels.moe_ops import ops
 from paged.kernels.route_tokens import route_tokens
 from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.scalars import as_int, shown

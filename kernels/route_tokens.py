@@ -7,7 +7,7 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import refuse_gradients
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
+from paged.kernels.moe_ops import ops
 from paged.kernels.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.torch_ops import route_tokens as torch_op
 

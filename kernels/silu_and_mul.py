@@ -7,11 +7,10 @@ import torch
 from paged.kernels.backend import use_triton
 from paged.kernels.checks import FLOAT_DTYPES, check_dtype, check_tensor, refuse_gradients
 from paged.kernels.compat import tl, triton
-from paged.kernels.custom_ops import ops
 from paged.kernels.errors import InvalidInputError
+from paged.kernels.grid import num_warps, tile
+from paged.kernels.layer_ops import ops
 from paged.kernels.moe_activation import check_activation, gated_activation
-from paged.kernels.reshape_and_cache import tile
-from paged.kernels.rms_norm import num_warps
 from paged.kernels.torch_ops import silu_and_mul as torch_op
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 
 from paged.bench.compile_case import CompileCase
-from paged.kernels.rms_norm import _rms_norm_kernel, num_warps
+from paged.kernels.grid import num_warps
+from paged.kernels.rms_norm import _rms_norm_kernel
 
 
 def cases() -> list[CompileCase]:

@@ -10,11 +10,12 @@ import triton
 from paged.bench.compile_case import CompileCase
 from paged.kernels.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.greedy_argmax import BLOCK_TOKENS, _greedy_argmax_chunk_kernel, _greedy_argmax_reduce_kernel
+from paged.kernels.grid import num_warps, tile
 from paged.kernels.merge_attn_states import _merge_attn_states_kernel
 from paged.kernels.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
-from paged.kernels.reshape_and_cache import _reshape_and_cache_kernel, tile
-from paged.kernels.rms_norm import num_warps
-from paged.kernels.rotary_embedding import _rotary_embedding_kernel, heads_per_program
+from paged.kernels.reshape_and_cache import _reshape_and_cache_kernel
+from paged.kernels.rotary_embedding import _rotary_embedding_kernel
+from paged.kernels.rotation import heads_per_program
 from paged.kernels.silu_and_mul import _silu_and_mul_kernel
 
 # head_dim, query heads and KV heads of Llama-3.2-1B, Phi-2, Qwen3-8B and Gemma-2B

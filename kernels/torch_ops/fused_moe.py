@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from paged.kernels.moe_weights import FP8_GROUP, ExpertLinear
+from paged.kernels.torch_ops.gated_activation import gated_activation
 from paged.kernels.torch_ops.linear import linear as product
 from paged.kernels.torch_ops.moe_align_block_size import expert_rows
 
@@ -156,14 +157,3 @@ def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.T
             out[start:end] = product(x[start:end], w[expert])
         start = end
     return out
-
-
-def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
-    """Twin of `kernels.moe_activation.gated_activation` on gate and up in the last axis, in halves or alternating."""
-    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-    if activation == "silu":
-        return functional.silu(gate).mul_(up)
-    if activation == "swiglu_oai":
-        gate = gate.clamp(max=7)
-        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.torch_ops.fused_moe import gated_activation
+from paged.kernels.torch_ops.gated_activation import gated_activation
 
 
 def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> torch.Tensor:
