@@ -11,9 +11,9 @@ import torch
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.scalars import shown
 from paged.models.hf_config import HfConfig
+from paged.models.load_options import DTYPES
 from paged.models.rope import MAX_FACTOR, RopeConfig, check_rope, rope_config
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Names of gated activations in config.json -> those of `silu_and_mul` and `fused_moe`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # The deepest published model has 126 layers, and float32 counts positions one by one up to 2^24.

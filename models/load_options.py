@@ -9,13 +9,14 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.kernels.scalars import as_int, shown
-from paged.models.decoder_config import DTYPES
 from paged.token_ids import as_token_ids
 
 # Ids of blocks, and positions, are 32-bit integers on a device.
 _LARGEST = 2**31 - 1
 # Each takes memory of its own; the default has 22.
 _MAX_GRAPHS = 1024
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def as_folder(name: str, value: object) -> Path:
