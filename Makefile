@@ -31,7 +31,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix $(CHECKED)
 
 compile: $(VENV)/installed-dev
-	$(BIN)/python -m bench.compile
+	$(BIN)/python -m bench.compilation.compile
 
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.soak --steps 1000000
@@ -51,7 +51,7 @@ gpu:
 	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(PEERS),--peers $(PEERS))
 
 report: $(VENV)/installed-bench
-	$(BIN)/python -m bench.report $(RESULTS) --out $(REPORT)
+	$(BIN)/python -m bench.report.build $(RESULTS) --out $(REPORT)
 
 $(VENV)/installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

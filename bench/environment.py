@@ -19,7 +19,7 @@ import torch
 
 from paged.bench.limits import Ceilings
 from paged.bench.timing import device_name
-from paged.kernels.compat import HAS_TRITON, interpreting
+from paged.kernels.common.compat import HAS_TRITON, interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = {"cuda": "full", "cpu": "small"}

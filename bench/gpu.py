@@ -76,14 +76,14 @@ def steps(out: Path) -> list[Step]:
 
     def report(_: float) -> list[str]:
         written = [str(path) for path in (attention, moe, kernels, engine, out / "gpu.json") if path.exists()]
-        return [*python, "paged.bench.report", *written, "--out", str(out)]
+        return [*python, "paged.bench.report.build", *written, "--out", str(out)]
 
     return [
         Step("tests", lambda _: tests, 0.35),
-        Step("attention", bench("paged.bench.bench_attention", attention), 0.5),
-        Step("moe", bench("paged.bench.bench_moe", moe), 0.4),
-        Step("kernels", lambda _: [*python, "paged.bench.bench_kernels", "--json", str(kernels)], 0.48),
-        Step("engine", bench("paged.bench.bench_engine", engine, "--device", "cuda"), 0.75),
+        Step("attention", bench("paged.bench.attention.run", attention), 0.5),
+        Step("moe", bench("paged.bench.moe.run", moe), 0.4),
+        Step("kernels", lambda _: [*python, "paged.bench.kernels.run", "--json", str(kernels)], 0.48),
+        Step("engine", bench("paged.bench.engine.run", engine, "--device", "cuda"), 0.75),
         Step("report", report, 1.0),
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from paged.executors.model_executor import ExecutorShutDownError
-from paged.kernels.scalars import shown
+from paged.kernels.common.scalars import shown
 
 P = ParamSpec("P")
 

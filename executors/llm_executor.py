@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.isolation import describe, quietly
 from paged.executors.progress import tracked
@@ -19,11 +20,10 @@ from paged.executors.row_batches import cache_id_of, is_decode_step
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
-from paged.kv_cache import KvCacheHandle
 from paged.models.base import DecoderOnlyLLM
-from paged.models.end_tokens import read_eos_token_ids
+from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.logits_policy import apply_policies
-from paged.models.lora import LoraAdapters
+from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from paged.seq_id import SeqId

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.model_executor import ModelExecutor
-from paged.kernels.scalars import shown
+from paged.kernels.common.scalars import shown
 
 
 @runtime_checkable

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
-from paged.kv_cache_manager import PagedKvCacheManager
 from paged.seq_id import SeqId
 
 

@@ -11,16 +11,16 @@ import torch
 from torch.nn import functional
 
 from paged.batch import UnifiedBatchItem
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import ForwardStep, PreparedStep
-from paged.kernels.checks import CACHE_DTYPES, FLOAT_DTYPES
-from paged.kernels.paged_attention import paged_attention
-from paged.kernels.reshape_and_cache import reshape_and_cache
-from paged.kernels.scalars import as_int, shown
-from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
+from paged.kernels.common.scalars import as_int, shown
 from paged.models.logits_policy import answer_items
 from paged.seq_id import SeqId
 from paged.step_ahead import StepAhead

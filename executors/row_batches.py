@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, UnifiedBatchItem, VerifyLogits
+from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError
-from paged.kernels.checks import check_shape
-from paged.kv_cache import KvCacheHandle
+from paged.kernels.common.checks import check_shape
 from paged.seq_id import SeqId
 
 

@@ -17,13 +17,13 @@ from paged.batch import (
     UnifiedBatch,
     UnifiedBatchItem,
 )
+from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.row_batches import cache_id_of, decode_items, is_decode_step, prefill_items, verify_item
 from paged.executors.status import ForwardWork, WorkMeter
 from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
 from paged.forward_step import PreparedStep, validate_items
-from paged.kv_cache import KvCacheHandle
 from paged.models.logits_policy import apply_policies
 from paged.seq_id import SeqId
 

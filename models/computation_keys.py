@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from paged.errors import UnsupportedError
-from paged.kernels.scalars import shown
-from paged.models.decoder_config import ACTIVATIONS, DecoderConfig
-from paged.models.hf_config import HfConfig
+from paged.kernels.common.scalars import shown
+from paged.models.layers.config import ACTIVATIONS, DecoderConfig
+from paged.models.loading.hf_config import HfConfig
 
 # From the parameters of the configurations in transformers 5.23 that belong to decoders, and of well-known models that
 # bring their own code. What concerns training, outputs beside the logits, or token ids is not here.

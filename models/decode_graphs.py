@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep
-from paged.kv_cache import PagedKvCacheConfig
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.graph_recorder import graph_recorder

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
-from paged.models.decoder_config import DecoderConfig
+from paged.models.layers.config import DecoderConfig
 
 
 class DecoderNetwork(Protocol):
-    """What PagedCausalLM runs; `models.llama.Llama` is one."""
+    """What PagedCausalLM runs; `models.families.llama.Llama` is one."""
 
     config: DecoderConfig
 

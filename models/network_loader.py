@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from paged.errors import CheckpointError
-from paged.models.decoder_config import DecoderConfig
-from paged.models.llama import Llama
-from paged.models.weights import (
+from paged.models.families.llama import Llama
+from paged.models.layers.config import DecoderConfig
+from paged.models.loading.weights import (
     StoredTensors,
     check_weights,
     load_kv_scales,

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from paged.batch import UnifiedBatchItem
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, validate_items
-from paged.kernels.lora_batch import LoraBatch
-from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.kernels.lora.batch import LoraBatch
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decode_graphs import DecodeGraphs, graph_sizes
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.logits_policy import answer_items
-from paged.models.lora import LoraAdapters
+from paged.models.lora.adapters import LoraAdapters
 from paged.seq_id import SeqId
 from paged.step_ahead import StepAhead
 

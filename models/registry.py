@@ -8,23 +8,31 @@ from pathlib import Path
 
 import torch
 
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.scalars import shown
-from paged.kv_cache import PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.kernels.common.scalars import shown
 from paged.models.computation_keys import refuse_unread
-from paged.models.decoder_config import DecoderConfig
-from paged.models.gemma3 import Gemma3
-from paged.models.gpt_oss import GptOss
-from paged.models.hf_config import HfConfig
-from paged.models.llama import Llama, Mistral
-from paged.models.load_options import as_device, as_dtype, as_flag, as_folder, as_graphs, as_optional_size, as_size
-from paged.models.mixtral import Mixtral
+from paged.models.families.gemma3 import Gemma3
+from paged.models.families.gpt_oss import GptOss
+from paged.models.families.llama import Llama, Mistral
+from paged.models.families.mixtral import Mixtral
+from paged.models.families.qwen2 import Qwen2
+from paged.models.families.qwen3 import Qwen3
+from paged.models.families.qwen3_moe import Qwen3Moe
+from paged.models.layers.config import DecoderConfig
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.load_options import (
+    as_device,
+    as_dtype,
+    as_flag,
+    as_folder,
+    as_graphs,
+    as_optional_size,
+    as_size,
+)
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.qwen2 import Qwen2
-from paged.models.qwen3 import Qwen3
-from paged.models.qwen3_moe import Qwen3Moe
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma3ForCausalLM": Gemma3,

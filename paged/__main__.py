@@ -7,7 +7,7 @@ import signal
 def main() -> int:
     """Run it. What is imported first takes a moment in which nothing can be left behind: an interrupt just ends it."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from paged.executors.cli import start
+    from paged.executors.command_line.cli import start
 
     return start()
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError
-from paged.kernels.scalars import as_int
+from paged.kernels.common.scalars import as_int
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
 
 if TYPE_CHECKING:
     import torch
 
-    from paged.kv_cache import KvCacheHandle
+    from paged.cache.kv_cache import KvCacheHandle
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The error family: what was given, what was expected, and everything left as it was."""
 
-from paged.kernels.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.kernels.common.errors import InvalidInputError, PagedError, UnsupportedError
 
 __all__ = [
     "CheckpointError",

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem, VerifyLogits
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
+from paged.cache.slot_reservation import KvSlotReservation
 from paged.errors import InvalidInputError, SequenceTooLongError
-from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
-from paged.kv_slot_reservation import KvSlotReservation
 from paged.metadata import AttentionMetadata, HostMetadata
 from paged.staging import to_device
 

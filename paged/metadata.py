@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.kernels.attention_plan import AttentionPlan
-from paged.kernels.lora_batch import LoraBatch
+from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.lora.batch import LoraBatch
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from paged.errors import InvalidInputError
 from paged.printable import one_line, xml_text
 
 if TYPE_CHECKING:
-    from paged.kv_cache_manager import PagedKvCacheManager
+    from paged.cache.manager import PagedKvCacheManager
     from paged.seq_id import SeqId
 
 Kind = Literal["free", "cached", "own", "shared", "copy"]

@@ -7,7 +7,7 @@ from numbers import Number
 from typing import Any
 
 from paged.errors import InvalidInputError
-from paged.kernels.scalars import as_int, shown
+from paged.kernels.common.scalars import as_int, shown
 
 SeqId = str | int
 # Those of UUIDs, the widest in use; the digits of any integer are a denial of service to whoever prints it.

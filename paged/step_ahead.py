@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from paged.batch import UnifiedBatchItem
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError
 from paged.forward_step import ForwardStep, PreparedStep, forward_step
-from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
 
 
 class StepAhead:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from paged.errors import InvalidInputError
-from paged.kernels.scalars import as_index, shown
+from paged.kernels.common.scalars import as_index, shown
 
 # Beyond the longest context of any model, and as Python integers already 0.6 GB.
 MAX_TOKEN_IDS = 1 << 24

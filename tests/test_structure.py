@@ -67,7 +67,7 @@ def test_no_file_imports_itself_through_others() -> None:
         name: {each if each in files else each.rpartition(".")[0] for each in imports} & files.keys() - {name}
         for name, imports in files.items()
     }
-    assert "paged.kernels.custom_ops" in graph["paged.kernels.layer_ops"]
+    assert "paged.kernels.common.custom_ops" in graph["paged.kernels.layers.ops"]
     TopologicalSorter(graph).prepare()  # its CycleError names the files
 
 
@@ -78,7 +78,7 @@ def test_interop_is_a_leaf() -> None:
 
 
 def test_block_bookkeeping_takes_no_torch() -> None:
-    assert not {"torch", "numpy"} & {name.split(".")[0] for name in _imports(ROOT / "paged" / "block_pool.py")}
+    assert not {"torch", "numpy"} & {name.split(".")[0] for name in _imports(ROOT / "paged" / "cache" / "blocks" / "pool.py")}
 
 
 def test_layout_leaves_top_level_names_alone() -> None:

@@ -73,7 +73,7 @@ def test_it_holds_every_module_and_nothing_else(wheel: Path) -> None:
 
 
 def test_it_imports_beside_a_package_named_kernels(environment: Path, tmp_path: Path) -> None:
-    code = "import kernels, paged, paged.kernels.rms_norm; print(kernels.owner); print(paged.__file__)"
+    code = "import kernels, paged, paged.kernels.layers.rms_norm; print(kernels.owner); print(paged.__file__)"
     owner, file = run(environment, tmp_path, "python", "-c", code).splitlines()
     assert owner == "somebody else"
     assert Path(file).is_relative_to(environment.parent)

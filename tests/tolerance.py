@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.reference import to_e4m3
+from paged.kernels.common.reference import to_e4m3
 
 # bfloat16 runs on a GPU alone: Triton's interpreter holds it as raw 16-bit integers, and only part of its arithmetic
 # converts them.

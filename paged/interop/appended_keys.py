@@ -10,9 +10,9 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
 from paged.interop.host_checks import check_offsets, check_within
 from paged.interop.layouts import Keys, Queries, lengths, with_contiguous_rows
-from paged.kernels.checks import FLOAT_DTYPES, check_tensor
-from paged.kernels.reshape_and_cache import reshape_and_cache
-from paged.kernels.rotary_embedding import rotary_embedding
+from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.checks import FLOAT_DTYPES, check_tensor
+from paged.kernels.layers.rotary_embedding import rotary_embedding
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.kernels.scalars import as_int, shown
+from paged.kernels.common.scalars import as_int, shown
 
 # Other spellings of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
 _SPELLINGS = {

@@ -14,8 +14,8 @@ from paged.interop.arguments import ATTENTION, CACHED_ATTENTION, LARGEST_SCALE, 
 from paged.interop.host_checks import check_keys, check_queries, check_within
 from paged.interop.layouts import Keys, Queries, by_token, lengths, read_keys, read_queries, unpack
 from paged.interop.rows_by_sequence import attention_by_sequence, row_for_all, scale_of_scores
-from paged.kernels.checks import FLOAT_DTYPES, check_tensor
-from paged.kernels.paged_attention import paged_attention
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.common.checks import FLOAT_DTYPES, check_tensor
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
-from paged.kernels.checks import CACHE_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
+from paged.kernels.common.checks import CACHE_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
 from paged.interop.layouts import Keys, Queries
-from paged.kernels.checks import FLOAT_DTYPES, check_device, check_dtype
-from paged.kernels.paged_attention import paged_attention
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.common.checks import FLOAT_DTYPES, check_device, check_dtype
 
 
 def row_for_all(

@@ -24,10 +24,10 @@ from transformers.utils import generic
 from paged.errors import UnsupportedError
 from paged.interop.flash_attention import flash_attn_varlen_func
 from paged.interop.transformers_experts import read_experts
-from paged.kernels.attention_plan import AttentionPlan
-from paged.kernels.fused_moe import fused_moe
-from paged.kernels.paged_attention import paged_attention
-from paged.kernels.reshape_and_cache import reshape_and_cache
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.moe.fused_moe import fused_moe
 
 NAME = "paged_triton"
 

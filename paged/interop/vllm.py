@@ -8,9 +8,9 @@ import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments, Vocabulary
-from paged.kernels.fused_moe import fused_moe
-from paged.kernels.reshape_and_cache import reshape_and_cache
-from paged.kernels.scalars import as_int, shown
+from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.moe.fused_moe import fused_moe
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 E4M3_CACHES = ("fp8", "fp8_e4m3")

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
 from paged.interop.vllm_metadata import PagedMetadata, PagedMetadataBuilder
-from paged.kernels.paged_attention import paged_attention
+from paged.kernels.attention.paged_attention import paged_attention
 
 
 class PagedBackend(AttentionBackend):

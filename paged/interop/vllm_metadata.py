@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
 )
 
 from paged.errors import UnsupportedError
-from paged.kernels.attention_plan import AttentionPlan
+from paged.kernels.attention.plan import AttentionPlan
 
 
 @dataclass

@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.bench import (
-    attention_measurement,
-    bench_attention,
-    bench_engine,
-    bench_kernels,
-    bench_moe,
-    gpu,
-    tune_attention,
-)
-from paged.bench.attention_cases import AttentionCase
+from paged.bench import gpu
+from paged.bench.attention import measurement as attention_measurement
+from paged.bench.attention import run as bench_attention
+from paged.bench.attention import tune as tune_attention
+from paged.bench.attention.cases import AttentionCase
+from paged.bench.engine import run as bench_engine
 from paged.bench.environment import environment
-from paged.bench.report import main
+from paged.bench.kernels import run as bench_kernels
+from paged.bench.moe import run as bench_moe
+from paged.bench.report.build import main
 from paged.bench.timing import ceilings
 
 CPU = torch.device("cpu")

@@ -16,15 +16,17 @@ import pytest
 import torch
 
 import paged
-from paged.bench import attention_measurement, attention_peers, bench_attention
-from paged.bench.attention_cases import CASES, AttentionCase, Layer, Step, expected, expected_spots, ours
-from paged.bench.attention_goals import goals
-from paged.bench.attention_measurement import Measurement, check
-from paged.bench.attention_peers import PEERS, Peer
-from paged.bench.bench_attention import main
-from paged.bench.check import WrongResultError, compare
+from paged.bench.attention import measurement as attention_measurement
+from paged.bench.attention import peers as attention_peers
+from paged.bench.attention import run as bench_attention
+from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, expected, expected_spots, ours
+from paged.bench.attention.goals import goals
+from paged.bench.attention.measurement import Measurement, check
+from paged.bench.attention.peers import PEERS, Peer
+from paged.bench.attention.run import main
 from paged.bench.limits import Ceilings
-from paged.kernels.attention_config import DECODE_MAX_ROWS
+from paged.bench.verification.check import WrongResultError, compare
+from paged.kernels.attention.config import DECODE_MAX_ROWS
 from tests.bench.test_bench_kernels import run_command
 
 CPU = torch.device("cpu")
@@ -335,7 +337,7 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs at full size")
 def test_run_under_pytest_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "suite.json"
-    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/bench_attention.py", "-k", "decode.1x1k")
+    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/attention/run.py", "-k", "decode.1x1k")
     result = run_command(*suite, f"--benchmark-json={path}")
     assert result.returncode == 0, result.stdout + result.stderr
     (benchmark,) = json.loads(path.read_text())["benchmarks"]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from paged import PagedKvCacheManager
-from paged.bench import bench_cache
-from paged.bench.bench_cache import CASES, PEER_VERSION, Case, growth, main, measure, row
-from paged.bench.cache_workload import BLOCK_SIZE, WrongResultError, check_hit, decode_lengths, prompts
+from paged.bench.cache import run as bench_cache
+from paged.bench.cache.run import CASES, PEER_VERSION, Case, growth, main, measure, row
+from paged.bench.cache.workload import BLOCK_SIZE, WrongResultError, check_hit, decode_lengths, prompts
 
 TIMED = Case("timed", lambda: iter([1e-5]), lambda peer: iter([1e-5]))
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -31,7 +31,7 @@ def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where vLLM is not on the path: importing it raises ModuleNotFoundError."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "paged.bench.vllm_cache", raising=False)
+    monkeypatch.delitem(sys.modules, "paged.bench.cache.peer_vllm", raising=False)
     monkeypatch.setattr(bench_cache, "version", lambda name: PEER_VERSION)
 
 

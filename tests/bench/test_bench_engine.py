@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from paged import SamplingParams
-from paged.bench import bench_engine, engine_decode, engine_long_prompt, engine_models, engine_throughput
-from paged.bench.bench_engine import CASES, main
-from paged.bench.engine_rows import Row
-from paged.bench.engine_throughput import DifferentTokensError
+from paged.bench.engine import decode as engine_decode
+from paged.bench.engine import long_prompt as engine_long_prompt
+from paged.bench.engine import models as engine_models
+from paged.bench.engine import run as bench_engine
+from paged.bench.engine import throughput as engine_throughput
+from paged.bench.engine.rows import Row
+from paged.bench.engine.run import CASES, main
+from paged.bench.engine.throughput import DifferentTokensError
 from paged.bench.goal import at_most
 
 CPU = torch.device("cpu")

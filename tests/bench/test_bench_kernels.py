@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import paged
-from paged.bench import bench_kernels, kernel_cases
-from paged.bench.bench_kernels import check, main
-from paged.bench.check import WrongResultError
-from paged.bench.kernel_cases import CASES, Case
+from paged.bench.kernels import cases as kernel_cases
+from paged.bench.kernels import run as bench_kernels
+from paged.bench.kernels.cases import CASES, Case
+from paged.bench.kernels.run import check, main
 from paged.bench.limits import Ceilings, Cost, attention_cost, moe_cost
+from paged.bench.verification.check import WrongResultError
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -173,7 +174,7 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_run_on_a_cpu(tmp_path: Path) -> None:
     """The whole table, every case timed twice."""
     path = tmp_path / "rows.json"
-    result = run_command("-m", "paged.bench.bench_kernels", "--device", "cpu", "--repeats", "2", "--json", str(path))
+    result = run_command("-m", "paged.bench.kernels.run", "--device", "cpu", "--repeats", "2", "--json", str(path))
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(path.read_text())
     assert {"device", "torch", "triton", "date"} <= report.keys()
@@ -190,7 +191,7 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs at full size")
 def test_run_under_pytest_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "suite.json"
-    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/bench_kernels.py", "-k", "silu_and_mul")
+    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/kernels/run.py", "-k", "silu_and_mul")
     result = run_command(*suite, f"--benchmark-json={path}")
     assert result.returncode == 0, result.stdout + result.stderr
     (benchmark,) = json.loads(path.read_text())["benchmarks"]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import paged
-from paged.bench import bench_moe
-from paged.bench.bench_moe import geometric_means, goals, main
 from paged.bench.limits import Ceilings, Cost
-from paged.bench.moe_cases import CASES, MODELS, QUANTIZED_FORMATS, QUANTIZED_TOKENS, MoeCase
-from paged.bench.moe_formats import Format
+from paged.bench.moe import run as bench_moe
+from paged.bench.moe.cases import CASES, MODELS, QUANTIZED_FORMATS, QUANTIZED_TOKENS, MoeCase
+from paged.bench.moe.formats import Format
+from paged.bench.moe.run import geometric_means, goals, main
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.bench import bench_attention, bench_engine, bench_kernels, bench_moe, gpu, report
+from paged.bench import gpu
+from paged.bench.attention import run as bench_attention
+from paged.bench.engine import run as bench_engine
+from paged.bench.kernels import run as bench_kernels
+from paged.bench.moe import run as bench_moe
+from paged.bench.report.build import build as report
 
 
 def _python(code: str) -> list[str]:

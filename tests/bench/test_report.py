@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from paged.bench.report import main
-from paged.bench.report_charts import charts
-from paged.bench.report_page import page
-from paged.bench.report_results import SCHEMAS, load_runs
-from paged.bench.report_style import COLOURS, system
+from paged.bench.report.build import main
+from paged.bench.report.charts import charts
+from paged.bench.report.page import page
+from paged.bench.report.results import SCHEMAS, load_runs
+from paged.bench.report.style import COLOURS, system
 
 Json = dict[str, Any]
 VOID = {"meta", "input", "br"}

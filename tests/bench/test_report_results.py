@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paged.bench.report import main
-from paged.bench.report_results import ResultsError, load_runs
+from paged.bench.report.build import main
+from paged.bench.report.results import ResultsError, load_runs
 
 Json = dict[str, Any]
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paged.bench.schedule import CASES, SWEEP, main, outcome, plan
-from paged.bench.schedule_model import Launch, Piece, makespan, simulate
-from paged.kernels.attention_config import AttentionTile
-from paged.kernels.compat import interpreting
+from paged.bench.attention.schedule import CASES, SWEEP, main, outcome, plan
+from paged.bench.attention.schedule_model import Launch, Piece, makespan, simulate
+from paged.kernels.attention.config import AttentionTile
+from paged.kernels.common.compat import interpreting
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="the planner is told another chip only in the interpreter")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged.bench.attention_cases import CASES
-from paged.bench.tune_attention import NAMES, candidates, main, with_tile
-from paged.kernels.attention_call import NO_LIMIT
-from paged.kernels.attention_config import AttentionTile
-from paged.kernels.attention_plan import AttentionPlan, AttentionShape
+from paged.bench.attention.cases import CASES
+from paged.bench.attention.tune import NAMES, candidates, main, with_tile
+from paged.kernels.attention.call import NO_LIMIT
+from paged.kernels.attention.config import AttentionTile
+from paged.kernels.attention.plan import AttentionPlan, AttentionShape
 
 
 def test_cases_exist() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from paged.kv_slot_reservation import KvSlotReservation
+from paged.cache.slot_reservation import KvSlotReservation
 
 
 @dataclass

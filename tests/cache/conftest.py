@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.manager import PagedKvCacheManager
 from tests.cache.prefix_cache import Cache
 from tests.cache.random_kv import make_manager
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged import BlockRemoved, BlocksStored, PagedKvCacheManager
-from paged.cache_events import CacheEvent
+from paged.cache.events import CacheEvent
 
 
 class Mirror:

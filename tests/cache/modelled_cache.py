@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from paged import BlockRemoved, BlocksStored, CacheCleared, MemoryPressure, OutOfBlocksError
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from tests.cache.cache_model import Model, Open
 
 BLOCK_SIZE = 4

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 
 CONFIG = PagedKvCacheConfig(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, num_blocks=6, dtype=torch.float32)
 

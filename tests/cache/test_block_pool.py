@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from paged import OutOfBlocksError, PagedError
-from paged.block_pool import BlockPool
+from paged.cache.blocks.pool import BlockPool
 
 
 def test_hands_out_every_block_but_block_0() -> None:
@@ -57,14 +57,14 @@ def test_check_names_what_contradicts() -> None:
 
 
 def test_bookkeeping_takes_no_torch() -> None:
-    code = "import sys, paged.block_pool, paged.kv_cache; sys.exit('torch' in sys.modules)"
+    code = "import sys, paged.cache.blocks.pool, paged.cache.kv_cache; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_ages_of_sampled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 16th call's block lives 5 ms (bucket of 4 to 8), waits 100 ms (64 to 128), and is then somebody else's."""
     now = 0.0
-    monkeypatch.setattr("paged.block_ages.time.monotonic", lambda: now)
+    monkeypatch.setattr("paged.cache.blocks.ages.time.monotonic", lambda: now)
     published: set[int] = set()
     pool = BlockPool(20, published)
     *_, block = [pool.allocate(1)[0] for _ in range(16)]

@@ -9,8 +9,8 @@ import torch
 
 from paged import InvalidInputError, StaleHandleError
 from paged.batch import UnifiedBatchItem
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 
 

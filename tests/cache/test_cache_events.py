@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paged import BlockRemoved, BlocksStored, CacheCleared
-from paged.cache_events import CacheEvent
-from paged.prefix_index import PrefixIndex
+from paged.cache.events import CacheEvent
+from paged.cache.prefix.index import PrefixIndex
 from tests.cache.event_mirror import Mirror
 from tests.cache.prefix_cache import BLOCK, Cache
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import paged.kv_cache_manager
+import paged.cache.manager
 from paged import KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
 from paged.forward_step import forward_step
 from tests.cache.everything import everything
 from tests.cache.prefix_cache import Cache
 
 pytestmark = pytest.mark.usefixtures("torch_backend")
-OURS = Path(paged.kv_cache_manager.__file__).parent
+OURS = Path(paged.cache.manager.__file__).parent
 # What takes changes back cannot fail itself.
 EXEMPT = {"cache_events.py", "undo_log.py"}
 

@@ -7,9 +7,9 @@ import torch
 
 from paged import InvalidInputError, OutOfBlocksError, SequenceTooLongError, StaleHandleError
 from paged.batch import UnifiedBatchItem
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from paged.forward_step import forward_step, validate_items
-from paged.kv_cache import PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paged import InvalidInputError, StaleHandleError
-from paged.kv_cache import KvCacheHandle
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
 from tests.cache.random_kv import CONFIG, make_manager, random_rows, snapshot
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.manager import PagedKvCacheManager
 from tests.cache.random_kv import assert_holds, grow, make_manager, random_rows
 
 

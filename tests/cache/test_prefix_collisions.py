@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paged import CacheCleared, OutOfBlocksError
-from paged.prefix_index import ChainHash, PrefixIndex, Sha256Chain
-from paged.token_chain import TokenChain
+from paged.cache.prefix.chain import TokenChain
+from paged.cache.prefix.index import ChainHash, PrefixIndex, Sha256Chain
 from tests.cache.event_mirror import Mirror
 from tests.cache.prefix_cache import BLOCK, Cache
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged.prefix_index import ChainHash
+from paged.cache.prefix.index import ChainHash
 from tests.cache.everything import everything
 from tests.cache.prefix_cache import Cache
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError, OutOfBlocksError, SequenceTooLongError
-from paged import kv_cache_tensors as tensors_module
 from paged.batch import KvSlotRequest
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache import tensors as tensors_module
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, OutOfBlocksError
-from paged import kv_cache_tensors as tensors_module
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache import tensors as tensors_module
+from paged.cache.manager import PagedKvCacheManager
 from tests.cache.random_kv import assert_holds, grow, random_rows, snapshot
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError
+from paged.cache.sliding_window import ROLLBACK_SLACK
 from paged.models.registry import load_model
-from paged.sliding_window import ROLLBACK_SLACK
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.models.families import FAMILIES, WINDOW, Case, assert_same_logits, save_checkpoint, tokens
 

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from paged import InvalidInputError, StaleHandleError, sliding_window
+from paged import InvalidInputError, StaleHandleError
 from paged.batch import KvSlotRequest
-from paged.prefix_index import ChainHash
+from paged.cache import sliding_window
+from paged.cache.prefix.index import ChainHash
 from tests.cache.cache_model import Model, Open
 from tests.cache.modelled_cache import BLOCK_SIZE, ROLLBACK_SLACK, ModelledCache
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paged.batch import UnifiedBatchItem, VerifyLogits
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from paged.step_ahead import StepAhead
 
 Manager = PagedKvCacheManager

@@ -22,7 +22,7 @@ from paged import (
     UnifiedBatchItem,
 )
 from paged.batch import KvSlotRequest
-from paged.kv_cache_tensors import _runs
+from paged.cache.tensors import _runs
 from tests.cache.prefix_cache import BLOCK, Cache
 
 pytestmark = pytest.mark.usefixtures("torch_backend")

@@ -15,8 +15,8 @@ import torch
 
 from paged import MemoryPressure, OutOfBlocksError
 from paged.batch import KvSlotRequest
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 
 SECONDS = 30.0
 NUM_THREADS = 8

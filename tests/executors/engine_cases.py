@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer
 
 from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
-from paged.executors.cli import RECALL
+from paged.executors.command_line.cli import RECALL
 from paged.executors.model_executor import ModelExecutor
-from paged.models.end_tokens import read_eos_token_ids
+from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.recall.task import RecallPrompt, sample_prompts
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))

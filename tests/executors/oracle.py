@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
-from paged.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
 
 
 def make_executor(

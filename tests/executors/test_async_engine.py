@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged import AsyncEngine, Engine, InvalidInputError, RequestOutput, SamplingParams
-from paged.executors.async_engine import EngineStoppedError
+from paged.executors.engine.async_engine import EngineStoppedError
 from tests.executors.engine_cases import check_empty
 from tests.executors.oracle import make_executor
 from tests.executors.test_engine import PROMPTS, TEN, expected_tokens, spy

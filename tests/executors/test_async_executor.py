@@ -13,7 +13,7 @@ import torch
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.async_executor import AsyncModelExecutor
-from paged.executors.closed_form import expected_logits
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 from tests.executors.oracle import batch, make_executor, prompt, step

@@ -14,8 +14,8 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError, UnsupportedError
-from paged.executors.cli import RECALL
-from paged.executors.detokenizer import Detokenizer
+from paged.executors.command_line.cli import RECALL
+from paged.executors.text.detokenizer import Detokenizer
 
 SPECIAL = ["<bos>", "<eos>", "<|start|>", "<|end|>", "<|turn|>"]
 

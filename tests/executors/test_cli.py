@@ -20,8 +20,8 @@ import torch
 
 import paged
 from paged import ChatTokenizer
-from paged.executors import cli
-from paged.executors.cli import RECALL
+from paged.executors.command_line import cli
+from paged.executors.command_line.cli import RECALL
 from paged.models.recall.task import RecallPrompt, sample_prompts
 from tests.models.lora_folders import Adapter
 
@@ -58,7 +58,7 @@ def texts(result: dict[str, Any]) -> list[str]:
 def test_help_and_version_take_no_torch() -> None:
     for argument, expected in (("--version", f"paged {paged.__version__}\n"), ("--help", "generate")):
         code = (
-            f"import sys; from paged.executors.cli import main\ntry: main(['{argument}'])\n"
+            f"import sys; from paged.executors.command_line.cli import main\ntry: main(['{argument}'])\n"
             "except SystemExit as end: assert not end.code and 'torch' not in sys.modules"
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

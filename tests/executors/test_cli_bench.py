@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from paged.bench import bench_kernels, bench_moe
-from paged.executors import cli
-from paged.executors.commands import bench
-from paged.executors.commands.bench import PRESETS
+from paged.bench.kernels import run as bench_kernels
+from paged.bench.moe import run as bench_moe
+from paged.executors.command_line import bench, cli
+from paged.executors.command_line.bench import PRESETS
 
 
 def test_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +23,7 @@ def test_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*PRESETS, "all"]
     assert cli.main(["bench", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["moe"]["module"] == "bench_moe"
+    assert json.loads(capsys.readouterr().out)["moe"]["module"] == "moe.run"
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", "speed"])
     assert end.value.code == 2
@@ -70,10 +70,10 @@ def test_no_gpu_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "paged.bench.schedule", raising=False)
-    monkeypatch.setitem(sys.modules, "paged.bench.schedule_model", None)
+    monkeypatch.delitem(sys.modules, "paged.bench.attention.schedule", raising=False)
+    monkeypatch.setitem(sys.modules, "paged.bench.attention.schedule_model", None)
     assert cli.main(["bench", "schedule"]) == 1
-    assert "paged bench schedule needs paged.bench.schedule_model" in capsys.readouterr().err
+    assert "paged bench schedule needs paged.bench.attention.schedule_model" in capsys.readouterr().err
 
 
 def test_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import paged
-from paged.executors import cli
-from paged.executors.commands import info
-from paged.kernels import device, fp8, moe_table
-from paged.kernels.device import Device
+from paged.executors.command_line import cli, info
+from paged.kernels.common import device, fp8
+from paged.kernels.common.device import Device
+from paged.kernels.moe import table as moe_table
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from paged import LlmExecutor
-from paged.executors import cli
-from paged.executors.cli import RECALL
+from paged.executors.command_line import cli
+from paged.executors.command_line.cli import RECALL
 from paged.models import registry
-from paged.models.decoder_config import DecoderConfig
+from paged.models.layers.config import DecoderConfig
 
 Inspect = Callable[..., dict[str, Any]]
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged.executors.detokenizer import Detokenizer
-from paged.executors.stop_strings import StopReader, StopStrings
+from paged.executors.text.detokenizer import Detokenizer
+from paged.executors.text.stop_strings import StopReader, StopStrings
 
 
 class Bytes:

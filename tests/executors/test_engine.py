@@ -21,7 +21,7 @@ from paged import (
     SequenceTooLongError,
     UnifiedBatch,
 )
-from paged.executors.closed_form import expected_logits
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.model_executor import ExecutorShutDownError
 from tests.executors.engine_cases import (
     EOS,

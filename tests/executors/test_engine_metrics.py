@@ -10,7 +10,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from paged import Engine, EngineConfig, UnsupportedError, prometheus_text
-from paged.executors.engine_metrics import Histogram
+from paged.executors.engine.metrics import Histogram
 from tests.executors.oracle import make_executor
 from tests.executors.test_engine import PROMPTS, TEN
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged.batch import GreedyArgmax, PrefillInput, UnifiedBatchItem
+from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import (
     InvalidInputError,
     OutOfBlocksError,
@@ -17,11 +18,10 @@ from paged.errors import (
     StaleHandleError,
     UnsupportedError,
 )
-from paged.executors.closed_form import expected_logits
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.model_executor import ExecutorShutDownError
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.types import ExecutorState, MemoryRequirements
-from paged.kv_cache import KvCacheHandle
 from tests.executors.oracle import batch, make_executor, prompt, step
 from tests.tolerance import assert_close
 

@@ -10,11 +10,11 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
-from paged.executors.engine import Engine
-from paged.executors.engine_config import EngineConfig
+from paged.executors.engine.config import EngineConfig
+from paged.executors.engine.engine import Engine
 from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
-from paged.executors.sampling_params import SamplingParams
+from paged.executors.requests.sampling_params import SamplingParams
 from tests.executors.oracle import batch, prompt, step
 from tests.executors.test_llm_executor import Parrot, other_executor
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from paged.batch import FullLogits, GreedyArgmax, PrefillInput, UnifiedBatchItem
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.executors.closed_form import expected_logits
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
-from paged.kv_cache import PagedKvCacheConfig
-from paged.kv_cache_manager import PagedKvCacheManager
 from tests.executors.oracle import batch, make_executor, prompt, step
 from tests.tolerance import assert_close
 

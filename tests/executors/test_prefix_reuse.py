@@ -19,8 +19,8 @@ from paged import (
     UnifiedBatch,
     UnifiedBatchItem,
 )
-from paged.executors.cli import RECALL
-from paged.models.end_tokens import read_eos_token_ids
+from paged.executors.command_line.cli import RECALL
+from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.recall.task import sample_pairs
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))

@@ -19,7 +19,7 @@ from paged import (
     SamplingParams,
     UnsupportedError,
 )
-from paged.executors.cli import RECALL
+from paged.executors.command_line.cli import RECALL
 from tests.executors.engine_cases import EOS, GREEDY, check_empty, encode, recall_prompts
 from tests.executors.oracle import make_executor
 
@@ -166,8 +166,8 @@ def test_end_tokens_are_token_ids(wrong: Any, device: torch.device) -> None:
 def test_a_request_knows_its_times(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean is over the tokens of all completions: not the request's time by the tokens of one."""
     now = [100.0]
-    for module in ("engine_core", "intake"):
-        monkeypatch.setattr(f"paged.executors.{module}.perf_counter", lambda: now[0])
+    for module in ("core", "intake"):
+        monkeypatch.setattr(f"paged.executors.engine.{module}.perf_counter", lambda: now[0])
     engine = Engine(make_executor(device), EngineConfig(max_num_seqs=2))
     first = engine.add_request([1], SamplingParams(temperature=0, n=2, max_tokens=5))
     second = engine.add_request([2], SamplingParams(temperature=0, max_tokens=3))

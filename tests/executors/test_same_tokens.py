@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder
-from paged.executors.cli import RECALL
+from paged.executors.command_line.cli import RECALL
 from tests.executors.engine_cases import (
     EOS,
     TOKENIZER,

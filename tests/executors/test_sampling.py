@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError, RequestOutput, SamplingParams
-from paged.executors.request import NO_TOKEN, Completion, Request
-from paged.executors.request_output import CompletionOutput
-from paged.executors.row_matrix import row_matrix
-from paged.executors.sampler import Drafts, Sampler
+from paged.executors.requests.output import CompletionOutput
+from paged.executors.requests.request import NO_TOKEN, Completion, Request
+from paged.executors.sampling.row_matrix import row_matrix
+from paged.executors.sampling.sampler import Drafts, Sampler
 from tests.executors.statistics import chi_square_p
 
 VOCAB = 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, SamplingParams
-from paged.executors.sampling_params import MAX_COMPLETIONS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from paged.executors.requests.sampling_params import MAX_COMPLETIONS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from paged import EngineConfig, InvalidInputError, RequestOutput, SamplingParams
-from paged.executors.request import Completion, Request, State
-from paged.executors.request_output import CompletionOutput
-from paged.executors.scheduler import Plan, Scheduler
-from paged.executors.step_pacer import StepPacer
+from paged.executors.engine.scheduler import Plan, Scheduler
+from paged.executors.engine.step_pacer import StepPacer
+from paged.executors.requests.output import CompletionOutput
+from paged.executors.requests.request import Completion, Request, State
 
 
 class Numbers:

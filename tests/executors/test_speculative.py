@@ -21,10 +21,10 @@ from paged import (
     SpeculativeDecoder,
     UnsupportedError,
 )
-from paged.executors.request import Completion
-from paged.executors.sampler import Drafts, Sampler
-from paged.executors.sampling import draw, rejection_sample
-from paged.executors.token_noise import Stream, hash_seeds, noise_keys, split_keys, uniform
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
+from paged.executors.sampling.operations import draw, rejection_sample
+from paged.executors.sampling.sampler import Drafts, Sampler
 from tests.executors.engine_cases import check_pool_empty, tokens_of
 from tests.executors.oracle import make_executor
 from tests.executors.statistics import chi_square_p
@@ -145,7 +145,7 @@ def test_sampled_output_is_distributed_as_without_drafts(device: torch.device, m
         return float(torch.special.gammaincc(half[0], half[1]))
 
     assert fit(plain, drafted) > 1e-4
-    monkeypatch.setattr("paged.executors.sampler.uniform", lambda keys: uniform(keys) / 2)
+    monkeypatch.setattr("paged.executors.sampling.sampler.uniform", lambda keys: uniform(keys) / 2)
     assert fit(plain, _oracle_tokens(device, drafted=True, first_seed=10_000)) < 1e-4
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paged import Engine, EngineConfig, PagedAttentionExecutor, RequestOutput, SamplingParams
+from paged.cache.kv_cache import KvCacheHandle
 from paged.forward_step import PreparedStep
-from paged.kv_cache import KvCacheHandle
 from tests.executors.engine_cases import check_empty, run, tokens_of
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import make_executor, prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.executors.token_noise import Stream, exponential, hash_seeds, noise_keys, split_keys, uniform
+from paged.executors.sampling.noise import Stream, exponential, hash_seeds, noise_keys, split_keys, uniform
 from tests.executors.statistics import chi_square_p
 
 

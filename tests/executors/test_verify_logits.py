@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged import GreedyArgmax, LlmExecutor, PagedAttentionExecutor, UnifiedBatchItem, VerifyLogits
-from paged.executors.cli import RECALL
-from paged.executors.closed_form import expected_logits
+from paged.executors.command_line.cli import RECALL
+from paged.executors.command_line.closed_form import expected_logits
 from tests.executors.oracle import batch, make_executor
 from tests.executors.test_llm_executor import Parrot, UnifiedParrot, other_executor, parrot_logits
 from tests.tolerance import assert_close

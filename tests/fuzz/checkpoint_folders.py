@@ -49,7 +49,7 @@ def _changed(base: str, files: Mapping[str, bytes], folder: str) -> Path:
 
 
 def _load(base: str, files: Mapping[str, bytes]) -> Any:
-    from paged.models.hf_config import HfConfig
+    from paged.models.loading.hf_config import HfConfig
     from paged.models.registry import config_of, load_model, network_class_of
 
     os.environ["PAGED_BACKEND"] = "torch"

@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 import paged
-from paged.bench.attention_problem import Problem, make
-from paged.kernels import reference
+from paged.bench.attention.problem import Problem, make
+from paged.kernels.attention import reference as attention_reference
+from paged.kernels.cache import reference as cache_reference
+from paged.kernels.layers import reference as layers_reference
+from paged.kernels.lora import reference as lora_reference
+from paged.kernels.moe import reference as moe_reference
 
 Arguments = dict[str, Any]
 Answer = tuple[torch.Tensor, ...]
@@ -34,7 +38,9 @@ def _sequences() -> Arguments:
 
 
 def _attention_expected(**arguments: Any) -> Answer:
-    return reference.paged_attention(**{name: each for name, each in arguments.items() if name != "max_seqlen_q"})
+    return attention_reference.paged_attention(
+        **{name: each for name, each in arguments.items() if name != "max_seqlen_q"}
+    )
 
 
 def _cascade() -> Arguments:
@@ -75,7 +81,7 @@ def _rotary() -> Arguments:
 
 def _rotary_expected(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin_cache: torch.Tensor,
                      interleaved: bool = False) -> Answer:  # fmt: skip
-    rotated = (reference.rotate(x, positions, cos_sin_cache, interleaved) for x in (query, key))
+    rotated = (layers_reference.rotate(x, positions, cos_sin_cache, interleaved) for x in (query, key))
     return tuple(rotated)
 
 
@@ -95,9 +101,9 @@ def _fused_expected(
     slot_mapping: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, q_weight: torch.Tensor,
     k_weight: torch.Tensor, eps: float = 1e-6, interleaved: bool = False,
 ) -> Answer:  # fmt: skip
-    normed = (reference.rms_norm(q, q_weight, eps), reference.rms_norm(k, k_weight, eps))
-    q, k = (reference.rotate(x, positions, cos_sin_cache, interleaved) for x in normed)
-    caches = reference.reshape_and_cache(k, v.double(), k_cache.double(), v_cache.double(), slot_mapping)
+    normed = (layers_reference.rms_norm(q, q_weight, eps), layers_reference.rms_norm(k, k_weight, eps))
+    q, k = (layers_reference.rotate(x, positions, cos_sin_cache, interleaved) for x in normed)
+    caches = cache_reference.reshape_and_cache(k, v.double(), k_cache.double(), v_cache.double(), slot_mapping)
     return q, *caches
 
 
@@ -110,7 +116,7 @@ def _experts() -> Arguments:
 def _experts_expected(**arguments: Any) -> Answer:
     ids = arguments["topk_ids"]  # those that name no expert contribute nothing
     known = torch.where((ids >= 0) & (ids < len(arguments["w1"])), ids, -1)
-    return (reference.fused_moe(**{**arguments, "topk_ids": known}),)
+    return (moe_reference.fused_moe(**{**arguments, "topk_ids": known}),)
 
 
 def _alignment(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> Answer:
@@ -120,7 +126,7 @@ def _alignment(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> Ans
 
 
 def _alignment_expected(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> Answer:
-    blocks, expert_ids, num_places = reference.moe_align_block_size(topk_ids, block_size, num_experts)
+    blocks, expert_ids, num_places = moe_reference.moe_align_block_size(topk_ids, block_size, num_experts)
     flat = [entry for block in blocks for entry in block]
     return torch.tensor(flat), torch.tensor(expert_ids), torch.tensor([num_places])
 
@@ -151,7 +157,7 @@ def _adapted_expected(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: to
         for row in block:
             if row >= 0 and slot >= 0:
                 row_slots[row] = slot
-    return (reference.add_lora(out, x, adapters, (24,), row_slots),)
+    return (lora_reference.add_lora(out, x, adapters, (24,), row_slots),)
 
 
 def _copied(cache: torch.Tensor, block_pairs: torch.Tensor) -> Answer:
@@ -187,7 +193,7 @@ CALLS = {
         _cascade_expected,
         {"max_seqlen_q": int, "shared_prefix_len": int, "softmax_scale": float, "softcap": float},
     ),
-    "reshape_and_cache": Call(_cache_write, _cache_written, reference.reshape_and_cache),
+    "reshape_and_cache": Call(_cache_write, _cache_written, cache_reference.reshape_and_cache),
     "rotary_embedding": Call(_rotary, paged.rotary_embedding, _rotary_expected, _FLAGS),
     "qk_norm_rope_and_cache": Call(_fused_write, _fused_written, _fused_expected, _FLAGS | {"eps": float}),
     "fused_moe": Call(_experts, lambda **arguments: (paged.fused_moe(**arguments),), _experts_expected, _FLAGS),
@@ -200,28 +206,28 @@ CALLS = {
     "route_tokens": Call(
         lambda: {"router_logits": torch.randn(7, 6), "top_k": 2},
         paged.route_tokens,
-        reference.route_tokens,
+        moe_reference.route_tokens,
         {"top_k": int, "routed_scaling_factor": float, "renormalize": bool, "num_shared_experts": int},
     ),
     "add_lora": Call(_adapters, _adapted, _adapted_expected),
     "copy_blocks": Call(
         lambda: {"cache": torch.randn(6, 8), "block_pairs": torch.tensor([[0, 3], [5, 1]])}, _copied, _copied_expected
     ),
-    "merge_attn_states": Call(_states, paged.merge_attn_states, reference.merge_attn_states),
+    "merge_attn_states": Call(_states, paged.merge_attn_states, attention_reference.merge_attn_states),
     "rms_norm": Call(
         lambda: {"x": torch.randn(5, 24), "weight": torch.rand(24)},
         lambda **arguments: (paged.rms_norm(**arguments),),
-        lambda x, weight, eps=1e-6: (reference.rms_norm(x, weight, eps),),
+        lambda x, weight, eps=1e-6: (layers_reference.rms_norm(x, weight, eps),),
         {"eps": float},
     ),
     "silu_and_mul": Call(
         lambda: {"x": torch.randn(5, 24)},
         lambda **arguments: (paged.silu_and_mul(**arguments),),
-        lambda x, activation="silu": (reference.silu_and_mul(x, activation),),
+        lambda x, activation="silu": (layers_reference.silu_and_mul(x, activation),),
     ),
     "greedy_argmax": Call(
         lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5},
         lambda **arguments: (paged.greedy_argmax(**arguments),),
-        lambda **arguments: (reference.greedy_argmax(**arguments),),
+        lambda **arguments: (layers_reference.greedy_argmax(**arguments),),
     ),
 }  # fmt: skip

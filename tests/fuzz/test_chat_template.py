@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError
-from paged.executors.chat_template import ChatTemplate
+from paged.executors.text.chat_template import ChatTemplate
 from tests.executors.test_chat_tokenizer import CHATML, GEMMA, LLAMA, tokenizer_of_bytes
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paged.executors.cli import main
+from paged.executors.command_line.cli import main
 from paged.printable import one_line, printable, xml_text
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz

@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 
 from paged import AsyncEngine, PromptLookup, RequestOutput, SamplingParams
-from paged.executors.cache_space import BlockSpace
-from paged.executors.engine_core import EngineCore
-from paged.executors.request import Completion
-from paged.executors.sampler import Drafts, Sampler
+from paged.executors.engine.cache_space import BlockSpace
+from paged.executors.engine.core import EngineCore
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.sampler import Drafts, Sampler
 from tests.executors.engine_cases import check_empty
 from tests.fuzz.engine_room import add_neighbours, alone, check_neighbours, room, run_to_end
 from tests.fuzz.fuzzing import fuzz
@@ -97,7 +97,7 @@ def fault_fork(patch: Patch, is_victim: Callable[[Completion], bool], fail: Call
 
 
 def fault_forward(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    from paged.executors.batch_runner import UnifiedRunner
+    from paged.executors.engine.batch_runner import UnifiedRunner
 
     whole = UnifiedRunner.run
 
@@ -112,7 +112,7 @@ def fault_forward(patch: Patch, is_victim: Callable[[Completion], bool], fail: C
 
 
 def fault_logits(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    from paged.executors.batch_runner import UnifiedRunner
+    from paged.executors.engine.batch_runner import UnifiedRunner
 
     whole = UnifiedRunner.run
 

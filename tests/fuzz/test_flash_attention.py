@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from paged.interop import flash_attention, flash_attention_3, flash_attention_4
-from paged.kernels import reference
+from paged.kernels.layers import reference
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.odd_arguments import ODD_ARGUMENTS, call_with_odd
 from tests.tolerance import assert_close

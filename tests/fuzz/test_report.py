@@ -16,9 +16,9 @@ import pytest
 from hypothesis import strategies as st
 
 from paged import CachePicture, InvalidInputError
-from paged.bench.report import main
-from paged.bench.report_page import page
-from paged.bench.report_results import SCHEMAS, ResultsError, load_runs
+from paged.bench.report.build import main
+from paged.bench.report.page import page
+from paged.bench.report.results import SCHEMAS, ResultsError, load_runs
 from paged.picture import BlockCell, SequenceLine
 from tests.fuzz.fuzzing import fuzz
 

@@ -214,7 +214,7 @@ def test_what_is_no_token_id(ids: Any) -> None:
 
 
 def _decode(ids: Any) -> str:
-    from paged.executors.chat_template import ChatTemplate
+    from paged.executors.text.chat_template import ChatTemplate
 
     tokenizer = Tokenizer.from_str(json.dumps(BASES["bytes"]))
     return ChatTokenizer(tokenizer, ChatTemplate({}, {}, "none")).decode(ids)

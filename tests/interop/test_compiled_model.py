@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged.batch import UnifiedBatchItem
-from paged.kv_cache_manager import PagedKvCacheManager
+from paged.cache.manager import PagedKvCacheManager
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens

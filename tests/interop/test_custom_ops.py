@@ -10,7 +10,7 @@ import torch
 
 import paged
 from paged import LoraBatch, LoraWeights, Routing
-from paged.bench.attention_problem import Problem, make
+from paged.bench.attention.problem import Problem, make
 
 OPERATIONS = [
     name

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError
-from paged.bench.attention_problem import Problem, make
+from paged.bench.attention.problem import Problem, make
 from paged.interop import flash_attn_varlen_func, flash_attn_with_kvcache
-from paged.kernels import reference
+from paged.kernels.attention import reference as attention_reference
+from paged.kernels.cache import reference as cache_reference
+from paged.kernels.layers import reference as layers_reference
 from tests.tolerance import assert_close
 
 OPTIONS: list[dict[str, Any]] = [
@@ -58,7 +60,7 @@ def _rows(cache: torch.Tensor, problem: dict[str, torch.Tensor], spare: int = 0)
 def test_varlen(layout: str, options: dict[str, Any], backend: str, device: torch.device) -> None:
     problem = _problem(device)
     theirs, ours = _theirs_and_ours(options, device)
-    want, want_lse = reference.paged_attention(**problem, **ours)
+    want, want_lse = attention_reference.paged_attention(**problem, **ours)
     cu_seqlens_q, seq_lens = problem["cu_seqlens_q"], problem["seq_lens"]
     if layout == "paged":
         k, v = problem["k_cache"], problem["v_cache"]
@@ -87,7 +89,7 @@ def test_varlen_with_arguments_by_place(device: torch.device) -> None:
     starts = torch.nn.functional.pad(problem["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
     out = flash_attn_varlen_func(problem["q"], k, v, problem["cu_seqlens_q"], starts, 3, 20, 0.0, 0.3, True)
     assert isinstance(out, torch.Tensor)
-    assert_close(out, reference.paged_attention(**problem, softmax_scale=0.3)[0])
+    assert_close(out, attention_reference.paged_attention(**problem, softmax_scale=0.3)[0])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -114,10 +116,10 @@ def test_with_kvcache(
         theirs |= {"rotary_cos": cos_sin[:, :4], "rotary_sin": cos_sin[:, 4:], "rotary_interleaved": interleaved}
         in_order = options["causal"] or "window_size" in options
         of_q = positions if in_order else before.long()[:, None].expand(-1, new)
-        q_rows = reference.rotate(q_rows, of_q.flatten(), cos_sin, interleaved)
-        k_rows = reference.rotate(k_rows, positions.flatten(), cos_sin, interleaved)
-    want_k, want_v = reference.reshape_and_cache(k_rows.float(), v_rows, k_cache, v_cache, slots)
-    want, want_lse = reference.paged_attention(
+        q_rows = layers_reference.rotate(q_rows, of_q.flatten(), cos_sin, interleaved)
+        k_rows = layers_reference.rotate(k_rows, positions.flatten(), cos_sin, interleaved)
+    want_k, want_v = cache_reference.reshape_and_cache(k_rows.float(), v_rows, k_cache, v_cache, slots)
+    want, want_lse = attention_reference.paged_attention(
         q_rows,
         want_k,
         want_v,
@@ -143,7 +145,7 @@ def test_with_kvcache_reads_only(device: torch.device) -> None:
     q = torch.randn(3, 1, 4, 16, device=device)
     k_cache, v_cache = torch.randn(2, 3, 9, 2, 16, device=device).unbind(0)
     for cache_seqlens, length in ((5, 5), (None, 9)):
-        want, _ = reference.paged_attention(
+        want, _ = attention_reference.paged_attention(
             q.flatten(0, 1),
             k_cache,
             v_cache,
@@ -175,7 +177,7 @@ def test_scales_of_an_8_bit_cache(device: torch.device) -> None:
     )
     assert isinstance(out, torch.Tensor)
     wide = {name: cache.float() for name, cache in caches.items()}
-    assert_close(out, reference.paged_attention(**{**problem, **wide}, k_scale=k_scale, v_scale=v_scale)[0])
+    assert_close(out, attention_reference.paged_attention(**{**problem, **wide}, k_scale=k_scale, v_scale=v_scale)[0])
     rows = torch.rand(2, 2, 2, device=device) + 0.5
     for k_rows, v_rows in (rows, rows[:, :1].repeat(1, 2, 1)):
         out = flash_attn_varlen_func(
@@ -183,7 +185,7 @@ def test_scales_of_an_8_bit_cache(device: torch.device) -> None:
         )
         for seq, mine in enumerate((slice(0, 3), slice(3, 4))):
             scales = {"k_scale": k_rows[seq], "v_scale": v_rows[seq]}
-            want, want_lse = reference.paged_attention(**{**problem, **wide}, **scales)
+            want, want_lse = attention_reference.paged_attention(**{**problem, **wide}, **scales)
             assert_close(out[0][mine], want[mine])
             assert_close(out[1][:, mine], want_lse[:, mine])
     with pytest.raises(InvalidInputError, match=r"^v_descale: shape \[3, 2\]"):
@@ -207,7 +209,7 @@ def test_8_bit_queries(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     out = flash_attn_varlen_func(*narrow.values(), **arguments, causal=True)
     assert isinstance(out, torch.Tensor)
     assert out.dtype == torch.bfloat16
-    assert_close(out, reference.paged_attention(**{**problem, **wide}, k_scale=scales[0] * scales[1])[0])
+    assert_close(out, attention_reference.paged_attention(**{**problem, **wide}, k_scale=scales[0] * scales[1])[0])
     with pytest.raises(UnsupportedError, match=r"^q_descale: q is torch.float32"):
         flash_attn_varlen_func(*wide.values(), **arguments)
 

@@ -12,7 +12,7 @@ import torch
 
 from paged import InvalidInputError, UnsupportedError
 from paged.interop import flash_attention, flash_attention_3, flash_attention_4
-from paged.kernels import reference
+from paged.kernels.attention import reference
 from tests.tolerance import assert_close
 
 _TAIL_2 = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"

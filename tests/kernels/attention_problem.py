@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from paged.bench.attention_problem import Problem, solve
-from paged.kernels import reference
+from paged.bench.attention.problem import Problem, solve
+from paged.kernels.attention import reference
 from tests.tolerance import assert_close
 
 

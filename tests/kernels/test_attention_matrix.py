@@ -8,7 +8,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from paged.bench.attention_problem import Problem
+from paged.bench.attention.problem import Problem
 from tests.kernels.attention_problem import check
 from tests.tolerance import GPU_DTYPES
 

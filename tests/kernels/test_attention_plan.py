@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from paged.kernels.attention_call import NO_LIMIT
-from paged.kernels.attention_config import DECODE_MAX_ROWS
-from paged.kernels.attention_plan import AttentionPlan, AttentionSchedule, AttentionShape
-from paged.kernels.device import device_of
+from paged.kernels.attention.call import NO_LIMIT
+from paged.kernels.attention.config import DECODE_MAX_ROWS
+from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
+from paged.kernels.common.device import device_of
 
 BATCHES = {
     "decodes of equal length": [(1, 4096)] * 4,

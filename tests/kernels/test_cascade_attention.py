@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paged import InvalidInputError, cascade_attention
-from paged.bench.attention_problem import Problem, make
-from paged.kernels import reference
-from paged.kernels.cascade_attention import cascade_plans
+from paged.bench.attention.problem import Problem, make
+from paged.kernels.attention import reference
+from paged.kernels.attention.cascade_attention import cascade_plans
 from tests.tolerance import assert_close, dtypes
 
 

@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
 
-from paged.bench.compile import SHARED_LIMIT, Report, problems
-from paged.bench.compile_case import TARGETS, CompileCase
-from paged.bench.machine_code import count, occupancy, read_code
+from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.compile import SHARED_LIMIT, Report, problems
+from paged.bench.compilation.machine_code import count, occupancy, read_code
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
@@ -26,7 +26,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 def test_every_configuration_compiles(target: str, tmp_path: Path) -> None:
     """In a process of its own: this one may have replaced the compiler by the interpreter."""
     path = tmp_path / "reports.json"
-    command = [sys.executable, "-m", "paged.bench.compile", "--target", target, "--json", str(path)]
+    command = [sys.executable, "-m", "paged.bench.compilation.compile", "--target", target, "--json", str(path)]
     run = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     reports = json.loads(path.read_text())["reports"]
@@ -101,7 +101,7 @@ def test_occupancy(target: str, program: dict[str, int], expected: int) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's Python files are not on the path")
 def test_peer_compiles() -> None:
-    command = [sys.executable, "-m", "paged.bench.compile", "--target", "sm_90", "--only", "vllm"]
+    command = [sys.executable, "-m", "paged.bench.compilation.compile", "--target", "sm_90", "--only", "vllm"]
     run = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert len(re.findall(r"^vllm unified attention .* HMMA", run.stdout, re.MULTILINE)) == 2
@@ -109,7 +109,7 @@ def test_peer_compiles() -> None:
 
 def test_missing_peer_is_said() -> None:
     environment = {**_environment(), "PYTHONPATH": ""}
-    command = [sys.executable, "-m", "paged.bench.compile", "--only", "vllm"]
+    command = [sys.executable, "-m", "paged.bench.compilation.compile", "--only", "vllm"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert ("no rows of vLLM's kernel" in run.stdout) != ("vllm unified attention" in run.stdout)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError
-from paged.kernels import reference
-from paged.kernels.checks import check_scale, scale_stride
-from paged.kernels.compat import HAS_TRITON, tl, triton
-from paged.kernels.fp8 import decode_e4m3, encode_e4m3, has_native_e4m3
+from paged.kernels.common import reference
+from paged.kernels.common.checks import check_scale, scale_stride
+from paged.kernels.common.compat import HAS_TRITON, tl, triton
+from paged.kernels.common.fp8 import decode_e4m3, encode_e4m3, has_native_e4m3
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the codec is for Triton kernels")
 

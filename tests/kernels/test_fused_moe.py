@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size, route_tokens
-from paged.kernels import reference
-from paged.kernels.device import Device
-from paged.kernels.fused_moe import moe_block_size
-from paged.kernels.moe_alignment import MoeAlignment
-from paged.kernels.moe_config import MoeShape, MoeTile, fallback_tiles, takes_gemv
-from paged.kernels.moe_gemm import expert_gemm
-from paged.kernels.moe_weights import ExpertLinear
+from paged.kernels.common import reference as common_reference
+from paged.kernels.common.device import Device
+from paged.kernels.moe import reference as moe_reference
+from paged.kernels.moe.alignment import MoeAlignment
+from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, takes_gemv
+from paged.kernels.moe.fused_moe import moe_block_size
+from paged.kernels.moe.gemm import expert_gemm
+from paged.kernels.moe.weights import ExpertLinear
 from tests.tolerance import assert_close, dtypes
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -74,7 +75,7 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any]) -> torch.
         for k, expert in enumerate(ids):
             product = linear(w1, hidden_states[token].double(), options.get("w1_bias"), expert)
             gate, up = (product[0::2], product[1::2]) if interleaved else product.chunk(2)
-            activated = to_dtype(reference.gated_activation(gate, up, activation))
+            activated = to_dtype(common_reference.gated_activation(gate, up, activation))
             part = linear(w2, activated, options.get("w2_bias"), expert) * topk_weights[token, k]
             total[token] += part if backend == "torch" or takes_gemv(shape) else to_dtype(part)
     return total
@@ -82,7 +83,7 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any]) -> torch.
 
 def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str, **options: Any) -> None:
     rounded = None if out.dtype == torch.float32 else rounded_moe(inputs, backend, options)
-    assert_close(out, reference.fused_moe(*inputs, **options), rounded=rounded)
+    assert_close(out, moe_reference.fused_moe(*inputs, **options), rounded=rounded)
 
 
 @pytest.mark.parametrize("dtype", dtypes())
@@ -223,9 +224,9 @@ def test_parts_of_four_ranks_add_up(num_tokens: int, device: torch.device) -> No
         expert_map[owned] = torch.arange(2, dtype=torch.int32, device=device)
         local = (hidden_states, w1[owned], w2[owned], topk_weights, topk_ids)
         part = fused_moe(*local, expert_map=expert_map)
-        assert_close(part, reference.fused_moe(*local, expert_map=expert_map))
+        assert_close(part, moe_reference.fused_moe(*local, expert_map=expert_map))
         total += part
-    assert_close(total, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+    assert_close(total, moe_reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
 
 
 # 12 entries: sorted by expert, and few enough for matrix-vector products.
@@ -238,7 +239,7 @@ def test_ids_of_no_expert_contribute_nothing(num_experts: int, device: torch.dev
     hidden_states, w1, w2, topk_weights, topk_ids = make_inputs(device, num_experts=num_experts)
     topk_ids[0, 1], topk_ids[2, 0], topk_ids[3] = -1, num_experts, -1
     known = topk_ids.masked_fill(topk_ids == num_experts, -1)
-    want = reference.fused_moe(hidden_states, w1, w2, topk_weights, known)
+    want = moe_reference.fused_moe(hidden_states, w1, w2, topk_weights, known)
     assert_close(fused_moe(hidden_states, w1, w2, topk_weights, topk_ids), want)
     every = torch.arange(num_experts, dtype=torch.int32, device=device)
     assert_close(fused_moe(hidden_states, w1, w2, topk_weights, topk_ids, expert_map=every), want)
@@ -254,7 +255,7 @@ def test_nan_stays_in_its_row(num_experts: int, device: torch.device) -> None:
     hidden_states[4, 7] = math.nan
     out = fused_moe(hidden_states, w1, w2, topk_weights, topk_ids)
     assert out.isnan().all(1).tolist() == [False, True, False, True, True, False]
-    assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+    assert_close(out, moe_reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
 
 
 @pytest.mark.usefixtures("backend")
@@ -267,10 +268,12 @@ def test_shared_experts_are_experts_that_all_tokens_take(num_experts: int, devic
     out = fused_moe(hidden_states, w1, w2, *route_tokens(logits, 2, num_shared_experts=2))
     gates, ups = (part.reshape(80, 48) for part in w1[num_experts:].chunk(2, 1))
     shared = (
-        reference.gated_activation(hidden_states.cpu() @ gates.cpu().T, hidden_states.cpu() @ ups.cpu().T, "silu")
+        common_reference.gated_activation(
+            hidden_states.cpu() @ gates.cpu().T, hidden_states.cpu() @ ups.cpu().T, "silu"
+        )
         @ torch.cat(list(w2[num_experts:]), 1).cpu().double().T
     )
-    assert_close(out, reference.fused_moe(hidden_states, w1, w2, *routed) + shared)
+    assert_close(out, moe_reference.fused_moe(hidden_states, w1, w2, *routed) + shared)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="8 GB, and minutes in the interpreter")
@@ -328,7 +331,7 @@ def test_strided_inputs_and_out(num_experts: int, device: torch.device) -> None:
     views = [tensor[..., 8:-16] for tensor in strided]
     out = torch.full((6, 64), math.nan, device=device)[:, 8:56]
     assert fused_moe(*views, topk_weights, topk_ids, out=out) is out
-    assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+    assert_close(out, moe_reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
 
 
 @pytest.fixture(params=[1, 2])
@@ -357,7 +360,7 @@ def test_any_number_of_tokens(num_tokens: int, unrouted: bool, device: torch.dev
     out = fused_moe(*views, topk_weights, topk_ids, **biases)
     assert out.isnan().any(1).tolist() == nan_rows
     known = topk_ids.masked_fill(topk_ids == 2, -1)
-    assert_close(out, reference.fused_moe(hidden_states, w1, w2, topk_weights, known, **biases))
+    assert_close(out, moe_reference.fused_moe(hidden_states, w1, w2, topk_weights, known, **biases))
 
 
 @pytest.mark.usefixtures("backend")

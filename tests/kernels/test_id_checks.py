@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import paged
-import paged.kernels.id_check_kernels
+import paged.kernels.common.id_check_kernels
 from paged import InvalidInputError, UnsupportedError, paged_attention
-from paged.bench.attention_problem import Problem, make
-from paged.kernels import id_checks, reference
-from paged.kernels.errors import arguments_named
-from paged.kernels.id_checks import Ids, Sequences, check_ids, check_ids_on_device, check_sequences_on_device
+from paged.bench.attention.problem import Problem, make
+from paged.kernels.attention import reference
+from paged.kernels.common import id_checks
+from paged.kernels.common.errors import arguments_named
+from paged.kernels.common.id_checks import Ids, Sequences, check_ids, check_ids_on_device, check_sequences_on_device
 from tests.tolerance import assert_close
 
 PROBLEM = Problem("", ((1, 40), (3, 3), (0, 5), (9, 30)), block_size=8)
@@ -173,7 +174,7 @@ MUTATIONS = {
 def test_comparison_sees_the_fault(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    source = Path(paged.kernels.id_check_kernels.__file__ or "").read_text()
+    source = Path(paged.kernels.common.id_check_kernels.__file__ or "").read_text()
     text, replacement = MUTATIONS[fault]
     assert text in source, "the kernel has changed: this mutation no longer applies"
     path = tmp_path / "faulty_id_check_kernels.py"
@@ -192,7 +193,7 @@ def test_comparison_sees_the_fault(
 def test_rows_that_no_tile_covers_are_cleared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence longer than said, on a device where nobody looks: it and those behind it give 0 and -inf."""
     monkeypatch.setenv("PAGED_BACKEND", "triton")
-    monkeypatch.setattr("paged.kernels.paged_attention.check_sequences", lambda _: None)
+    monkeypatch.setattr("paged.kernels.attention.paged_attention.check_sequences", lambda _: None)
     lengths = ((2, 20), (1, 9), (70, 70), (1, 30))
     tensors = vars(make(Problem("", lengths, padding_rows=3), device))
     expected, _ = reference.paged_attention(**{name: each.cpu() for name, each in tensors.items()})

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paged.kernels.launch import Launch, signature
+from paged.kernels.common.launch import Launch, signature
 
 
 class _Kernel:

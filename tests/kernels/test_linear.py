@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged.kernels.torch_ops import linear as module
-from paged.kernels.torch_ops.linear import linear, pack
+from paged.kernels.common.torch_ops import linear as module
+from paged.kernels.common.torch_ops.linear import linear, pack
 from tests.tolerance import assert_close, dtypes
 
 

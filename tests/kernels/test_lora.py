@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from paged import InvalidInputError, LoraBatch, LoraWeights, add_lora
-from paged.kernels import reference
-from paged.kernels.device import Device
-from paged.kernels.lora_config import shrink_tile
+from paged.kernels.common.device import Device
+from paged.kernels.lora import reference
+from paged.kernels.lora.config import shrink_tile
 from tests.tolerance import assert_close, dtypes
 
 Adapter = dict[int, tuple[torch.Tensor, torch.Tensor, float]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, merge_attn_states
-from paged.kernels import reference
+from paged.kernels.attention import reference
 from tests.tolerance import assert_close, dtypes
 
 INF = float("inf")

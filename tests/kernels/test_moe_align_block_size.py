@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, moe_align_block_size
-from paged.kernels import reference
-from paged.kernels.moe_alignment import MoeAlignment
+from paged.kernels.moe import reference
+from paged.kernels.moe.alignment import MoeAlignment
 
 
 def assert_exact(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:

@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-import paged.kernels.attention_kernels
-import paged.kernels.attention_launch
-from paged.bench.attention_problem import Problem
+import paged.kernels.attention.launches
+import paged.kernels.attention.tile_kernels
+from paged.bench.attention.problem import Problem
 from tests.kernels.attention_problem import check
 
-SOURCE = Path(paged.kernels.attention_kernels.__file__ or "").read_text()
+SOURCE = Path(paged.kernels.attention.tile_kernels.__file__ or "").read_text()
 
 PROBLEMS = (
     Problem("ragged", ((1, 17), (3, 40), (20, 20)), heads=(4, 1)),
@@ -93,6 +93,6 @@ def test_checks_see_the_fault(
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     faulty = _faulty_copy(tmp_path / "faulty_attention_kernels.py", *MUTATIONS[fault])
     for kernel in ("_attention_kernel", "_merge_splits_kernel"):
-        monkeypatch.setattr(paged.kernels.attention_launch, kernel, getattr(faulty, kernel))
+        monkeypatch.setattr(paged.kernels.attention.launches, kernel, getattr(faulty, kernel))
     failed = _first_failure(device)
     assert (failed is None) == (fault == "no fault"), failed

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from paged import InvalidInputError, paged_attention
-from paged.bench import attention_problems
-from paged.bench.attention_problem import Problem, make
-from paged.kernels import reference
-from paged.kernels.attention_plan import AttentionPlan
-from paged.kernels.torch_ops import attention_batches
+from paged.bench.attention import problems as attention_problems
+from paged.bench.attention.problem import Problem, make
+from paged.kernels.attention import reference
+from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.attention.torch_ops import batches as attention_batches
 from tests.kernels.attention_problem import check
 from tests.tolerance import assert_close, dtypes
 

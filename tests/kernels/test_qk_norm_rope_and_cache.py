@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, qk_norm_rope_and_cache
-from paged.kernels import reference
+from paged.kernels.cache import reference as cache_reference
+from paged.kernels.layers import reference as layers_reference
 from tests.tolerance import assert_close, dtypes
 
 NUM_BLOCKS, BLOCK_SIZE = 3, 8
@@ -47,9 +48,9 @@ def test_matches_the_composition(
 
     rotated = []
     for x, weight in zip((q, k), weights, strict=True):
-        normed = x if weight is None else reference.rms_norm(x, weight, 1e-5)
-        rotated.append(reference.rotate(normed, positions, cos_sin, interleaved))
-    expected = reference.reshape_and_cache(rotated[1], v.cpu(), k_cache.cpu().double(), v_cache.cpu(), slots)
+        normed = x if weight is None else layers_reference.rms_norm(x, weight, 1e-5)
+        rotated.append(layers_reference.rotate(normed, positions, cos_sin, interleaved))
+    expected = cache_reference.reshape_and_cache(rotated[1], v.cpu(), k_cache.cpu().double(), v_cache.cpu(), slots)
     before = qkv.clone()
 
     returned = qk_norm_rope_and_cache(
@@ -121,10 +122,11 @@ def test_scaled_and_8_bit_caches(
         for name, shape in (("k_scale", k_shape), ("v_scale", v_shape))
     }
     rotated_q, rotated_k = (
-        reference.rotate(reference.rms_norm(x, weight, 1e-5), positions, cos_sin, interleaved) for x in (q, k)
+        layers_reference.rotate(layers_reference.rms_norm(x, weight, 1e-5), positions, cos_sin, interleaved)
+        for x in (q, k)
     )
     wide = [cache.cpu().double() for cache in (k_cache, v_cache)]
-    expected = reference.reshape_and_cache(rotated_k, v.cpu(), *wide, slots, **scales)
+    expected = cache_reference.reshape_and_cache(rotated_k, v.cpu(), *wide, slots, **scales)
     norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-5, "interleaved": interleaved}
     qk_norm_rope_and_cache(q, k, v, k_cache, v_cache, slots, positions, cos_sin, **norms, **scales)
     assert_close(q, rotated_q)
@@ -136,7 +138,7 @@ def test_scaled_and_8_bit_caches(
 def test_converts_to_the_dtype_of_the_cache_and_takes_no_tokens(device: torch.device) -> None:
     arguments = _arguments(device)
     arguments |= {name: arguments[name].half() for name in ("k_cache", "v_cache")}
-    expected = reference.rotate(arguments["k"], arguments["positions"], arguments["cos_sin_cache"], False)
+    expected = layers_reference.rotate(arguments["k"], arguments["positions"], arguments["cos_sin_cache"], False)
     qk_norm_rope_and_cache(**arguments)
     assert_close(arguments["k_cache"][0, 3:5], expected)
     assert torch.equal(arguments["v_cache"][0, 3:5], arguments["v"].half())

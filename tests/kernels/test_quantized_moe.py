@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError, fused_moe
-from paged.bench.moe_formats import FORMATS, quantize
-from paged.kernels import reference
-from paged.kernels.fused_moe import moe_block_size
+from paged.bench.moe.formats import FORMATS, quantize
+from paged.kernels.layers import reference as layers_reference
+from paged.kernels.moe import reference as moe_reference
+from paged.kernels.moe.fused_moe import moe_block_size
 from tests.kernels.test_fused_moe import Inputs, make_inputs
 from tests.tolerance import assert_close
 
@@ -31,7 +32,7 @@ def rounded_moe(inputs: Inputs, scales: dict[str, torch.Tensor]) -> torch.Tensor
     total = torch.zeros(hidden_states.shape, dtype=torch.float64)
     w1_scale, w2_scale = scales["w1_scale"].cpu(), scales["w2_scale"].cpu()
     matrices = [
-        (reference.dequantize(w1[expert], w1_scale[expert]), reference.dequantize(w2[expert], w2_scale[expert]))
+        (moe_reference.dequantize(w1[expert], w1_scale[expert]), moe_reference.dequantize(w2[expert], w2_scale[expert]))
         for expert in range(len(w1))
     ]
     for token, ids in enumerate(topk_ids.tolist()):
@@ -39,10 +40,10 @@ def rounded_moe(inputs: Inputs, scales: dict[str, torch.Tensor]) -> torch.Tensor
             first, second = matrices[expert]
             x = hidden_states[token, None].double()
             if w1.dtype == torch.float8_e4m3fn:
-                x = reference.quantize_token_groups(x)
-            activated = reference.silu_and_mul(x @ first.T).to(hidden_states.dtype).double()
+                x = moe_reference.quantize_token_groups(x)
+            activated = layers_reference.silu_and_mul(x @ first.T).to(hidden_states.dtype).double()
             if w2.dtype == torch.float8_e4m3fn:
-                activated = reference.quantize_token_groups(activated)
+                activated = moe_reference.quantize_token_groups(activated)
             total[token] += (activated @ second.T * topk_weights[token, k])[0].to(hidden_states.dtype).double()
     return total
 
@@ -53,7 +54,7 @@ def rounded_moe(inputs: Inputs, scales: dict[str, torch.Tensor]) -> torch.Tensor
 def test_matches_reference(layout: str, dtype: torch.dtype, device: torch.device) -> None:
     inputs, scales = make_quantized(device, layout, 5, dtype)
     rounded = rounded_moe(inputs, scales) if dtype != torch.float32 else None
-    assert_close(fused_moe(*inputs, **scales), reference.fused_moe(*inputs, **scales), rounded=rounded)
+    assert_close(fused_moe(*inputs, **scales), moe_reference.fused_moe(*inputs, **scales), rounded=rounded)
 
 
 @pytest.mark.parametrize("layout", ["e4m3 block", "int4 group"])
@@ -65,7 +66,7 @@ def test_every_tile(layout: str, num_tokens: int, block_m: int, backend: str, de
         wanted = moe_block_size(num_tokens, 2, inputs[2], w2_scale=scales["w2_scale"], dtype=torch.float16)
         assert wanted == block_m
     out = fused_moe(*inputs, **scales)
-    assert_close(out, reference.fused_moe(*inputs, **scales), rounded=rounded_moe(inputs, scales))
+    assert_close(out, moe_reference.fused_moe(*inputs, **scales), rounded=rounded_moe(inputs, scales))
 
 
 @pytest.mark.usefixtures("backend")
@@ -82,7 +83,7 @@ def test_biases_activation_and_a_nan_row(device: torch.device) -> None:
     out = fused_moe(*inputs, **options)
     assert out.isnan().any(1).tolist() == [False, False, False, True, False, False]
     finite = out.isfinite().all(1)
-    assert_close(out[finite], reference.fused_moe(*inputs, **options)[finite.cpu()])
+    assert_close(out[finite], moe_reference.fused_moe(*inputs, **options)[finite.cpu()])
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, reshape_and_cache
-from paged.kernels import reference
+from paged.kernels.cache import reference
 from tests.tolerance import assert_close, dtypes
 
 NUM_BLOCKS, BLOCK_SIZE = 9, 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, fused_add_rms_norm, rms_norm
-from paged.kernels import reference
+from paged.kernels.layers import reference
 from tests.tolerance import assert_close, dtypes
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, Routing, route_and_align
-from paged.kernels import reference
-from paged.kernels.route_and_align import MAX_FUSED_TOKENS
+from paged.kernels.moe import reference
+from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
 from tests.kernels.test_moe_align_block_size import assert_aligned
 from tests.tolerance import assert_close
 

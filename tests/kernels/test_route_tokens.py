@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, route_tokens
-from paged.kernels import reference
+from paged.kernels.moe import reference
 from tests.tolerance import GPU_DTYPES, assert_close
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError, silu_and_mul
-from paged.kernels import reference
-from paged.kernels.moe_activation import ACTIVATIONS
+from paged.kernels.common.gated_activation import ACTIVATIONS
+from paged.kernels.layers import reference
 from tests.tolerance import assert_close, dtypes
 
 

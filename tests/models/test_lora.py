@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import paged.models.layers
+import paged.models.layers.decoder
 from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
 from paged.models.paged_lm import PagedCausalLM
@@ -112,8 +112,8 @@ def test_base_rows_keep_their_bits(model: PagedCausalLM, llama_folder: Path) -> 
 @_fast
 def test_no_kernel_runs_without_a_row_for_it(model: PagedCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    run = paged.models.layers.add_lora
-    monkeypatch.setattr(paged.models.layers, "add_lora", lambda *args: (calls.append(1), run(*args))[1])
+    run = paged.models.layers.decoder.add_lora
+    monkeypatch.setattr(paged.models.layers.decoder, "add_lora", lambda *args: (calls.append(1), run(*args))[1])
     model.prefill("base", tokens(5))
     assert calls == []
     model.set_lora_adapter_for_cache("a", "rslora")

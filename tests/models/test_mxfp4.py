@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.models.mxfp4 import dequantize_mxfp4
+from paged.models.loading.mxfp4 import dequantize_mxfp4
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 

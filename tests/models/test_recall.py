@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
-from paged.executors.cli import RECALL
-from paged.models.end_tokens import read_eos_token_ids
+from paged.executors.command_line.cli import RECALL
+from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.recall.task import sample_prompts
 
 

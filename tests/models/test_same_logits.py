@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paged.batch import GreedyArgmax, UnifiedBatchItem
-from paged.models import layers
+from paged.models.layers import decoder as layers
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 

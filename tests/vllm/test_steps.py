@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paged.kernels import reference
+from paged.kernels.attention import reference as attention_reference
+from paged.kernels.cache import reference as cache_reference
 from tests.kernels.attention_problem import with_rounded_weights
 from tests.tolerance import assert_close
 
@@ -110,7 +111,7 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
             given = step.of_group(runner.group_of(index))
             slots = given.slots()[: step.num_tokens].cpu()
             q, key, value = (x.cpu().unflatten(1, (-1, HEAD_DIM)) for x in rows)
-            caches[index] = list(reference.reshape_and_cache(key, value, *caches[index], slots, **used))
+            caches[index] = list(cache_reference.reshape_and_cache(key, value, *caches[index], slots, **used))
             written = runner.layers[index].kv_cache.view(stored).transpose(1, 2).split(HEAD_DIM, dim=-1)
             for cache, want in zip(written, caches[index], strict=True):
                 assert_close(cache.flatten(0, 1).cpu()[slots], want.flatten(0, 1)[slots].double())
@@ -118,5 +119,5 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
             arguments |= {name: tensor.cpu() for name, tensor in given.arguments().items()}
             arguments |= {"causal": causal if isinstance(causal, bool) else causal.bool().cpu(), **case.expected[index]}
             rounded = None if case.dtype == torch.float32 else with_rounded_weights(arguments)
-            assert_close(out, reference.paged_attention(**arguments)[0], rounded=rounded)
+            assert_close(out, attention_reference.paged_attention(**arguments)[0], rounded=rounded)
             assert not out[step.num_tokens :].any()

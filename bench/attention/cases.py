@@ -1,0 +1,254 @@
+"""The batches that bench_attention times, their tensors, and what they must give.
+
+A step is what all layers of a forward share: lengths, block table, plan. Its layers have queries and caches of their
+own, so that timing one layer after the other finds nothing in the cache of the device, as in a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import paged
+from paged.bench.limits import Cost, attention_cost
+from paged.bench.timing import Call
+from paged.kernels.attention import reference
+from paged.kernels.attention.config import DECODE_MAX_ROWS
+
+Group = tuple[int, int, int]
+"""Sequences of one shape: how many, query length, key length with the queries included."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One row. kind: "prefill" (whole prompts), "decode" (one query a sequence) or "mixed" (all else).
+
+    compiled: peers that compile for every shape, 10 s and more, take part.
+    """
+
+    kind: str
+    batch: str
+    groups: tuple[Group, ...]
+    heads: tuple[int, int] = (32, 8)
+    block_size: int = 16
+    head_dim: int = 128
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}"
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        return [(q_len, seq_len) for count, q_len, seq_len in self.groups for _ in range(count)]
+
+    @property
+    def is_uniform(self) -> bool:
+        """All sequences are whole prompts, or all are decode steps, of one length: what dense attention can take."""
+        (_, q_len, seq_len), *others = self.groups
+        return not others and q_len in (1, seq_len)
+
+    def cost(self, dtype: torch.dtype, lengths: list[tuple[int, int]] | None = None) -> Cost:
+        """Of the whole batch, or of some `lengths` of it."""
+        return attention_cost(
+            self.lengths if lengths is None else lengths,
+            num_q_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            element_size=dtype.itemsize,
+        )
+
+    def small(self) -> AttentionCase:
+        """The same batch at a size for CPUs: 4 sequences of a shape at most, a 64th of the lengths."""
+        groups = tuple(
+            (min(count, 4), q_len if q_len <= 8 else q_len // 64, seq_len // 64)
+            for count, q_len, seq_len in self.groups
+        )
+        return dataclasses.replace(self, batch=f"{self.batch}.small", groups=groups)
+
+    def sibling(self) -> AttentionCase:
+        """A ragged batch that takes the same tiles and splits, small enough for the reference as a whole.
+
+        16 single queries of a shape at most, 2 long ones: prompts of 160 tokens, so that they see whole blocks of keys
+        beside the masked ones, or chunks of the fewest tokens that fill a prefill tile after up to 600. Both are
+        multiples of 16 like the full case's, for which Triton compiles kernels of their own.
+        """
+        group = self.heads[0] // self.heads[1]
+        chunk = 16 * (DECODE_MAX_ROWS // (16 * group) + 1)
+        groups = []
+        for count, q_len, seq_len in self.groups:
+            rows = q_len if q_len <= 8 else (160 if q_len == seq_len else chunk)
+            contexts = [min(seq_len - q_len, 600 - 37 * index) for index in range(min(count, 16 if rows == 1 else 2))]
+            groups += [(1, rows, rows + context) for context in contexts]
+        return dataclasses.replace(self, batch="sibling", groups=tuple(groups), compiled=False)
+
+    def tensors(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> tuple[Step, list[Layer]]:
+        """Random tensors made on the device, over block tables that are shuffled through the whole pool."""
+        blocks_of = [-(-seq_len // self.block_size) for _, seq_len in self.lengths]
+        # A multiple of 16 columns, as where the table has room for the longest sequence that a server admits.
+        table = torch.zeros(len(blocks_of), -(-max(blocks_of) // 16) * 16, dtype=torch.int32)
+        ids = torch.randperm(sum(blocks_of), dtype=torch.int32) + 1  # block 0 belongs to nobody
+        for seq, blocks in enumerate(ids.split(blocks_of)):
+            table[seq, : len(blocks)] = blocks
+        q_lens, seq_lens = torch.tensor(self.lengths, dtype=torch.int32).unbind(1)
+        step = Step(
+            case=self,
+            block_table=table.to(device),
+            cu_seqlens_q=functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
+            seq_lens=seq_lens.contiguous().to(device),
+            max_seqlen_q=int(q_lens.max()),
+            max_seqlen_k=int(seq_lens.max()),
+        )
+        q_shape = (int(q_lens.sum()), self.heads[0], self.head_dim)
+        kv_shape = (sum(blocks_of) + 1, self.block_size, self.heads[1], self.head_dim)
+        shapes = (q_shape, kv_shape, kv_shape)
+        layers = [Layer(*(torch.randn(s, device=device, dtype=dtype) for s in shapes)) for _ in range(num_layers)]
+        return step, layers
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one forward share; tensors as `paged_attention` takes them, maxima exact."""
+
+    case: AttentionCase
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The shared arguments of `paged_attention`, without the plan."""
+        names = ("block_table", "cu_seqlens_q", "seq_lens", "max_seqlen_q")
+        return {name: getattr(self, name) for name in names}
+
+    def plan(self) -> paged.AttentionPlan:
+        return paged.AttentionPlan(
+            self.cu_seqlens_q, self.seq_lens, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's tensors."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+MakeCalls = Callable[[Step, list[Layer]], list[Call]]
+"""A call for each layer, which returns the output [num_tokens, num_q_heads, head_dim] or a view of as many elements."""
+
+
+def ours(step: Step, layers: list[Layer]) -> list[Call]:
+    """`paged_attention` with a plan that the layers share: what one more layer costs."""
+    plan = step.plan()
+    return [lambda x=layer: paged.paged_attention(**vars(x), **step.arguments, plan=plan) for layer in layers]  # type: ignore[misc]
+
+
+def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
+    """`paged_attention` with a plan of its own: what the first layer of a step costs."""
+    return [lambda x=layer: paged.paged_attention(**vars(x), **step.arguments, plan=step.plan()) for layer in layers]  # type: ignore[misc]
+
+
+def expected(step: Step, layer: Layer) -> torch.Tensor:
+    """The whole output, from the float64 reference."""
+    tables = {name: value for name, value in step.arguments.items() if name != "max_seqlen_q"}
+    return reference.paged_attention(**vars(layer), **tables)[0]
+
+
+def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Tensor]]:
+    """Single query tokens of a batch too large for the reference as a whole: (token, query heads, their output).
+
+    First, middle and last query of the first, the longest and the last sequence, each under one KV head.
+    """
+    lengths, (num_q_heads, num_kv_heads) = step.case.lengths, step.case.heads
+    starts = [0, *itertools.accumulate(q_len for q_len, _ in lengths)]
+    longest = max(range(len(lengths)), key=lambda seq: lengths[seq][1])
+    spots = {
+        (seq, query)
+        for seq in (0, longest, len(lengths) - 1)
+        for query in (0, lengths[seq][0] // 2, lengths[seq][0] - 1)
+    }
+    group, results = num_q_heads // num_kv_heads, []
+    for index, (seq, query) in enumerate(sorted(spots)):
+        q_len, seq_len = lengths[seq]
+        visible = seq_len - q_len + query + 1
+        blocks = step.block_table[seq, : -(-visible // step.case.block_size)].long()
+        kv_head, token = index % num_kv_heads, starts[seq] + query
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        out, _ = reference.paged_attention(
+            layer.q[token : token + 1, heads],
+            *(cache[blocks, :, kv_head : kv_head + 1] for cache in (layer.k_cache, layer.v_cache)),
+            block_table=torch.arange(len(blocks))[None],
+            cu_seqlens_q=torch.tensor([0, 1]),
+            seq_lens=torch.tensor([visible]),
+        )
+        results.append((token, heads, out[0]))
+    return results
+
+
+def _prefill(count: int, kilo: int, **options: Any) -> AttentionCase:
+    return AttentionCase("prefill", f"{count}x{kilo}k", ((count, kilo << 10, kilo << 10),), **options)
+
+
+def _decode(count: int, kilo: int, **options: Any) -> AttentionCase:
+    return AttentionCase("decode", f"{count}x{kilo}k", ((count, 1, kilo << 10),), **options)
+
+
+def _chunk(**options: Any) -> AttentionCase:
+    """The last 2,048 tokens of a prompt of 8k beside 63 decode steps."""
+    return AttentionCase("mixed", "chunk_2k+63x8k", ((1, 2048, 8192), (63, 1, 8192)), **options)
+
+
+# By importance: a run that is out of time has done the first.
+CASES = (
+    _decode(64, 8),
+    _prefill(1, 8),
+    _chunk(),
+    AttentionCase("mixed", "1x128k+31x4k", ((1, 1, 1 << 17), (31, 1, 4096))),
+    AttentionCase("mixed", "122x600+8x10000", ((122, 1, 600), (8, 1, 10_000))),
+    AttentionCase("mixed", "verify_64x5x8k", ((64, 5, 8192),)),
+    _prefill(4, 4),
+    _prefill(1, 16),
+    _decode(256, 4),
+    _decode(16, 32),
+    _decode(1, 1),
+    _decode(1, 32),
+    _prefill(1, 1),
+    _prefill(16, 1),
+    _decode(64, 1),
+    *(
+        make(**options)
+        for options in (
+            {"heads": (64, 8)},
+            {"heads": (28, 4)},
+            {"heads": (16, 16)},
+            {"block_size": 64},
+            {"block_size": 128},
+        )
+        for make in (lambda **o: _decode(64, 8, **o), lambda **o: _prefill(4, 4, **o), _chunk)
+    ),
+    _prefill(2, 8, compiled=True),
+    _decode(16, 8, compiled=True),
+    AttentionCase("mixed", "first_chunk_2k+63x8k", ((1, 2048, 2048), (63, 1, 8192))),
+    _decode(1, 8),
+    _decode(256, 1),
+    _decode(256, 8),
+    _prefill(1, 2),
+    _prefill(16, 2),
+    _prefill(1, 4),
+    _prefill(4, 16),
+    _prefill(16, 4),
+    _decode(64, 32),
+    _decode(256, 32),
+)

@@ -1,0 +1,205 @@
+"""What others' attention takes for the same batches, in the same process.
+
+A peer that is missing, that cannot run on the device or cannot take a case says why. Dense peers (torch's) attend over
+contiguous copies of the keys and values, made before anything is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from paged.bench.attention.cases import AttentionCase, Layer, MakeCalls, Step
+from paged.bench.timing import Call
+
+_MAX_COPY_BYTES = 8 << 30
+_WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation tells callers to bring
+# Of vLLM's Triton backend: programs that its kernel without splits needs, splits of the other, and the longest query
+# that it splits.
+_VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
+
+
+@dataclass(frozen=True)
+class Peer:
+    """missing(device) and refuses(case, dtype): why it takes no part, or None. make: its calls."""
+
+    name: str
+    missing: Callable[[torch.device], str | None]
+    refuses: Callable[[AttentionCase, torch.dtype], str | None]
+    make: MakeCalls
+
+
+def _missing_module(name: str, load: Callable[[], Any]) -> Callable[[torch.device], str | None]:
+    def missing(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a GPU"
+        try:
+            load()
+        except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
+            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        return None
+
+    return missing
+
+
+@functools.cache
+def vllm_attention() -> Callable[..., None]:
+    """vLLM's Triton kernel for all lengths.
+
+    Its module asks for the platform, which imports the compiled extension although nothing of it is used: where only
+    the Python files are there, an empty module takes its place.
+    """
+    extension = "vllm._C_stable_libtorch"
+    if extension not in sys.modules and importlib.util.find_spec(extension) is None:
+        sys.modules[extension] = ModuleType(extension)
+    if not importlib.import_module("vllm.triton_utils").HAS_TRITON:
+        raise ImportError("vLLM sees no active Triton driver")
+    return importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention  # type: ignore[no-any-return]
+
+
+def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
+    """The arguments that TritonAttentionImpl passes, with the workspace and the threshold of its metadata builder.
+
+    The threshold is the captured batch size next to _VLLM_MIN_GRID // num_kv_heads; for the 4, 8 and 16 heads of our
+    cases that is a captured size itself.
+    """
+    (num_q_heads, num_kv_heads), device = step.case.heads, step.block_table.device
+    threshold = _VLLM_MIN_GRID // num_kv_heads
+    segments = (threshold * min(step.max_seqlen_q, _VLLM_MAX_SPLIT_QUERY), num_q_heads, _VLLM_SEGMENTS)
+    width = 1 << (step.case.head_dim - 1).bit_length()
+    scale = torch.ones(1, device=device).expand(len(step.case.lengths), num_kv_heads)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": step.cu_seqlens_q,
+        "max_seqlen_q": step.max_seqlen_q,
+        "seqused_k": step.seq_lens,
+        "max_seqlen_k": step.max_seqlen_k,
+        "softmax_scale": 1 / math.sqrt(step.case.head_dim),
+        "causal": True,
+        "window_size": (-1, -1),
+        "block_table": step.block_table,
+        "softcap": 0,
+        "q_descale": None,
+        "k_descale": scale,
+        "v_descale": scale,
+        "seq_threshold_3D": threshold,
+        "num_par_softmax_segments": _VLLM_SEGMENTS,
+        "softmax_segm_output": torch.empty(*segments, width, device=device),
+        "softmax_segm_max": torch.empty(segments, device=device),
+        "softmax_segm_expsum": torch.empty(segments, device=device),
+    }
+    attend = vllm_attention()
+
+    def call(layer: Layer) -> torch.Tensor:
+        out = torch.empty_like(layer.q)
+        attend(q=layer.q, k=layer.k_cache, v=layer.v_cache, out=out, **options)
+        return out
+
+    return [functools.partial(call, layer) for layer in layers]
+
+
+def _needs_dense(case: AttentionCase, dtype: torch.dtype) -> str | None:
+    if not case.is_uniform:
+        return "needs sequences of one length, whole prompts or decode steps"
+    num_bytes = case.cost(dtype).num_bytes
+    return f"would copy {num_bytes / 1e9:.0f} GB" if num_bytes > _MAX_COPY_BYTES else None
+
+
+def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
+    """Queries, keys and values [num_seqs, num_heads, length, head_dim]: heads are strides of the next token's row."""
+    num_seqs, seq_len = len(step.case.lengths), step.max_seqlen_k
+    num_blocks = -(-seq_len // step.case.block_size)
+    table = step.block_table[:, :num_blocks].long()
+    keys, values = (cache[table].flatten(1, 2)[:, :seq_len] for cache in (layer.k_cache, layer.v_cache))
+    return [x.transpose(1, 2) for x in (layer.q.unflatten(0, (num_seqs, step.max_seqlen_q)), keys, values)]
+
+
+def _sdpa_calls(backend: SDPBackend) -> MakeCalls:
+    def make(step: Step, layers: list[Layer]) -> list[Call]:
+        is_causal = step.max_seqlen_q > 1
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return [functools.partial(call, *_dense(step, layer)) for layer in layers]
+
+    return make
+
+
+def _flex_calls(step: Step, layers: list[Layer]) -> list[Call]:
+    device, seq_len = step.block_table.device, step.max_seqlen_k
+    mask = None
+    if step.max_seqlen_q > 1:
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, seq_len, seq_len, device=str(device))
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return [functools.partial(call, *_dense(step, layer)) for layer in layers]
+
+
+def _refused_by_flex(case: AttentionCase, dtype: torch.dtype) -> str | None:
+    return _needs_dense(case, dtype) if case.compiled else "compiles for every shape: timed in a few cases only"
+
+
+def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
+    """The wrapper for chunks, or for batches of decode steps the one for those with tensor cores, which GQA needs."""
+    flashinfer = importlib.import_module("flashinfer")
+    case, device, dtype = step.case, step.block_table.device, layers[0].q.dtype
+    num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lengths]
+    table = step.block_table.cpu()
+    indices = torch.cat([table[seq, :count] for seq, count in enumerate(num_blocks)])
+    pages = {
+        "indptr": functional.pad(torch.tensor(num_blocks).cumsum(0), (1, 0)).int(),
+        "indices": indices,
+        "last_page_len": torch.tensor([(seq_len - 1) % case.block_size + 1 for _, seq_len in case.lengths]).int(),
+    }
+    pages = {name: tensor.to(device) for name, tensor in pages.items()}
+    sizes = (*case.heads, case.head_dim, case.block_size)
+    dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    if step.max_seqlen_q == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(*pages.values(), *sizes, **dtypes)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(step.cu_seqlens_q, *pages.values(), *sizes, causal=True, **dtypes)
+    return [functools.partial(wrapper.run, layer.q, (layer.k_cache, layer.v_cache)) for layer in layers]
+
+
+def _takes_all(case: AttentionCase, dtype: torch.dtype) -> None:
+    return None
+
+
+def _only_on(device_type: str) -> Callable[[torch.device], str | None]:
+    return lambda device: None if device.type == device_type else f"is compared on {device_type} devices only"
+
+
+PEERS = (
+    Peer("vllm", _missing_module("vLLM", vllm_attention), _takes_all, _vllm_calls),
+    Peer("sdpa_cudnn", _only_on("cuda"), _needs_dense, _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
+    Peer("sdpa_flash", _only_on("cuda"), _needs_dense, _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
+    Peer("sdpa_math", _only_on("cpu"), _needs_dense, _sdpa_calls(SDPBackend.MATH)),
+    Peer("flex", _only_on("cuda"), _refused_by_flex, _flex_calls),
+    Peer(
+        "flashinfer",
+        _missing_module("FlashInfer", lambda: importlib.import_module("flashinfer")),
+        _takes_all,
+        _flashinfer_calls,
+    ),
+)

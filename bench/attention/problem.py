@@ -1,0 +1,158 @@
+"""Paged attention problems that catch paging bugs: what tests and `paged verify` run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+import paged
+from paged.kernels.attention import reference
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes of one batch; lengths are (query length, key length) a sequence."""
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    causal: bool | tuple[bool, ...] = True  # of all sequences, or of each
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    padding_rows: int = 0
+    layout: str = "separate"  # or "interleaved": K and V of a block side by side; "head_major": [Hkv, bs, D] in a block
+    sinks: bool = False
+    alibi: bool = False
+    cache_dtype: torch.dtype | None = None  # another than that of q
+    scales: str = ""  # or "tensor": one scale of K and one of V; or "head": one a KV head
+    tree: bool = False  # a random mask over the new keys, each query seeing itself
+    deterministic: bool = False
+    coverage: bool = False  # q = 0 and V one-hot of the position: every key counts the same, a dropped one shows
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The arguments of one call."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def make(problem: Problem, device: torch.device) -> Tensors:
+    """Random tensors: a shuffled table out of a pool three times larger than needed, NaN in every slot nobody owns."""
+    num_q_heads, num_kv_heads = problem.heads
+    block_size, head_dim = problem.block_size, problem.head_dim
+    blocks_of = [math.ceil(seq_len / block_size) for _, seq_len in problem.lengths]
+    num_blocks = 3 * sum(blocks_of) + 1
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    if problem.layout == "interleaved":
+        both = torch.full((num_blocks, 2, *shape[1:]), math.nan)
+        k_cache, v_cache = both[:, 0], both[:, 1]
+    elif problem.layout == "head_major":
+        k_cache, v_cache = (
+            torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan).transpose(1, 2) for _ in range(2)
+        )
+    else:
+        k_cache, v_cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
+
+    ids = iter((torch.randperm(num_blocks - 1) + 1).tolist())
+    # Entries beyond a sequence's blocks point far outside the pool: reading through one is an error that shows.
+    block_table = torch.full((len(problem.lengths), max([*blocks_of, 1])), 2**30, dtype=torch.int32)
+    for seq, (_, seq_len) in enumerate(problem.lengths):
+        for index in range(blocks_of[seq]):
+            block_table[seq, index] = next(ids)
+        position = torch.arange(seq_len)
+        block, offset = block_table[seq, position // block_size].long(), position % block_size
+        k_cache[block, offset] = torch.randn(seq_len, num_kv_heads, head_dim)
+        values = torch.randn(seq_len, num_kv_heads, head_dim)
+        if problem.coverage:
+            values = torch.eye(head_dim)[position % head_dim][:, None].expand(-1, num_kv_heads, -1)
+        v_cache[block, offset] = values
+
+    q_lens = torch.tensor([q_len for q_len, _ in problem.lengths], dtype=torch.int32)
+    num_tokens = int(q_lens.sum()) + problem.padding_rows
+    q = torch.zeros if problem.coverage else torch.randn
+    return Tensors(
+        q=q(num_tokens, num_q_heads, head_dim).to(device, problem.dtype),
+        k_cache=k_cache.to(device, problem.cache_dtype or problem.dtype),
+        v_cache=v_cache.to(device, problem.cache_dtype or problem.dtype),
+        block_table=block_table.to(device),
+        cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
+        seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
+    )
+
+
+def options(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """The keywords of `paged_attention` that the reference takes, too."""
+    num_q_heads, num_kv_heads = problem.heads
+    chosen: dict[str, Any] = {
+        "softmax_scale": problem.softmax_scale,
+        "causal": problem.causal,
+        "window_size": problem.window_size,
+        "softcap": problem.softcap,
+    }
+    if isinstance(problem.causal, tuple):
+        chosen["causal"] = torch.tensor(problem.causal, device=device)
+    if problem.sinks:
+        chosen["sinks"] = torch.randn(num_q_heads, device=device).to(problem.dtype)
+    if problem.alibi:
+        chosen["alibi_slopes"] = 0.5 ** torch.arange(1, num_q_heads + 1, device=device)
+    if problem.scales:
+        size = num_kv_heads if problem.scales == "head" else 1
+        chosen |= {name: 0.5 + torch.rand(size, device=device) for name in ("k_scale", "v_scale")}
+    if problem.tree:
+        q_lens = [q_len for q_len, _ in problem.lengths]
+        mask = torch.rand(sum(q_lens) + problem.padding_rows, max(q_lens) + 3) < 0.5
+        for start, q_len in zip(accumulate(q_lens, initial=0), q_lens, strict=False):
+            mask[start + torch.arange(q_len), torch.arange(q_len)] = True
+        chosen["mask"] = mask.to(device)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What `paged_attention` gave and what it should have given; `arguments` are those of the reference.
+
+    lse: None where it was not asked for.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    expected_out: torch.Tensor
+    expected_lse: torch.Tensor
+    arguments: dict[str, Any]
+
+
+def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) -> Solved:
+    """Run the problem into an output that holds NaN, and the float64 reference."""
+    tensors = make(problem, device)
+    chosen = options(problem, device)
+    out = torch.full_like(tensors.q, math.nan)
+    max_seqlen_q = max((q_len for q_len, _ in problem.lengths), default=0)
+    result = paged.paged_attention(
+        **vars(tensors),
+        max_seqlen_q=max_seqlen_q,
+        out=out,
+        return_lse=return_lse,
+        deterministic=problem.deterministic,
+        **chosen,
+    )
+    result, lse = result if isinstance(result, tuple) else (result, None)
+    assert result is out
+    cpu: dict[str, Any] = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in chosen.items()
+    }
+    cpu |= {name: tensor.cpu() for name, tensor in vars(tensors).items()}
+    return Solved(out, lse, *reference.paged_attention(**cpu), cpu)

@@ -1,0 +1,144 @@
+"""Which tile is fastest: every candidate on a few batches, in place of the one that the chooser returns.
+
+    python -m bench.attention.tune [--json FILE] [--budget SECONDS] [--only NAME] [--repeats N]
+
+A candidate that does not compile, spills too much to launch, or gives another result than the chooser's tile is refused
+with the reason. The chooser's own tile is timed first and again last, so that drift shows. What wins here goes into
+`kernels/attention/config.py` by hand, with its measurement in the comment. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, ours
+from paged.bench.environment import benchmark_dtype, environment, save
+from paged.bench.limits import Ceilings, speed
+from paged.bench.timing import cache_bytes, ceilings, sampler
+from paged.bench.verification.check import compare
+from paged.kernels.attention import plan as attention_plan
+from paged.kernels.attention.config import AttentionTile
+
+REPEATS = 30
+# Two prompts, decodes and verify rows, each gathered and in boxes: what the tiles differ for.
+NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
+NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16"]
+
+
+def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
+    """Tiles of one kind over caches of one block size; boxes wherever a block holds BLOCK_N keys.
+
+    programs_per_sm is what the planner aims at: where more fit, a lower number only makes longer pieces.
+    """
+    if kind == "prefill":
+        shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
+    else:
+        shapes = itertools.product((16, 32), (32, 64, 128), (2, 4, 8), (2, 3, 5), (2, 3, 4))
+    for block_m, block_n, num_warps, num_stages, programs in shapes:
+        if block_m // 16 >= num_warps // 2:  # more warps than 16-row slices twice over have nothing to do
+            tile = AttentionTile(block_m, block_n, num_warps, num_stages, programs)
+            yield tile
+            if block_size >= block_n:
+                yield replace(tile, by_tma=True)
+
+
+def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ignore[type-arg]
+    """A context in which plans have `tile` for their sequences of one kind, or for None the chooser's."""
+    name = "prefill_tile" if kind == "prefill" else "decode_tile"
+    choose = getattr(attention_plan, name)
+    return mock.patch.object(attention_plan, name, choose if tile is None else lambda *_, **__: tile)
+
+
+def measure(
+    kind: str, tile: AttentionTile | None, step: Step, layers: list[Layer], want: torch.Tensor | None, repeats: int
+) -> tuple[list[float], torch.Tensor]:
+    """Seconds that a layer took, every time, and the first layer's output.
+
+    Raises:
+        WrongResultError: it differs from `want`.
+    """
+    with with_tile(kind, tile):
+        calls = ours(step, layers)
+        out = calls[0]()
+        if want is not None:
+            compare(out, want)
+        _, sample = sampler(calls, step.seq_lens.device)
+        return [sample() for _ in range(repeats)], out
+
+
+def tune(
+    case: AttentionCase, device: torch.device, repeats: int, limits: Ceilings, is_over: Callable[[], bool]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of tiles and their speed, fastest first, and why other tiles have none."""
+    torch.manual_seed(0)
+    dtype = benchmark_dtype(device)
+    num_layers = 1 + 2 * cache_bytes(device) // case.cost(dtype).num_bytes
+    step, layers = case.tensors(device, dtype, num_layers)
+    kind = "prefill" if case.kind == "prefill" else "decode"
+    samples, want = measure(kind, None, step, layers, None, repeats)
+    rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+
+    def add(tile: dict[str, Any] | str, samples: list[float]) -> None:
+        rows.append({"name": case.name, "tile": tile, **asdict(speed(samples, case.cost(dtype), limits))})
+
+    add("the chooser's", samples)
+    tiles = list(candidates(kind, case.block_size))
+    random.Random(0).shuffle(tiles)  # where time runs out, what was tried is spread over all of them
+    for tile in tiles:
+        if is_over():
+            break
+        try:
+            samples, _ = measure(kind, tile, step, layers, want, repeats)
+            add(asdict(tile), samples)
+        except Exception as error:  # too much shared memory, or what the compiler refuses: the others go on
+            refused[f"{case.name} {tile}"] = f"{type(error).__name__}: {str(error)[:200]}"
+    samples, _ = measure(kind, None, step, layers, want, repeats)
+    add("the chooser's, again", samples)
+    return sorted(rows, key=lambda row: float(row["median_us"])), refused
+
+
+def main(argv: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Print the fastest tiles of every case; the JSON holds all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write everything here, after every case")
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds for all cases; %(default)s by default")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="samples a tile; %(default)s by default")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no GPU: tiles can only be compared where they run")
+    device = torch.device("cuda")
+    chosen = [case for case in CASES if case.name in NAMES and args.only in case.name]
+    limits = ceilings(device, benchmark_dtype(device), REPEATS)
+    not_run = [case.name for case in chosen]
+    report: dict[str, Any] = environment("tune_attention", device, limits)
+    report |= {"rows": [], "refused": {}, "not_run": not_run}
+    end = time.monotonic() + args.budget
+    for index, case in enumerate(chosen):
+        case_end = time.monotonic() + (end - time.monotonic()) / (len(chosen) - index)
+        rows, refused = tune(case, device, args.repeats, limits, lambda end=case_end: time.monotonic() > end)  # type: ignore[misc]
+        report["rows"] += rows
+        report["refused"] |= refused
+        not_run.remove(case.name)
+        write(f"{case.name}: {len(rows)} timed, {len(refused)} refused")
+        for row in rows[:8]:
+            write(f"  {row['median_us']:10.2f} us  {row['tile']}")
+        if args.json:
+            save(args.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

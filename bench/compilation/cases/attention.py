@@ -1,0 +1,176 @@
+"""paged_attention: every tile the chooser returns, for its target, and the planning and merging kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.kernels.attention.config import decode_tile, padded_head_dim, prefill_tile
+from paged.kernels.attention.mask import _pack_mask_kernel
+from paged.kernels.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
+from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_splits_kernel
+from paged.kernels.common.device import LARGE_SHARED_MEMORY
+
+_ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
+_TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
+_STRIDES = (
+    *("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head"),
+    *("lse_head", "table_seq", "k_scale_head", "v_scale_head", "mask_token"),
+)
+_OPTIONS = {  # argument -> type when given
+    "is_causal_ptr": "*i1",
+    "sinks_ptr": "*bf16",
+    "alibi_slopes_ptr": "*fp32",
+    "k_scale_ptr": "*fp32",
+    "v_scale_ptr": "*fp32",
+    "mask_ptr": "*i64",
+}
+
+
+def cases() -> list[CompileCase]:
+    """Head sizes 64 to 256, gathered and in boxes, fp8 caches, and all options at once, for each target's own tiles."""
+    found = [_plan_case(), _mask_case(), _merge_case(128), _merge_case(256)]
+    for target in TARGETS:
+        for head_dim in (128, 256):
+            found += [_attention_case(target, "decode", head_dim, rows=rows, box=64) for rows in (32, 64)]
+        found.append(_attention_case(target, "decode", 128, rows=64))
+        found.append(_attention_case(target, "decode", 128, rows=64, window=True, options=tuple(_OPTIONS)))
+        boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
+        for kind in ("decode", "prefill"):
+            for box in boxes:
+                found += [_attention_case(target, kind, head_dim, box=box) for head_dim in (64, 80, 128, 256)]
+                found.append(_attention_case(target, kind, 128, cache="u8", box=box))
+            found += [
+                *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),
+                _attention_case(target, kind, 128, window=True, box=boxes[-1]),
+                _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
+                *(_attention_case(target, kind, dim, window=True, options=tuple(_OPTIONS)) for dim in (128, 256)),
+            ]
+    return list({(case.name, case.targets): case for case in found}.values())
+
+
+def _attention_case(
+    target: str,
+    kind: str,
+    head_dim: int,
+    *,
+    dtype: str = "bf16",
+    cache: str | None = None,
+    box: int = 0,
+    rows: int = 16,
+    window: bool = False,
+    softcap: bool = False,
+    options: tuple[str, ...] = (),
+) -> CompileCase:
+    sizes = head_dim, _ELEMENT_SIZE[dtype], target, box
+    more_scores = softcap or "mask_ptr" in options
+    if kind == "decode":
+        tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, fp8=cache is not None)
+    else:
+        tile = prefill_tile(*sizes, more_scores=more_scores)
+    by_tma = tile.by_tma
+    width = padded_head_dim(head_dim)
+    element = cache or dtype
+    cached = f"tensordesc<{element}[1, {tile.block_n}, 1, {width}]>" if by_tma else f"*{element}"
+    signature = {"q_ptr": f"*{dtype}", "k_cache": cached, "v_cache": cached, "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
+    tables = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
+    signature |= dict.fromkeys(tables, "*i32") | dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
+    signature |= {name: kind if name in options else "constexpr" for name, kind in _OPTIONS.items()}
+    signature |= {"num_tokens": "i32", "scale": "fp32", "softcap": "fp32"}
+    signature |= {"window_left": "i32", "window_right": "i32"} | {f"stride_{name}": "i32" for name in _STRIDES}
+    constexprs: dict[str, Any] = {
+        **{name: None for name in _OPTIONS if name not in options},
+        "GROUP": 4,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": width,
+        "KV_BLOCK_SIZE": box if by_tma else 16,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "HAS_WINDOW": window,
+        "HAS_SOFTCAP": softcap,
+        "USE_TMA": by_tma,
+        "SAME_STRIDES": True,
+        "FP8": cache == "u8",
+        "NATIVE_FP8": target in ("sm_90", "sm_100"),
+        "CLEAR_PADDING": True,
+    }
+    copies = ("UTMALDG" if by_tma else "LDGSTS.128",) if target.startswith("sm") else ("load_dwordx4",)
+    if dtype == "fp32":
+        expect = {}
+    elif tile.block_m < 64 and target.startswith("sm"):
+        expect = {target: ("HMMA", *copies)}
+    else:
+        expect = {target: (_TENSOR_CORES[target], *copies)}
+    words = [f"{tile.block_m} x {tile.block_n}", f"D={head_dim}", dtype, *([f"{cache} cache"] if cache else [])]
+    flags = {"boxes": by_tma, "window": window, "softcap": softcap, "options": bool(options)}
+    words += [word for word, is_set in flags.items() if is_set]
+    unaligned = (
+        "stride_lse_head",
+        "stride_table_seq",
+        "stride_k_scale_head",
+        "stride_v_scale_head",
+        "stride_mask_token",
+    )
+    return CompileCase(
+        name=f"paged_attention {kind} {' '.join(words)} for {target}",
+        kernel=_attention_kernel,
+        signature=signature | dict.fromkeys((name for name in constexprs if name not in signature), "constexpr"),
+        constexprs=constexprs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible_by_16=tuple(f"stride_{name}" for name in _STRIDES if f"stride_{name}" not in unaligned),
+        expect=expect,
+        targets=(target,),
+        programs_per_sm=tile.programs_per_sm,
+    )
+
+
+def _mask_case() -> CompileCase:
+    signature = {"mask_ptr": "*i1", "words_ptr": "*i64", "cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32"}
+    return CompileCase(
+        name="paged_attention mask",
+        kernel=_pack_mask_kernel,
+        signature=signature | {"stride_mask_token": "i32", "stride_words_token": "i32"},
+        constexprs={},
+    )
+
+
+def _merge_case(head_dim: int) -> CompileCase:
+    signature = {
+        "out_ptr": "*bf16",
+        "lse_ptr": "*fp32",
+        "cu_seqlens_q_ptr": "*i32",
+        "split_tiles_ptr": "*i32",
+        "counts_ptr": "*i32",
+        "partial_out_ptr": "*fp32",
+        "partial_lse_ptr": "*fp32",
+        "sinks_ptr": "*bf16",
+        "stride_out_token": "i32",
+        "stride_out_head": "i32",
+        "stride_lse_head": "i32",
+    }
+    constexprs = {"GROUP": 4, "HEAD_DIM": head_dim, "HEAD_DIM_PADDED": head_dim, "BLOCK_M": 128, "MERGE_M": 16}
+    return CompileCase(
+        name=f"paged_attention merge D={head_dim}",
+        kernel=_merge_splits_kernel,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        divisible_by_16=("stride_out_token", "stride_out_head"),
+    )
+
+
+def _plan_case() -> CompileCase:
+    pointers = {"cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32", "is_causal_ptr": "*i1"}
+    pointers |= dict.fromkeys(
+        ("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr", "first_padding_ptr"), "*i32"
+    )
+    scalars = ["num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "places", "max_slots"]
+    scalars += ["min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"]
+    constexprs = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
+    return CompileCase(
+        name="paged_attention plan",
+        kernel=_plan_kernel,
+        signature=pointers | dict.fromkeys(scalars, "i32") | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        num_warps=PLAN_WARPS,
+    )

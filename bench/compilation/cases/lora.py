@@ -1,0 +1,107 @@
+"""The two products of low-rank adapters at the layers of Qwen3-8B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.kernels.common.device import Device
+from paged.kernels.lora.add_lora import _lora_expand_kernel, _lora_shrink_kernel
+from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS
+from paged.kernels.lora.config import expand_tile, shrink_tile
+from paged.kernels.lora.weights import MAX_PARTS
+
+# in_features and the sizes of the parts.
+QKV, GATE_UP, DOWN = (4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))
+
+KINDS = {
+    "ranks_ptr": "*i32",
+    "scales_ptr": "*fp32",
+    "rows_ptr": "*i32",
+    "slots_ptr": "*i32",
+    "shrunk_ptr": "*fp32",
+}
+
+
+def cases() -> list[CompileCase]:
+    """Few rows and many, in 2 bytes and 4; layers of one, two and three parts; the input whole and in pieces."""
+    found = []
+    for dtype in ("bf16", "fp32"):
+        for block_m in (FEW_ROWS, MANY_ROWS):
+            found += [_shrink(target, dtype, block_m, *layer) for target in TARGETS for layer in (QKV, GATE_UP, DOWN)]
+            found.append(_shrink("sm_90", dtype, block_m, 4100, (4096,)))  # with a last step that is a tail
+            for num_splits in (1, 2, 4, 8) if block_m == FEW_ROWS else (1, 2):
+                found.append(_expand(dtype, block_m, num_splits, QKV[1]))
+        found += [_expand(dtype, MANY_ROWS, 1, part_sizes) for part_sizes in (GATE_UP[1], DOWN[1])]
+    return found
+
+
+def _shrink(target: str, dtype: str, block_m: int, in_features: int, part_sizes: tuple[int, ...]) -> CompileCase:
+    num_parts = len(part_sizes)
+    tile = shrink_tile(1, block_m, num_parts, 64, in_features, _bytes(dtype), Device(target, 132))
+    constexprs = {
+        "NUM_PARTS": num_parts,
+        "EVEN_K": in_features % (tile.block_k * tile.num_splits) == 0,
+        "BLOCK_M": block_m,
+        "BLOCK_R": tile.block_r,
+        "BLOCK_K": tile.block_k,
+    }
+    return _case(
+        f"lora shrink {dtype} {in_features} parts={num_parts} {block_m}x{tile.block_r}x{tile.block_k} for {target}",
+        _lora_shrink_kernel,
+        dtype,
+        constexprs,
+        aligned=in_features % 16 == 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        targets=(target,),
+    )
+
+
+def _expand(dtype: str, block_m: int, num_splits: int, part_sizes: tuple[int, ...]) -> CompileCase:
+    tile = expand_tile(block_m, _bytes(dtype))
+    constexprs = {f"N_{part}": size for part, size in enumerate((*part_sizes, 0, 0)[:MAX_PARTS])} | {
+        "NUM_PARTS": len(part_sizes),
+        "NUM_SPLITS": num_splits,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_R": tile.block_r,
+    }
+    size = f"{block_m}x{tile.block_n}x{tile.block_r}"
+    return _case(
+        f"lora expand {dtype} {sum(part_sizes)} parts={len(part_sizes)} {size} splits={num_splits}",
+        _lora_expand_kernel,
+        dtype,
+        constexprs,
+        aligned=True,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _case(
+    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], *, aligned: bool, **options: Any
+) -> CompileCase:
+    signature = {
+        argument: "constexpr"
+        if argument in constexprs
+        else KINDS.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
+        for argument in kernel.arg_names
+    }
+    integers = [argument for argument, kind in signature.items() if kind == "i32"]
+    # wgmma takes 64 rows.
+    hopper = "HGMMA" if constexprs["BLOCK_M"] >= 64 else "HMMA"
+    tensor_cores = {"sm_80": ("HMMA",), "sm_90": (hopper,), "gfx942": ("v_mfma",)}
+    return CompileCase(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=tuple(name for name in integers if aligned or name not in ("K", "stride_x_row")),
+        expect={} if dtype == "fp32" else tensor_cores,
+        **options,
+    )
+
+
+def _bytes(dtype: str) -> int:
+    return 4 if dtype == "fp32" else 2

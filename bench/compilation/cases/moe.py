@@ -1,0 +1,170 @@
+"""The two grouped GEMMs of the fused MoE with every tile that the wrapper can choose, and every format of weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.cases.moe_steps import QWEN3_30B_A3B, kernel_case
+from paged.kernels.common.device import Device
+from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, quantized_tile
+from paged.kernels.moe.gemm import _expert_gemm_kernel
+from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kernel
+from paged.kernels.moe.table import FOLDER, load_table
+from paged.kernels.moe.weights import FP8_GROUP
+
+MIXTRAL_8X7B = (8, 2, 4096, 14336)
+# Streaming multiprocessors or compute units.
+NUM_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+
+
+def cases() -> list[CompileCase]:
+    """Every tile that the fallback returns and those of the tuned tables; activations, biases and odd sizes once."""
+    found = []
+    for target in TARGETS:
+        for (gated, shape, dtype), tile in _fallbacks(target) | _tuned(target):
+            found.append(gemm_case(target, tile, shape, gated, dtype))
+        # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
+        # one off the 16-byte grid.
+        for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
+            shape = MoeShape(4 * tokens, 128, size, size, 2)
+            tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+            found.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))
+        found += _quantized(target)
+        odd = MoeShape(8192, 128, 511, 33, 2)
+        tile = fallback_tiles(odd, Device(target, NUM_SMS[target])).gate_up
+        found.append(gemm_case(target, tile, odd, True, "bf16", "swiglu_oai", biased=True))
+    return found
+
+
+_Gemm = tuple[bool, MoeShape, str]
+
+
+def _fallbacks(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
+    """A set in the order of insertion: which of the two GEMMs on which sizes, and its tile."""
+    found: dict[tuple[_Gemm, MoeTile], None] = {}
+    seen = set()
+    for model in (QWEN3_30B_A3B, MIXTRAL_8X7B):
+        num_experts, top_k, hidden_size, intermediate_size = model
+        for dtype, element_size in (("bf16", 2), ("fp32", 4)):
+            for tokens in (2**exponent for exponent in range(16)):
+                shape = MoeShape(tokens * top_k, num_experts, hidden_size, intermediate_size, element_size)
+                tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+                for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
+                    if (gated, dtype, tile) not in seen:
+                        seen.add((gated, dtype, tile))
+                        found[(gated, shape, dtype), tile] = None
+    return found
+
+
+def _tuned(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
+    """The tables' entries, for the chips that were tuned."""
+    found: dict[tuple[_Gemm, MoeTile], None] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        header = json.loads(path.read_text())
+        if header["arch"] != target:
+            continue
+        for num_entries, tiles in load_table(path).items():
+            sizes = {name: header[name] for name in ("num_experts", "hidden_size", "intermediate_size")}
+            shape = MoeShape(num_entries, **sizes, element_size=2)
+            found |= {((True, shape, "bf16"), tiles.gate_up): None, ((False, shape, "bf16"), tiles.down): None}
+    return found
+
+
+def gemm_case(
+    target: str,
+    tile: MoeTile,
+    shape: MoeShape,
+    gated: bool,
+    dtype: str,
+    activation: str = "silu",
+    *,
+    biased: bool = False,
+    layout: tuple[str, int, int] = ("", 1, 0),
+) -> CompileCase:
+    """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group."""
+    columns, depth = shape.intermediate_size, shape.hidden_size
+    if not gated:
+        columns, depth = depth, columns
+    kind, group_n, group_k = layout
+    is_native = kind == "e4m3" and target in ("sm_90", "sm_100")
+    weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
+    pointers = {
+        "x_ptr": "*fp8e4nv" if is_native else f"*{dtype}",
+        "out_ptr": f"*{dtype}",
+        **dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), "*i32"),
+    }
+    constexprs: dict[str, Any] = {
+        "N": columns,
+        "EVEN_K": depth % tile.block_k == 0,
+        "ENTRIES_PER_ROW": 8 if gated else 1,
+        "ACTIVATION": activation if gated else "",
+        "INTERLEAVED": biased,
+        "FORMAT": kind,
+        "X_GROUP": FP8_GROUP,
+        "GROUP_N": group_n,
+        "GROUP_K": group_k,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "SWAP_AB": tile.swap_ab,
+    }
+    uses_tma = tile.tma and not kind and depth % tile.block_k == 0
+    box = f"1, {2 if gated else 1}, {tile.block_n}, {tile.block_k}"
+    optional = {
+        "w_ptr": None if uses_tma else weights[kind],
+        "w_desc": f"tensordesc<{dtype}[{box}]>" if uses_tma else None,
+        "bias_ptr": f"*{dtype}" if biased else None,
+        "entry_weights_ptr": None if gated else "*fp32",
+        "x_scale_ptr": "*fp32" if kind == "e4m3" else None,
+        "w_scale_ptr": "*fp32" if kind else None,
+    }
+    pointers |= {name: kind for name, kind in optional.items() if kind}
+    constexprs |= dict.fromkeys(name for name, kind in optional.items() if not kind)
+    sizes = ("stride_x_row", "stride_w_expert", "stride_w_row", "K")
+    case = kernel_case("", _expert_gemm_kernel, pointers, ("num_entries", *sizes), constexprs)
+    has_wgmma = tile.block_m >= 64 or tile.swap_ab
+    copies = ("LDGSTS",) if depth % 16 == 0 else ()
+    tensor_cores = {
+        "sm_80": ("HMMA", *copies),
+        "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies, *["UTMALDG"] * uses_tma),
+        "gfx942": ("v_mfma",),
+    }
+    operation = f"{kind} " * bool(kind) + (f"gate_up {activation}" if gated else "down")
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab}{' tma' * uses_tma}"
+    return replace(
+        case,
+        name=f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible_by_16=sizes if depth % 16 == 0 else (),
+        expect={} if dtype == "fp32" or kind else tensor_cores,
+        targets=(target,),
+    )
+
+
+def _quantized(target: str) -> list[CompileCase]:
+    """Blocks of 128 x 128 in e4m3 at every number of rows; int8 and int4, which differ in how a register is decoded, in
+    groups of 128 columns at the fewest and the most."""
+    found, is_native = [], target in ("sm_90", "sm_100")
+    e4m3, int8, int4 = (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128))
+    for tokens, layouts in ((64, (e4m3, int8)), (256, (e4m3, int4)), (512, (e4m3,)), (4096, (e4m3, int8, int4))):
+        shape = MoeShape(8 * tokens, *QWEN3_30B_A3B[:1], *QWEN3_30B_A3B[2:], 2)
+        tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+        for layout in layouts:
+            tile = quantized_tile(tiles.gate_up, 128, target, gated=True, is_native=is_native and layout == e4m3)
+            found.append(gemm_case(target, tile, shape, True, "bf16", layout=layout))
+    for layout in (e4m3, int4):
+        tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout == e4m3)
+        found.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
+    quantize = kernel_case(
+        f"quantize_token_groups for {target}",
+        _quantize_token_groups_kernel,
+        {"x_ptr": "*bf16", "q_ptr": "*u8" if is_native else "*bf16", "scale_ptr": "*fp32"},
+        ("num_rows", "stride_x_row"),
+        {"SIZE": shape.hidden_size, "GROUP": FP8_GROUP, "BLOCK_ROWS": 8, "NATIVE": is_native},
+    )
+    return [*found, replace(quantize, targets=(target,))]

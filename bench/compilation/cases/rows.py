@@ -1,0 +1,175 @@
+"""The operations that move rows: rotary embedding, cache writes, block copies, merges, gated SiLU, greedy choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+
+from paged.bench.compilation.case import CompileCase
+from paged.kernels.attention.merge_attn_states import _merge_attn_states_kernel
+from paged.kernels.cache.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
+from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
+from paged.kernels.cache.reshape_and_cache import _reshape_and_cache_kernel
+from paged.kernels.common.grid import num_warps, tile
+from paged.kernels.common.rotation import heads_per_program
+from paged.kernels.layers.greedy_argmax import BLOCK_TOKENS, _greedy_argmax_chunk_kernel, _greedy_argmax_reduce_kernel
+from paged.kernels.layers.rotary_embedding import _rotary_embedding_kernel
+from paged.kernels.layers.silu_and_mul import _silu_and_mul_kernel
+
+# head_dim, query heads and KV heads of Llama-3.2-1B, Phi-2, Qwen3-8B and Gemma-2B
+MODELS = ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 8, 1))
+
+# Arguments that are neither constexprs, int32 scalars nor bfloat16 tensors.
+KINDS = {
+    "eps": "fp32",
+    "k_scale_ptr": "*fp32",
+    "v_scale_ptr": "*fp32",
+    "positions_ptr": "*i64",
+    "slot_mapping_ptr": "*i64",
+    "cos_sin_cache_ptr": "*fp32",
+    "lse_a_ptr": "*fp32",
+    "lse_b_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "cache_ptrs_ptr": "*i64",
+    "block_pairs_ptr": "*i64",
+    "token_mask_ptr": "*i1",
+    "repetition_penalty_ptr": "*fp32",
+    "best_ptr": "*fp32",
+    "token_ptr": "*i32",
+}
+
+
+# Those that convert e4m3 by themselves, and the others.
+NATIVE_FP8 = {True: ("sm_90", "sm_100"), False: ("sm_80", "gfx942")}
+
+
+def cases() -> list[CompileCase]:
+    """Head sizes 64 to 256, partial and interleaved rotary embedding, every alignment of a block, 151,936 tokens."""
+    found = []
+    for head_dim, num_q_heads, num_kv_heads in MODELS:
+        block_rows, block_dim = tile(4096, head_dim)
+        rows = {"HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim}
+        elements = 2 * block_rows * block_dim
+        kv = {"NUM_HEADS": num_kv_heads, "KV_BLOCK_SIZE": 16}
+        found += [
+            *_cache_write_cases(
+                f"reshape_and_cache head_dim={head_dim}", _reshape_and_cache_kernel, elements, rows | kv
+            ),
+            _case(
+                f"merge_attn_states head_dim={head_dim}",
+                _merge_attn_states_kernel,
+                elements,
+                rows | {"NUM_HEADS": num_q_heads},
+            ),
+        ]
+        found += _rotary_cases(head_dim, head_dim, False, num_q_heads, num_kv_heads)
+    found += _rotary_cases(80, 32, False, 32, 32)
+    found += _rotary_cases(128, 128, True, 32, 8)
+    found += [
+        _case(
+            f"copy_blocks alignment={alignment}",
+            _copy_blocks_kernel,
+            2 * BLOCK_WORDS,
+            {"ALIGNMENT": alignment, "BLOCK_WORDS": BLOCK_WORDS},
+        )
+        for alignment in (1, 2, 4, 8, 16)
+    ]
+    # The MLP of Gemma-3-1B has 6,912 units.
+    gated = [(32, "silu"), (768, "silu"), (14336, "silu"), (6912, "gelu"), (6912, "gelu_tanh"), (6912, "swiglu_oai")]
+    for size, activation in gated:
+        block_rows, block_columns = tile(4096, size)
+        constexprs = {"SIZE": size, "ACTIVATION": activation, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+        elements = 2 * block_rows * block_columns
+        found.append(_case(f"silu_and_mul {activation} size={size}", _silu_and_mul_kernel, elements, constexprs))
+    chunk = {"BLOCK_TOKENS": BLOCK_TOKENS}
+    plain = {"token_mask_ptr": None, "repetition_penalty_ptr": None}
+    return [
+        *found,
+        _case("greedy_argmax chunk", _greedy_argmax_chunk_kernel, BLOCK_TOKENS, chunk | plain),
+        _case("greedy_argmax chunk masked penalised", _greedy_argmax_chunk_kernel, BLOCK_TOKENS, chunk),
+        _case("greedy_argmax reduce vocab=151936", _greedy_argmax_reduce_kernel, 64, {"BLOCK_CHUNKS": 64}),
+    ]
+
+
+def _rotary_cases(
+    head_dim: int, rotary_dim: int, interleaved: bool, num_q_heads: int, num_kv_heads: int
+) -> list[CompileCase]:
+    shape = f"head_dim={head_dim} rotary_dim={rotary_dim}{' interleaved' if interleaved else ''}"
+    rotary: dict[str, Any] = {
+        "NUM_Q_HEADS": num_q_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "ROTARY_DIM": rotary_dim,
+        "INTERLEAVED": interleaved,
+        "BLOCK_PAIRS": triton.next_power_of_2(rotary_dim // 2),
+    }
+    rotary_block, block_dim = triton.next_power_of_2(rotary_dim), triton.next_power_of_2(head_dim)
+    alone_heads, fused_heads = (heads_per_program(num_q_heads, num_kv_heads, dim) for dim in (rotary_block, block_dim))
+    alone = rotary | {"BLOCK_HEADS": alone_heads}
+    fused = rotary | {
+        "HEAD_DIM": head_dim,
+        "KV_BLOCK_SIZE": 16,
+        "BLOCK_HEADS": fused_heads,
+        "BLOCK_REST": triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+        "BLOCK_DIM": block_dim,
+    }
+    plain = {"q_weight_ptr": None, "k_weight_ptr": None}
+    found = []
+    if head_dim == 256:  # Gemma's weights of norms are float32
+        constexprs = fused | {"k_scale_ptr": None, "v_scale_ptr": None, "NATIVE_FP8": False}
+        kinds = KINDS | {"q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32"}
+        name = f"qk_norm_rope_and_cache {shape} float32 weights"
+        found.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
+    return [
+        *found,
+        _case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone),
+        *(
+            case
+            for name, constexprs in (("qk_norm_rope_and_cache", fused), ("rope_and_cache", fused | plain))
+            for case in _cache_write_cases(
+                f"{name} {shape}", _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs
+            )
+        ),
+    ]
+
+
+def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> list[CompileCase]:
+    """Keys and values as they are, and scaled to e4m3; heads of 128 also with one of the two alone."""
+    unscaled = {"k_scale_ptr": None, "v_scale_ptr": None}
+    plain = constexprs | {"NATIVE_FP8": False}
+    found = [_case(name, kernel, num_elements, plain | unscaled)]
+    one_alone = constexprs["HEAD_DIM"] == 128
+    if one_alone:
+        found.append(_case(f"{name} scaled", kernel, num_elements, plain))
+    kinds = KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
+    for native, targets in NATIVE_FP8.items():
+        fp8 = constexprs | {"NATIVE_FP8": native}
+        fp8_name = f"{name} fp8{' native' if native else ''}"
+        cases = [_case(f"{fp8_name} scaled", kernel, num_elements, fp8, kinds)]
+        if one_alone:
+            cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, kinds))
+        found += [replace(case, targets=targets) for case in cases]
+    return found
+
+
+def _case(
+    name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any], kinds: dict[str, str] = KINDS
+) -> CompileCase:
+    """A case with the warps of a program of `num_elements`, and strides and sizes that 16 divides."""
+    signature = {
+        argument: "constexpr"
+        if argument in constexprs
+        else kinds.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
+        for argument in kernel.arg_names
+    }
+    return CompileCase(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=num_warps(num_elements),
+        divisible_by_16=tuple(
+            argument for argument in signature if argument.startswith(("stride_", "vocab_size", "words_per_block"))
+        ),
+    )

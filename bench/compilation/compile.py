@@ -1,0 +1,186 @@
+"""Compiles every kernel configuration ahead of time, without a GPU, and reports what the compilers made of it.
+
+    python -m bench.compilation.compile [--target sm_90 ...] [--only NAME] [--json FILE]
+
+Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` from
+the triton wheel for NVIDIA, the assembly's metadata for AMD. The last column counts those of the inner loop. With
+vLLM's Python files on the path its attention kernel stands beside ours. Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import triton
+from triton.compiler import ASTSource
+
+import paged.bench.compilation.cases
+from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.machine_code import SM_LIMITS, count, occupancy, read_code
+from paged.bench.compilation.peers import peer_cases
+
+# Shared memory one program may take, bytes: all of an SM's that is not reserved.
+SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limits in SM_LIMITS.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one case became on one target; memory in bytes, registers a thread, tensor memory in columns.
+
+    instructions, loop: how many of `INSTRUCTIONS` the kernel and its inner loop (`machine_code.read_code`) hold, and
+    under "all" how many instructions there are.
+    """
+
+    name: str
+    kernel: str
+    target: str
+    registers: int
+    spills: int
+    shared: int
+    num_warps: int
+    instructions: dict[str, int]
+    loop: dict[str, int] = field(default_factory=dict)
+    tensor_columns: int = 0
+
+    @property
+    def occupancy(self) -> int:
+        """Programs that reside on one SM at once."""
+        return occupancy(
+            self.target,
+            num_warps=self.num_warps,
+            registers=self.registers,
+            shared=self.shared,
+            tensor_columns=self.tensor_columns,
+        )
+
+
+def all_cases() -> list[CompileCase]:
+    """Every case of the modules in bench/compilation/cases, each of which defines `cases() -> list[CompileCase]`."""
+    names = sorted(module.name for module in pkgutil.iter_modules(paged.bench.compilation.cases.__path__))
+    modules = [importlib.import_module(f"paged.bench.compilation.cases.{name}") for name in names]
+    return [case for module in modules for case in module.cases()]
+
+
+def compile_case(case: CompileCase, target: str) -> Report:
+    """Compile `case` for one of TARGETS and read the result."""
+    pointers = tuple(name for name, kind in case.signature.items() if kind.startswith("*"))
+    index = {name: position for position, name in enumerate(case.signature)}
+    source = ASTSource(
+        fn=case.kernel,
+        signature=case.signature,
+        constexprs={(index[name],): value for name, value in case.constexprs.items()},
+        attrs={(index[name],): [["tt.divisibility", 16]] for name in (*pointers, *case.divisible_by_16)},
+    )
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
+    else:
+        registers, spills, text = _read_cubin(compiled.asm["cubin"])
+    code, loop = read_code(text)
+    return Report(
+        name=case.name,
+        kernel=case.kernel.fn.__name__,
+        target=target,
+        registers=registers,
+        spills=spills,
+        shared=int(compiled.metadata.shared),
+        num_warps=int(compiled.metadata.num_warps),
+        instructions={"all": len(code), **count(code)},
+        loop={"all": len(loop), **count(loop)} if loop else {},
+        tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0)),
+    )
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int, str]:
+    """Registers a thread, spilled bytes a thread and the SASS of a cubin."""
+    cuobjdump = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump*"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def dump(flag: str) -> str:
+            return subprocess.run([cuobjdump, flag, file.name], check=True, capture_output=True, text=True).stdout
+
+        usage, sass = dump("-res-usage"), dump("-sass")
+    (registers,) = re.findall(r"REG:(\d+)", usage)
+    # A stack frame alone is not a spill: spilled values are what local loads and stores move.
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    return int(registers), spills, sass
+
+
+def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[Report]:
+    """Compile each case for each of `targets` that it is meant for."""
+    for case in cases:
+        for target in targets:
+            if target in case.targets:
+                yield compile_case(case, target)
+
+
+def problems(case: CompileCase, report: Report) -> list[str]:
+    """What is wrong with a report: spills, too much shared memory, too few programs an SM, a missing instruction."""
+    found = []
+    if report.spills:
+        found.append(f"{report.spills} spills")
+    if report.shared > SHARED_LIMIT[report.target]:
+        found.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
+    if report.occupancy < case.programs_per_sm:
+        found.append(f"{report.occupancy} programs an SM, {case.programs_per_sm} counted on")
+    found += [f"no {name}" for name in case.expect.get(report.target, ()) if name not in report.instructions]
+    return found
+
+
+HEADER = f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7} {'programs':>8}  instructions | in the loop"
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Print the table; the exit code is 1 where a report shows a problem."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the reports here too")
+    args = parser.parse_args(argv)
+    cases = [case for case in all_cases() if args.only in case.name]
+    by_name = {case.name: case for case in cases}
+    done, failed = [], 0
+    write(HEADER)
+    for report in reports(cases, args.target):
+        wrong = problems(by_name[report.name], report)
+        failed += bool(wrong)
+        done.append({**asdict(report), "occupancy": report.occupancy, "problems": wrong})
+        write(_row(report) + "".join(f"  <- {text}" for text in wrong))
+    if args.json:
+        args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
+    try:
+        peers = [case for case in peer_cases() if args.only in case.name]
+    except FileNotFoundError as missing:
+        write(f"no rows of vLLM's kernel: {missing}")
+    else:
+        for report in reports(peers, args.target):
+            write(_row(report))
+    return int(failed > 0)
+
+
+def _row(report: Report) -> str:
+    counts, loop = (
+        " ".join(f"{name}:{n}" for name, n in found.items()) for found in (report.instructions, report.loop)
+    )
+    return (
+        f"{report.name:56} {report.target:8} {report.registers:4} {report.spills:6} {report.shared:7} "
+        f"{report.occupancy:8}  {counts}" + (f"  | loop {loop}" if loop else "")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What a long prompt does to the decodes it arrives among."""
+
+from __future__ import annotations
+
+import statistics
+from time import perf_counter
+
+import torch
+
+from paged import Engine, EngineConfig, SamplingParams
+from paged.bench.engine.models import MODELS, random_executor
+from paged.bench.engine.rows import Row
+from paged.bench.goal import at_most
+
+_NUM_DECODES = 32
+_BUDGET = 2048
+
+
+def long_prompt(name: str, model: str, stretch: float | None, device: torch.device, repeats: int) -> Row:
+    """The slowest step of decodes while a long prompt comes in, over the steps without it.
+
+    Those take longer as the decodes grow: from the median of `repeats` before to that of as many after. slowest_steady:
+    of these steps over their median, which is the machine's doing.
+    """
+    length = 32_768 if device.type == "cuda" else 4096
+    # For prompts that come in 8 tokens a step, the least that is paced.
+    room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length
+    executor = random_executor(MODELS[model], device, room)
+    executor.warmup()
+    engine = Engine(executor, EngineConfig(token_budget=_BUDGET, decode_stretch=stretch), eos_token_ids=())
+    for index in range(_NUM_DECODES):
+        engine.add_request([index] * (30 + 2 * index), SamplingParams(temperature=0, max_tokens=length))
+    while engine.status().decoding < _NUM_DECODES:
+        engine.step()
+    # A mixed step that nobody times: kernels may have to compile for it.
+    engine.add_request([8] * 200, SamplingParams(temperature=0, max_tokens=1))
+    while engine.num_unfinished > _NUM_DECODES:
+        engine.step()
+
+    def step() -> float:
+        start = perf_counter()
+        engine.step()
+        return perf_counter() - start
+
+    steady_before = [step() for _ in range(repeats)]
+    long = engine.add_request([7] * length, SamplingParams(temperature=0, max_tokens=1))
+    samples = []
+    while not long.finished:
+        samples.append(step())
+    steady_after = [step() for _ in range(repeats)]
+    before, after = statistics.median(steady_before), statistics.median(steady_after)
+    noise = [seconds / before for seconds in steady_before] + [seconds / after for seconds in steady_after]
+    growth = (after - before) / len(samples)
+    stretches = [seconds / (before + growth * index) for index, seconds in enumerate(samples)]
+    worst = max(stretches)
+    detail = {
+        "before_ms": before * 1e3,
+        "after_ms": after * 1e3,
+        "slowest_steady": max(noise),
+        "median_times_steady": statistics.median(stretches),
+        "p99_times_steady": statistics.quantiles(stretches, n=100)[98],
+        "steps": len(samples),
+        "prompt_seconds": sum(samples),
+    }
+    return Row(name, worst, "times steady", [at_most("2", worst, 2)], detail)

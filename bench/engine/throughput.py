@@ -1,0 +1,107 @@
+"""The engine's throughput beside transformers' continuous batching, on the same weights."""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from paged import Engine, LlmExecutor, SamplingParams
+from paged.bench.engine.models import BLOCK_SIZE, MODELS
+from paged.bench.engine.rows import Row, timed_inside
+from paged.bench.environment import benchmark_dtype
+from paged.bench.goal import at_least
+from paged.executors.model_executor import ModelExecutor
+from paged.models.families import llama
+from paged.models.layers import decoder as layers
+
+_NUM_PROMPTS, _NEW_TOKENS = 32, 64
+_NUM_BLOCKS = 1024
+# Of ours and theirs in turns, on a CPU, where other work on the machine moves a run by a third.
+_CPU_ROUNDS = 3
+
+
+class DifferentTokensError(Exception):
+    """Ours and the peer do not give the same text, so their times say nothing."""
+
+
+def throughput(size: str, least: float, device: torch.device, repeats: int) -> Row:
+    """Our tokens a second over the peer's, on the same weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    torch.manual_seed(0)
+    config = LlamaConfig(**MODELS[f"Llama-{size}"], initializer_range=0.1)
+    dtype = benchmark_dtype(device)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(8, 128))] for _ in range(_NUM_PROMPTS)]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE)
+    executor.warmup()
+
+    def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> tuple[float, list[list[int]]]:
+        options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        start = perf_counter()
+        outputs = model.generate_batch(
+            inputs=prompts, generation_config=options, continuous_batching_config=sizes, persistent_manager=bool(sizes)
+        )
+        seconds = perf_counter() - start
+        ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+        return seconds, [list(output.generated_tokens) for output in ordered]
+
+    page_blocks = _NUM_BLOCKS * BLOCK_SIZE // 32
+    sized = ContinuousBatchingConfig(page_size=32, num_blocks=page_blocks, max_batch_tokens=2048, use_cuda_graph=False)
+    _ours(executor, prompts, 2)
+    theirs(sized, 2)
+    rounds = []
+    for _ in range(_CPU_ROUNDS if device.type == "cpu" else 1):
+        our_seconds, linears, our_tokens = _ours(executor, prompts, _NEW_TOKENS)
+        sized_seconds, their_tokens = theirs(sized, _NEW_TOKENS)
+        # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
+        _check_same(our_tokens, their_tokens, _NEW_TOKENS if dtype == torch.float32 else 1)
+        rounds.append((our_seconds, linears, sized_seconds, theirs(None, _NEW_TOKENS)[0]))
+    ours, linears, sized_seconds, plain_seconds = map(statistics.median, zip(*rounds, strict=True))
+    total, ratio = _NUM_PROMPTS * _NEW_TOKENS, plain_seconds / ours
+    detail = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens_per_second": total / ours,
+        "peer_tokens_per_second": total / plain_seconds,
+        "peer_sized_tokens_per_second": total / sized_seconds,
+        "over_peer_sized": sized_seconds / ours,
+    }
+    if device.type == "cpu":  # on a GPU a call is over before its product is
+        detail["linear_share"] = linears / ours
+        detail["bound_tokens_per_second"] = total / linears
+        detail["bound_over_peer"] = plain_seconds / linears
+    return Row(f"throughput.{size}", ratio, "times the peer", [at_least(f"{least:g}x", ratio, least)], detail)
+
+
+def _ours(
+    executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[float, float, list[list[int]]]:
+    """Seconds, those inside of the linear layers, and the texts."""
+    manager = executor.kv_manager
+    assert manager is not None
+    manager.clear_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=new_tokens)
+    with timed_inside(layers, "linear") as in_layers, timed_inside(llama, "linear") as in_head:
+        start = perf_counter()
+        outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
+        seconds = perf_counter() - start
+    return seconds, in_layers[0] + in_head[0], [output.outputs[0].token_ids for output in outputs]
+
+
+def _check_same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int) -> None:
+    """At least 90 % of the texts begin alike: rounding may turn one where two logits are almost equal."""
+    same = sum(list(one[:length]) == list(other[:length]) for one, other in zip(ours, theirs, strict=True))
+    if same < 0.9 * len(ours):
+        raise DifferentTokensError(f"{same} of {len(ours)} texts are those of the peer")

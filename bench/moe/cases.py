@@ -1,0 +1,169 @@
+"""The mixtures of experts that bench_moe times: published sizes, numbers of tokens, and how the tokens spread."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paged.bench.limits import Cost, moe_cost
+from paged.bench.moe.formats import FORMATS, Format, quantize
+
+ROUTINGS = ("balanced", "zipf")
+# The sizes that goals are set for come first, so that a budget that runs out costs little.
+TOKENS = (1, 16384, 128, 32768, 16, 1024, 4, 256, 64, 4096, 2, 8, 32, 512, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """num_local_experts: those of one rank, the first ones."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    num_local_experts: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_local_experts == self.num_experts
+
+
+MODELS = (
+    MoeModel("Qwen3-30B-A3B", 128, 8, 2048, 768, 128),
+    MoeModel("Mixtral-8x7B", 8, 2, 4096, 14336, 8),
+    MoeModel("Qwen3-Next-80B-A3B", 512, 10, 2048, 512, 512),
+    MoeModel("DeepSeek-V3-rank-of-8", 256, 8, 7168, 2048, 32),
+)
+# Of the first model with quantised weights. 128 columns a group are usual in GPTQ's and AWQ's checkpoints.
+QUANTIZED_TOKENS = (1, 16384, 128, 16, 1024)
+QUANTIZED_FORMATS = (
+    *(FORMATS[f"e4m3 {layout}"] for layout in ("block", "channel", "tensor")),
+    *(Format(kind, 1, 128) for kind in ("int8", "int4")),
+)
+# Run as it is, for a comparison of experts on a CPU.
+CPU_MODEL = MoeModel("small-cpu", 16, 4, 256, 256, 16)
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """The weights of one layer; expert_map where it holds a rank's part, scales where weights are quantised."""
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    expert_map: torch.Tensor | None = None
+    w1_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `fused_moe` takes of it by keyword."""
+        return {"expert_map": self.expert_map, "w1_scale": self.w1_scale, "w2_scale": self.w2_scale}
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's weights and scales, as they are stored."""
+        tensors = (self.w1, self.w2, self.w1_scale, self.w2_scale)
+        return sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class MoeBatch:
+    """One batch's inputs: hidden states and where each token goes."""
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MoeCase:
+    """routing: "balanced" draws experts evenly, "zipf" the i-th with a probability that falls as 1 / i. format: of
+    quantised weights, None for those of the hidden states' dtype."""
+
+    model: MoeModel
+    num_tokens: int
+    routing: str
+    format: Format | None = None
+
+    @property
+    def name(self) -> str:
+        variant = "" if self.format is None else f"-{self.format}"
+        return f"{self.model.name}{variant}.{self.routing}.{self.num_tokens}"
+
+    def small(self) -> MoeCase:
+        """A CPU's sizes: a sixteenth of the widths and of the experts, at most 64 tokens.
+
+        Quantised weights keep an eighth of the widths, and groups of a row a quarter of their columns, so that there
+        are several groups.
+        """
+        model, part, layout = self.model, 16, self.format
+        if layout is not None:
+            part = 8
+            layout = layout._replace(group_k=layout.group_k // 4) if layout.kind != "e4m3" else layout
+        narrow = replace(
+            model,
+            num_experts=max(model.num_experts // 16, 2 * model.top_k),
+            hidden_size=model.hidden_size // part,
+            intermediate_size=model.intermediate_size // part,
+            num_local_experts=max(model.num_local_experts // 16, 1 if not model.is_whole else 2 * model.top_k),
+        )
+        return replace(self, model=narrow, num_tokens=min(self.num_tokens, 64), format=layout)
+
+    def layer(self, device: torch.device, dtype: torch.dtype) -> MoeLayer:
+        """Random weights that keep the variance of what passes through them."""
+        model = self.model
+        sizes = (model.num_local_experts, 2 * model.intermediate_size, model.hidden_size)
+        w1 = torch.randn(sizes, device=device, dtype=dtype).mul_(1 / math.sqrt(model.hidden_size))
+        sizes = (model.num_local_experts, model.hidden_size, model.intermediate_size)
+        w2 = torch.randn(sizes, device=device, dtype=dtype).mul_(1 / math.sqrt(model.intermediate_size))
+        expert_map = None
+        if not model.is_whole:
+            ids = torch.arange(model.num_experts, device=device, dtype=torch.int32)
+            expert_map = torch.where(ids < model.num_local_experts, ids, -1)
+        if self.format is None:
+            return MoeLayer(w1, w2, expert_map)
+        (w1, w1_scale), (w2, w2_scale) = (quantize(w, *self.format) for w in (w1, w2))
+        return MoeLayer(w1, w2, expert_map, w1_scale, w2_scale)
+
+    def batch(self, device: torch.device, dtype: torch.dtype) -> MoeBatch:
+        """Distinct experts a token, drawn without replacement (the largest of logarithms plus Gumbel noise)."""
+        model = self.model
+        scores = -torch.empty(self.num_tokens, model.num_experts, device=device).exponential_().log()
+        if self.routing == "zipf":
+            # A random order of popularity, so that no rank holds all the popular ones.
+            scores -= (torch.randperm(model.num_experts, device=device) + 1).log()
+        weights, ids = scores.topk(model.top_k)
+        hidden_states = torch.randn(self.num_tokens, model.hidden_size, device=device, dtype=dtype)
+        return MoeBatch(hidden_states, weights.softmax(-1), ids.int())
+
+    def histogram(self, batch: MoeBatch) -> list[int]:
+        """Entries of each expert that is here."""
+        counts = torch.bincount(batch.topk_ids.flatten(), minlength=self.model.num_experts)
+        histogram: list[int] = counts[: self.model.num_local_experts].tolist()
+        return histogram
+
+    def cost(self, layer: MoeLayer, batch: MoeBatch) -> Cost:
+        model = self.model
+        return moe_cost(
+            self.histogram(batch),
+            num_tokens=self.num_tokens,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            element_size=batch.hidden_states.element_size(),
+            expert_bytes=layer.expert_bytes,
+        )
+
+
+CASES = (
+    *(MoeCase(model, num_tokens, routing) for routing in ROUTINGS for num_tokens in TOKENS for model in MODELS),
+    *(
+        MoeCase(MODELS[0], num_tokens, "balanced", layout)
+        for num_tokens in QUANTIZED_TOKENS
+        for layout in QUANTIZED_FORMATS
+    ),
+)
+CPU_CASES = tuple(MoeCase(CPU_MODEL, 2**exponent, "balanced") for exponent in range(10))

@@ -1,0 +1,110 @@
+"""What others' experts take for the same batches, in the same process.
+
+A peer that is missing, or that cannot take a case, says why. A rank's part of the experts is for kernels with an expert
+map alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import paged
+from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
+from paged.bench.moe.peer_vllm import refused_by_vllm, vllm_call
+from paged.bench.timing import Call
+
+# The experts of transformers that copy the weights of every entry copy no more than this.
+_MAX_COPIED_BYTES = 32 << 20
+_QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
+
+
+@dataclass(frozen=True)
+class MoePeer:
+    """refuses(case, dtype, device): why it takes no part, or None. make: the call for a layer and a batch."""
+
+    name: str
+    refuses: Callable[[MoeCase, torch.dtype, torch.device], str | None]
+    make: Callable[[MoeCase, MoeLayer, MoeBatch], Call]
+
+
+def _refused_by_grouped_mm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> str | None:
+    if not hasattr(torch, "_grouped_mm"):
+        return "this torch has no _grouped_mm"
+    if case.format is not None or dtype != torch.bfloat16:
+        return "takes bfloat16 alone"
+    return None if case.model.is_whole else "has no expert map"
+
+
+def _grouped_mm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
+    """Entries sorted by expert, torch's two grouped products, our activation, and the sum back in order."""
+    w1, w2 = layer.w1.mT, layer.w2.mT
+    top_k = case.model.top_k
+
+    def call() -> torch.Tensor:
+        ids, entries = batch.topk_ids.flatten().sort(stable=True)
+        ends = torch.histc(ids, bins=len(w1), min=0, max=len(w1) - 1).cumsum(0, dtype=torch.int32)
+        gate_up = torch._grouped_mm(batch.hidden_states[entries // top_k], w1, offs=ends)
+        parts = torch._grouped_mm(paged.silu_and_mul(gate_up), w2, offs=ends)
+        weighted = torch.empty_like(parts)
+        weighted[entries] = parts * batch.topk_weights.view(-1, 1)[entries].to(parts.dtype)
+        return weighted.view(-1, top_k, parts.shape[1]).sum(1)
+
+    return call
+
+
+def _refused_by_transformers(
+    implementation: str, case: MoeCase, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    try:
+        importlib.import_module(_QWEN3_MOE)
+    except Exception as error:  # an import fails in many ways
+        return f"transformers cannot be imported: {type(error).__name__}: {error}"
+    if case.format is not None:
+        return "takes no quantised weights"
+    if not case.model.is_whole:
+        return "has no expert map"
+    if implementation == "grouped_mm":
+        return None
+    if device.type != "cpu":
+        return "takes part on a CPU alone"
+    model = case.model
+    copied = 3 * case.num_tokens * model.top_k * model.hidden_size * model.intermediate_size * dtype.itemsize
+    if implementation == "batched_mm" and copied > _MAX_COPIED_BYTES:
+        return f"copies {copied >> 20} MB of weights, more than {_MAX_COPIED_BYTES >> 20} MB"
+    return None
+
+
+def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
+    """The experts of its Qwen3-MoE, with one of the implementations that its models choose from."""
+    from transformers import Qwen3MoeConfig
+
+    num_experts, hidden_size, intermediate_size = layer.w2.shape
+    config = Qwen3MoeConfig(num_experts=num_experts, hidden_size=hidden_size, moe_intermediate_size=intermediate_size)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        experts = importlib.import_module(_QWEN3_MOE).Qwen3MoeExperts(config)
+    experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(w, requires_grad=False) for w in (layer.w1, layer.w2))
+    ids = batch.topk_ids.long()
+    return lambda: experts(batch.hidden_states, ids, batch.topk_weights)
+
+
+def _transformers_peer(name: str, implementation: str) -> MoePeer:
+    return MoePeer(
+        name,
+        functools.partial(_refused_by_transformers, implementation),
+        functools.partial(_transformers_call, implementation),
+    )
+
+
+PEERS = (
+    MoePeer("vllm", refused_by_vllm, vllm_call),
+    MoePeer("torch_grouped_mm", _refused_by_grouped_mm, _grouped_mm_call),
+    _transformers_peer("transformers", "grouped_mm"),
+    _transformers_peer("transformers_eager", "eager"),
+    _transformers_peer("transformers_batched_mm", "batched_mm"),
+)

@@ -1,0 +1,205 @@
+"""Finds the tiles of the fused MoE for one model on the GPU at hand, and writes the table that `fused_moe` looks up.
+
+    python -m bench.moe.tune --model Qwen3-30B-A3B [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
+
+The two GEMMs are timed apart, in bfloat16 with experts drawn evenly, for every number of rows that they could share;
+the rows with the least sum win. Candidates that the compiler reports to spill, or to need more shared memory than there
+is, are dropped before any of them runs. The table is written after every number of tokens; numbers that it has already
+are left alone, so that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tqdm import tqdm
+
+from paged.bench.compilation.cases.moe import gemm_case
+from paged.bench.compilation.compile import SHARED_LIMIT, compile_case, problems
+from paged.bench.environment import INTERPRETING
+from paged.bench.moe.cases import MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
+from paged.bench.timing import sampler
+from paged.kernels.common.compat import interpreting
+from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
+from paged.kernels.moe.config import MoeShape, MoeTile, takes_gemv
+from paged.kernels.moe.gemm import expert_gemm
+from paged.kernels.moe.moe_align_block_size import moe_align_block_size
+from paged.kernels.moe.table import FOLDER, table_name
+from paged.kernels.moe.weights import ExpertLinear
+
+TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile for one of the two GEMMs."""
+
+    gated: bool
+    tile: MoeTile
+
+
+def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
+    """Tiles whose rows lie within a factor of four of the entries an expert, and that could fit the chip."""
+    least, most = shape.entries_per_expert / 4, max(16.0, 4 * shape.entries_per_expert)
+    rows = [m for m in (16, 32, 64, 128) if least <= m <= most] or [128]
+    found = []
+    for gated, block_m, width, block_k, num_stages, swap_ab, tma in itertools.product(
+        (True, False), rows, (64, 128, 256), (64, 128, 256), (2, 3, 4, 5), (False, True), (False, True)
+    ):
+        is_large = block_m >= 64
+        if (width == 256) != (block_m == 128) and width != 128:
+            continue
+        if block_k == 256 and is_large:
+            continue
+        if (swap_ab or tma) and (arch not in LARGE_SHARED_MEMORY or (swap_ab and block_m == 128)):
+            continue
+        if (block_m + width) * block_k * shape.element_size * (num_stages - 1) > SHARED_LIMIT.get(arch, 99 << 10):
+            continue
+        num_warps = 8 if block_m * width >= 128 * 128 else 4
+        for group_m in (1, 8) if is_large else (1,):
+            block_n = width // 2 if gated else width
+            tile = MoeTile(block_m, block_n, block_k, group_m, num_warps, num_stages, swap_ab, tma)
+            found.append(Candidate(gated, tile))
+    return found
+
+
+def compiles_well(candidate: Candidate, shape: MoeShape, arch: str) -> bool:
+    """Whether the compiler's report shows nothing wrong."""
+    case = gemm_case(arch, candidate.tile, shape, candidate.gated, "bf16")
+    try:
+        return not problems(case, compile_case(case, arch))
+    except Exception:  # whatever the compiler refuses is no candidate
+        return False
+
+
+def pruned(candidates: Sequence[Candidate], shape: MoeShape, arch: str) -> list[Candidate]:
+    """Those that compile well, judged by as many processes as there are cores."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        good = pool.map(compiles_well, candidates, itertools.repeat(shape), itertools.repeat(arch))
+        return list(itertools.compress(candidates, tqdm(good, "compile", len(candidates))))
+
+
+def tune(
+    candidates: Iterable[Candidate], seconds: Callable[[Candidate], float]
+) -> tuple[dict[str, MoeTile], dict[str, float]]:
+    """The tiles of both GEMMs that share their rows with the least sum of times, and those times in microseconds."""
+    best: dict[tuple[int, bool], tuple[float, MoeTile]] = {}
+    for candidate in candidates:
+        key = candidate.tile.block_m, candidate.gated
+        took = seconds(candidate)
+        if took < best.get(key, (math.inf, None))[0]:
+            best[key] = took, candidate.tile
+    sums = {m: best[m, True][0] + best[m, False][0] for m, gated in best if gated and (m, False) in best}
+    rows = min(sums, key=lambda m: sums[m])
+    found = {"gate_up": best[rows, True], "down": best[rows, False]}
+    return {name: tile for name, (_, tile) in found.items()}, {name: took * 1e6 for name, (took, _) in found.items()}
+
+
+def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[Candidate], float]:
+    """Median seconds of one GEMM with a tile; infinite where it does not run."""
+    num_entries, top_k = batch.topk_ids.numel(), batch.topk_ids.shape[1]
+    num_experts, hidden_size, intermediate_size = layer.w2.shape
+    activated = torch.randn(num_entries, intermediate_size, device=device, dtype=layer.w1.dtype)
+    parts = torch.empty(num_entries, hidden_size, device=device, dtype=layer.w1.dtype)
+    out = torch.empty_like(activated)
+
+    def seconds(candidate: Candidate) -> float:
+        tile = candidate.tile
+        aligned = moe_align_block_size(batch.topk_ids, tile.block_m, num_experts, expert_map=layer.expert_map)
+
+        def call() -> None:
+            if candidate.gated:
+                gate_up = ExpertLinear(layer.w1)
+                expert_gemm(batch.hidden_states, gate_up, out, aligned, tile, activation="silu", entries_per_row=top_k)
+            else:
+                expert_gemm(activated, ExpertLinear(layer.w2), parts, aligned, tile, entry_weights=batch.topk_weights)
+
+        try:
+            _, sample = sampler([call], device)
+            return statistics.median(sample() for _ in range(REPEATS))
+        except Exception:  # a launch that the device refuses
+            return math.inf
+
+    return seconds
+
+
+def shape_of(model: MoeModel, num_tokens: int) -> MoeShape:
+    return MoeShape(num_tokens * model.top_k, model.num_experts, model.hidden_size, model.intermediate_size, 2)
+
+
+def new_table(model: MoeModel, arch: str) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "num_experts": model.num_experts,
+        "top_k": model.top_k,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "arch": arch,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tiles": {},
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, choices=[model.name for model in MODELS])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="start no number of tokens after so many seconds"
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help="where tables lie, %(default)s when not given")
+    args = parser.parse_args(argv)
+    if interpreting():
+        parser.error(INTERPRETING)
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU: tiles are timed on the chip they are for, so run this there")
+    end = time.monotonic() + args.budget
+    device = torch.device("cuda")
+    chip = device_of(device)
+    (model,) = (model for model in MODELS if model.name == args.model)
+    path = args.out / table_name(model.num_experts, model.intermediate_size, chip.name, "bfloat16")
+    table = json.loads(path.read_text()) if path.exists() else new_table(model, chip.arch)
+    shapes = {tokens: shape_of(model, tokens) for tokens in args.tokens if str(tokens) not in table["tiles"]}
+    shapes = {tokens: shape for tokens, shape in shapes.items() if not takes_gemv(shape)}
+    spaces = {tokens: search_space(shape, chip.arch) for tokens, shape in shapes.items()}
+    every = list(dict.fromkeys(itertools.chain.from_iterable(spaces.values())))
+    good = set(pruned(every, shape_of(model, 1), chip.arch)) if every else set()
+    layer = MoeCase(model, 1, "balanced").layer(device, torch.bfloat16)
+    for tokens in shapes:
+        if time.monotonic() > end:
+            break
+        batch = MoeCase(model, tokens, "balanced").batch(device, torch.bfloat16)
+        candidates = [candidate for candidate in spaces[tokens] if candidate in good]
+        tiles, times = tune(tqdm(candidates, f"{tokens} tokens"), timer(layer, batch, device))
+        row = {name: asdict(tile) for name, tile in tiles.items()}
+        table["tiles"][str(tokens)] = {**row, "microseconds": times}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")  # a run may be killed at any time
+        draft.write_text(json.dumps(table, indent=1) + "\n")
+        os.replace(draft, path)
+    print(f"{path}: {len(table['tiles'])} numbers of tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""A page and pictures of what benchmark runs wrote.
+
+    python -m bench.report.build RESULTS.json [RESULTS.json ...] --out DIR
+
+Takes what bench_attention, bench_moe, bench_kernels, bench_cache, bench_engine, tune_attention and bench.gpu write with
+--json, of one device or of several, and writes DIR/report.html, which needs no other file, and a PNG of every chart.
+Without matplotlib there are tables only. What did not run stands in no table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paged.bench.report.charts import charts, save_pngs
+from paged.bench.report.page import page
+from paged.bench.report.results import ResultsError, load_runs
+from paged.printable import one_line
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """Write the report; a file that is no results of a benchmark is an error, and then nothing is written."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, default=Path())
+    args = parser.parse_args(argv)
+    try:
+        runs = load_runs(args.results)
+    except ResultsError as error:
+        parser.error(one_line(f"{type(error).__name__}: {error}"))
+    found = charts(runs)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "report.html").write_text(page(runs, found), encoding="utf-8")
+        save_pngs(found, args.out)
+    except OSError as error:
+        parser.error(one_line(f"--out {args.out}: {error.strerror or error}"))
+    for chart in found:
+        if chart.svg is None:
+            write(chart.title)
+    write(f"{args.out / 'report.html'}: {sum(chart.svg is not None for chart in found)} charts of {len(runs)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`paged verify`: every kernel on this machine against float64, in every dtype that it has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from paged.errors import UnsupportedError
+from paged.executors.progress import progress_bar
+
+if TYPE_CHECKING:
+    import torch
+
+    from paged.bench.verification.cases import Check
+
+DESCRIPTION = (
+    "Checks every kernel against a slow, obviously right version in float64, and cache and attention together against "
+    "a model whose answers are known in closed form. On a CPU that is the PyTorch twins; --backend triton runs the "
+    "Triton kernels in Triton's interpreter. The exit code is 1 where a result is off."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check in one dtype. worst: its largest error as a share of what rounding allows; None where `error` says
+    why there is none."""
+
+    case: str
+    dtype: str
+    worst: float | None
+    seconds: float
+    ok: bool
+    error: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to check, and where."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU where there is one")
+    parser.add_argument("--backend", choices=["triton", "torch"], help="default: triton on a GPU, torch on a CPU")
+    parser.add_argument("--quick", action="store_true", help="one dtype, and fewer cases")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print a row each; 1 where one is off.
+
+    Raises:
+        UnsupportedError: there is no such device, or its backend cannot run here.
+    """
+    import torch
+
+    from paged.kernels.common.backend import use_triton
+    from paged.kernels.common.compat import HAS_TRITON, interpreting
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("--device cuda: torch sees no GPU here; `paged info` says more")
+    if args.backend == "triton" and device.type == "cpu" and HAS_TRITON and not interpreting():
+        # The interpreter has to be chosen before triton is imported.
+        given = [name for name in ("quick", "json") if getattr(args, name)]
+        command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
+        options = [*(f"--{name}" for name in given), "--only", args.only]
+        return subprocess.run([*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+    with _backend(args.backend):
+        by_triton = use_triton(torch.empty(0, device=device))
+        rows = _check_all(args, device, interpreted=by_triton and device.type == "cpu")
+    wrong = sum(not row.ok for row in rows)
+    backend = "triton" if by_triton else "torch"
+    if args.json:
+        report = {"device": str(device), "backend": backend, "interpreted": interpreting(), "wrong": wrong}
+        print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
+    else:
+        _print(rows)
+        where = "in Triton's interpreter" if by_triton and device.type == "cpu" else f"on {device}"
+        print(f"{len(rows) - wrong} of {len(rows)} right, by {backend} {where}")
+    return int(wrong > 0 or not rows)
+
+
+@contextmanager
+def _backend(name: str | None) -> Iterator[None]:
+    """Operations take this backend meanwhile; None leaves the choice to them."""
+    before = os.environ.get("PAGED_BACKEND")
+    try:
+        if name is not None:
+            os.environ["PAGED_BACKEND"] = name
+        yield
+    finally:
+        if name is not None:
+            os.environ.pop("PAGED_BACKEND")
+            os.environ |= {} if before is None else {"PAGED_BACKEND": before}
+
+
+def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: bool) -> list[Row]:
+    import torch
+
+    from paged.bench.environment import benchmark_dtype
+    from paged.bench.verification.cases import CHECKS
+
+    # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.
+    has = (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16)
+    pairs = [
+        (check, dtype)
+        for check in CHECKS
+        if args.only in check.name and (check.is_quick or not args.quick)
+        for dtype in ((benchmark_dtype(device),) if args.quick else has)
+    ]
+    rows = []
+    with closing(progress_bar(len(pairs), desc="verify", unit="check", shown=not args.json)) as bar:
+        for check, dtype in pairs:
+            rows.append(_row(check, device, dtype))
+            bar.update(1)
+    return rows
+
+
+def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
+    import torch
+
+    from paged.bench.verification.check import error_shares
+
+    torch.manual_seed(0)
+    name, start = str(dtype).removeprefix("torch."), time.perf_counter()
+    worst, count = 0.0, 0
+    try:
+        for got, want in check.pairs(device, dtype):
+            shares = error_shares(got, want, check.judged_as) / check.budgets
+            worst = max(worst, float(shares.max()) if shares.numel() else 0.0)
+            count += 1
+    except Exception as error:  # whatever is wrong with one operation, the others get their rows
+        return Row(check.name, name, None, time.perf_counter() - start, False, f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - start
+    if math.isinf(worst):
+        return Row(check.name, name, None, seconds, False, "infinite, NaN, or a whole number that differs")
+    return Row(check.name, name, worst, seconds, count > 0 and worst <= 1)
+
+
+def _print(rows: Sequence[Row]) -> None:
+    width = max([len(row.case) for row in rows] + [4])
+    print(f"{'case':{width}}  {'dtype':8}  {'error / budget':>14}  {'ms':>7}")
+    for row in rows:
+        worst = "" if row.worst is None else f"{row.worst:.3f}"
+        note = "ok" if row.ok else f"WRONG {row.error or ''}"
+        print(f"{row.case:{width}}  {row.dtype:8}  {worst:>14}  {1e3 * row.seconds:7.1f}  {note}".rstrip())

@@ -1,0 +1,155 @@
+"""What a checkpoint is and what it would take, from config.json and the headers of its weights alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paged.errors import CheckpointError, PagedError
+from paged.executors.command_line.checkpoint_folder import missing_files
+from paged.models.families.llama import Llama
+from paged.models.layers.config import DecoderConfig
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import read_header
+from paged.models.network_loader import meta_network
+from paged.models.registry import GPU_FRACTION, config_of, network_class_of
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """None where nothing says so. reason: why it is not supported, by the option's name. missing: files.
+
+    parameters: once loaded; of one that is not supported, elements stored. tensors: those by dtype. weight_bytes: once
+    loaded in `dtype`.
+    kv_bytes_per_token: K and V of all layers. kv_tokens: how many fit into `device_bytes` beside the weights, in whole
+    blocks, over all sequences. sliding_layers: those that see a window only.
+    """
+
+    folder: str
+    architectures: list[str]
+    model_type: str
+    supported: bool
+    reason: str | None
+    missing: list[str]
+    parameters: int | None
+    tensors: dict[str, int]
+    dtype: str | None
+    kv_cache_dtype: str | None
+    num_layers: int | None
+    sliding_layers: int | None
+    num_attention_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    num_experts: int | None
+    vocab_size: int | None
+    max_seq_len: int | None
+    weight_bytes: int | None
+    kv_bytes_per_token: int | None
+    block_size: int
+    device_bytes: int | None
+    kv_tokens: int | None
+
+
+def summarize(
+    folder: Path,
+    *,
+    device_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    fp8_cache: bool = False,
+    block_size: int = 16,
+) -> CheckpointSummary:
+    """Read a folder in Hugging Face layout; a model that is not supported is described as far as that goes.
+
+    Raises:
+        CheckpointError: config.json is missing or malformed, or a file of weights is.
+    """
+    hf = HfConfig.read(folder)
+    known = _config(hf)
+    reason = known if isinstance(known, str) else None
+    network_class, config = (None, None) if isinstance(known, str) else known
+    tensors = _tensors(folder)
+    parameters = sum(tensors.values()) or None
+    cache_dtype = weight_bytes = kv_bytes = kv_tokens = None
+    if network_class is not None and config is not None:
+        dtype = config.dtype if dtype is None else dtype
+        cache_dtype = torch.float8_e4m3fn if fp8_cache else dtype
+        parameters, weight_bytes = _loaded(network_class, config, dtype)
+        kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+        if device_bytes is not None:
+            left = int((device_bytes - weight_bytes) * GPU_FRACTION)
+            kv_tokens = max(0, left // (kv_bytes * block_size)) * block_size
+    moe = next((one for one in config.moe if one is not None), None) if config is not None else None
+    return CheckpointSummary(
+        folder=str(folder),
+        architectures=hf.items("architectures", str),
+        model_type=hf.text("model_type", "unknown"),
+        supported=config is not None,
+        reason=reason,
+        missing=missing_files(folder),
+        parameters=parameters,
+        tensors=tensors,
+        dtype=_name(dtype),
+        kv_cache_dtype=_name(cache_dtype),
+        num_layers=config.num_layers if config else _integer(hf, "num_hidden_layers"),
+        sliding_layers=sum(window is not None for window in config.windows) if config else None,
+        num_attention_heads=config.num_attention_heads if config else _integer(hf, "num_attention_heads"),
+        num_kv_heads=config.num_kv_heads if config else _integer(hf, "num_key_value_heads"),
+        head_dim=config.head_dim if config else _integer(hf, "head_dim"),
+        num_experts=None if moe is None else moe.num_experts,
+        vocab_size=config.vocab_size if config else _integer(hf, "vocab_size"),
+        max_seq_len=config.max_position_embeddings if config else _integer(hf, "max_position_embeddings"),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes,
+        block_size=block_size,
+        device_bytes=device_bytes,
+        kv_tokens=kv_tokens,
+    )
+
+
+def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
+    """The class and configuration, or why the model cannot run."""
+    try:
+        network_class = network_class_of(hf)
+        return network_class, config_of(network_class, hf)
+    except PagedError as error:
+        return str(error).removeprefix(f"{hf.source}: ")
+
+
+def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Parameters and their bytes once loaded, packed weights unpacked: of one layer of every kind, times how many."""
+    kinds = Counter(config.moe)
+    none = replace(config, num_layers=0)
+    rest = num_parameters, num_bytes = _size(network_class, none, dtype)
+    for moe, count in kinds.items():
+        one = _size(network_class, replace(config, num_layers=1, moe=(moe,)), dtype)
+        num_parameters += count * (one[0] - rest[0])
+        num_bytes += count * (one[1] - rest[1])
+    return num_parameters, num_bytes
+
+
+def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+    parameters = list(meta_network(network_class, config, dtype).parameters())
+    return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
+
+
+def _tensors(folder: Path) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        for tensor in read_header(file).values():
+            found[tensor.dtype] += math.prod(tensor.shape)
+    return dict(found)
+
+
+def _integer(hf: HfConfig, key: str) -> int | None:
+    try:
+        return hf.optional_integer(key)
+    except CheckpointError:
+        return None
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,114 @@
+"""The command line: `paged COMMAND`. A command's module is loaded when it is called, so that help takes no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import paged
+from paged.errors import PagedError
+from paged.executors.command_line.safe_output import SafeStream, drop_unwritten, safe_output
+from paged.printable import one_line
+
+RECALL = Path(__file__).resolve().parents[2] / "models" / "recall"
+
+# command -> (module, what it does). A module has DESCRIPTION, add_arguments(parser) and run(args) -> exit code. Those
+# of benchmarks are known by their names alone, as `bench` imports this package.
+_COMMANDS = {
+    "bench": ("paged.executors.command_line.bench", "run a benchmark, or all of them"),
+    "generate": ("paged.executors.command_line.generate", "answer prompts with a checkpoint"),
+    "info": ("paged.executors.command_line.info", "say what this machine has and what runs on it"),
+    "inspect": ("paged.executors.command_line.inspect", "describe a checkpoint, or draw a cache at work"),
+    "verify": ("paged.bench.verification.verify", "check every kernel on this machine against float64"),
+}
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, where argparse prints the usage, 20 lines for `generate`, before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    The exit code is 1 for an error or a result that is wrong, 2 for arguments that do not parse, 130 when interrupted.
+    An error is one line on stderr; Python's development mode (`python -X dev -m paged`) shows where one that has no
+    name of ours was raised.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        with safe_output():
+            args = _parser(argv).parse_args(argv)
+            return int(args.run(args))
+    except PagedError as error:
+        return _failed(error)
+    except KeyboardInterrupt:
+        drop_unwritten()
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        drop_unwritten()
+        return 0
+    except OSError as error:  # a full disk
+        return _failed(error)
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        return _failed(error)
+
+
+def start() -> int:
+    """`main` as a process of its own: an interrupt ends it at any moment with 130, also one that comes amid imports."""
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return main()
+    finally:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(*_: object) -> NoReturn:
+    os._exit(_INTERRUPTED)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Whoever imports may catch an interrupt, or make another error of it: then leave at once."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _leave()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _failed(error: Exception) -> int:
+    with contextlib.suppress(OSError, AttributeError):  # stderr full or closed: the exit code has to do
+        reason = getattr(error, "strerror", None) or error
+        if not isinstance(error, PagedError) and getattr(error, "filename", None) is not None:
+            reason = f"{error.filename}: {reason}"  # type: ignore[attr-defined]
+        print(f"paged: {type(error).__name__}: {one_line(reason)}", file=SafeStream(sys.stderr), flush=True)
+    drop_unwritten()
+    return 1
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Of all commands, with the arguments of the one that is called."""
+    parser = _Parser(prog="paged", description="Paged attention and fused MoE in Triton.")
+    parser.add_argument("--version", action="version", version=f"paged {paged.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (module_name, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name in argv[:1]:
+            module = importlib.import_module(module_name)
+            command.description = module.DESCRIPTION
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser

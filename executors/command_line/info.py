@@ -1,0 +1,160 @@
+"""`paged info`: what this machine has, which backend runs here and why, and what is supported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from paged.errors import PagedError
+from paged.executors.command_line.safe_output import print_json
+from paged.printable import one_line
+
+if TYPE_CHECKING:
+    import torch
+
+DESCRIPTION = "Device, versions, the backend that operations take and why, and what is supported on this machine."
+
+_PACKAGES = (
+    "paged torch triton numpy safetensors tokenizers jinja2 tqdm huggingface-hub transformers prometheus-client vllm"
+).split()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Whether this machine has it, and why or what stands in."""
+
+    name: str
+    supported: bool
+    reason: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Only how to print."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend, reason = _backend(device)
+    features = [*_features(device, backend), *_tables(device)]
+    report: dict[str, Any] = {
+        "device": _device(device),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "backend": {"name": backend, "reason": reason},
+        "features": [asdict(feature) for feature in features],
+    }
+    if args.json:
+        print_json(report)
+        return 0
+    for title in ("device", "versions"):
+        print(title)
+        for name, value in report[title].items():
+            print(f"  {name:20} {'not installed' if value is None else one_line(value)}")
+    print(f"backend\n  {backend}: {reason}\nsupported")
+    for feature in features:
+        print(f"  {'yes' if feature.supported else 'no':4} {feature.name:22} {one_line(feature.reason)}")
+    return 0
+
+
+def _version(package: str) -> str | None:
+    if package in ("paged", "torch"):  # which may not be installed, or whose metadata may not name the build
+        return str(importlib.import_module(package).__version__)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    import torch
+
+    from paged.kernels.common.device import device_of
+
+    found: dict[str, Any] = {
+        "type": device.type,
+        "host": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        known = device_of(device)
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {
+            "count": torch.cuda.device_count(),
+            "name": torch.cuda.get_device_name(device),
+            "arch": known.arch,
+            "processors": known.num_sms,
+            "memory_bytes": total,
+            "free_bytes": free,
+            "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        }
+    return found
+
+
+def _backend(device: torch.device) -> tuple[str, str]:
+    import torch
+
+    from paged.kernels.common.backend import use_triton
+    from paged.kernels.common.compat import HAS_TRITON
+
+    choice = os.environ.get("PAGED_BACKEND")
+    try:
+        by_triton = use_triton(torch.empty(0, device=device))
+    except PagedError as error:
+        return "none", str(error)
+    if choice:
+        reason = f"PAGED_BACKEND={choice}"
+    elif device.type == "cuda":
+        reason = "tensors on a GPU run the Triton kernels"
+    elif by_triton:
+        reason = "TRITON_INTERPRET=1: the Triton kernels run in Triton's interpreter, slowly"
+    elif not HAS_TRITON:
+        reason = "no GPU, and triton is not installed: PyTorch twins"
+    else:
+        reason = "no GPU: PyTorch twins; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
+    return "triton" if by_triton else "torch", reason
+
+
+def _features(device: torch.device, backend: str) -> list[Feature]:
+    import torch
+
+    from paged.kernels.common.compat import interpreting
+    from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
+    from paged.kernels.common.fp8 import has_native_e4m3
+
+    on_gpu, arch = device.type == "cuda", device_of(device).arch
+    no_gpu = "no GPU that torch can use"
+    interpreted = backend == "triton" and not on_gpu and interpreting()
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else not interpreted
+    bf16 = arch if on_gpu else "the interpreter multiplies its raw bits" if interpreted else "by PyTorch"
+    has_fp8 = on_gpu and has_native_e4m3(device)
+    has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
+    return [
+        Feature("bfloat16", has_bf16, bf16 if has_bf16 or not on_gpu else f"{arch} has no such matrix unit"),
+        Feature("fp8 KV cache", backend != "none", "e4m3, converted by the chip" if has_fp8 else "e4m3, by arithmetic"),
+        Feature("native fp8", has_fp8, arch if has_fp8 else no_gpu if not on_gpu else f"{arch}: from sm_89 on"),
+        Feature("TMA and wgmma", has_tma, arch if has_tma else no_gpu if not on_gpu else f"{arch}: from sm_90 on"),
+        Feature("CUDA graphs", on_gpu, "a step's launches can be captured" if on_gpu else no_gpu),
+        Feature("pinned swap memory", on_gpu, "" if on_gpu else "swapped blocks lie in plain host memory"),
+        Feature("Triton's interpreter", interpreting(), "TRITON_INTERPRET=1" if interpreting() else "not asked for"),
+    ]
+
+
+def _tables(device: torch.device) -> list[Feature]:
+    """Tuned MoE tiles of this chip: a table for a set of weights."""
+    from paged.kernels.common.device import device_of
+    from paged.kernels.moe.table import FOLDER
+
+    name = device_of(device).name.replace(" ", "_")
+    found = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
+    reason = ", ".join(found) or "none for this device: tiles come from the shape; `paged bench tune-moe` writes one"
+    return [Feature("tuned MoE tiles", bool(found), reason)]

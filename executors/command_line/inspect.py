@@ -1,0 +1,143 @@
+"""`paged inspect`: a checkpoint without loading it, or the block tables of a cache at work."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paged.errors import InvalidInputError
+from paged.executors.command_line.checkpoint_folder import checkpoint_folder
+from paged.executors.command_line.cli import RECALL
+from paged.executors.command_line.safe_output import print_json
+from paged.printable import one_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from paged.executors.command_line.checkpoint_summary import CheckpointSummary
+
+DESCRIPTION = (
+    "A checkpoint without loading it: whether it is supported, its sizes, the memory it takes and the tokens that fit "
+    "beside it; the exit code is 1 where it cannot run. With --cache a picture of a KV cache in which the model runs "
+    "sequences that share a prefix, fork, are swapped out and leave cached blocks behind."
+)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of both kinds."""
+    parser.add_argument(
+        "model", nargs="?", default=str(RECALL), help="folder in Hugging Face layout, or OWNER/NAME on the Hub"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV cache block")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: that of the weights")
+    parser.add_argument("--device-memory", metavar="SIZE", help="as 141GB or 80GiB; default: this machine's GPU")
+    cache = parser.add_argument_group("the picture")
+    cache.add_argument("--cache", action="store_true", help="run a small workload and draw its cache")
+    cache.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG, too")
+    cache.add_argument("--columns", type=int, default=32, help="blocks a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for; 1 where a checkpoint cannot run."""
+    import torch
+
+    if args.block_size < 1 or args.columns < 1:
+        raise InvalidInputError(f"--block-size {args.block_size}, --columns {args.columns}: expected at least 1")
+    if args.svg is not None and not args.cache:
+        raise InvalidInputError("--svg: only with --cache")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    if args.cache:
+        return _draw(args, dtype)
+    from paged.executors.command_line.checkpoint_summary import summarize
+
+    folder = checkpoint_folder(args.model, is_run=False)
+    given = _bytes(args.device_memory) if args.device_memory else None
+    if given is None and torch.cuda.is_available():
+        given = torch.cuda.mem_get_info()[1]
+    fp8 = args.kv_cache_dtype == "fp8"
+    summary = summarize(folder, device_bytes=given, dtype=dtype, fp8_cache=fp8, block_size=args.block_size)
+    if args.json:
+        print_json(asdict(summary))
+    else:
+        _print(summary)
+    return int(not summary.supported)
+
+
+def _draw(args: argparse.Namespace, dtype: torch.dtype | None) -> int:
+    from paged.executors.command_line.cache_tour import run_tour
+    from paged.executors.llm_executor import LlmExecutor
+    from paged.picture import cache_picture
+
+    executor = LlmExecutor.from_pretrained(
+        checkpoint_folder(args.model), dtype=dtype, num_blocks=64, num_swap_blocks=16, block_size=args.block_size
+    )
+    run_tour(executor)
+    assert executor.kv_manager is not None  # from_pretrained's models keep their KV in one
+    picture = cache_picture(executor.kv_manager)
+    if args.svg is not None:
+        try:
+            args.svg.write_text(picture.svg(args.columns), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"--svg {args.svg}: {getattr(error, 'strerror', None) or error}") from error
+    if args.json:
+        print_json(asdict(picture))
+    else:
+        print(picture.text(args.columns))
+    return 0
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
+    try:
+        if match is not None:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    except (ValueError, KeyError, OverflowError):
+        pass
+    raise InvalidInputError(f"--device-memory {text}: expected a size such as 141GB or 80GiB")
+
+
+def _print(summary: CheckpointSummary) -> None:
+    def size(num_bytes: int | None) -> str | None:
+        if num_bytes is None:
+            return None
+        return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
+
+    heads = None
+    if summary.num_attention_heads is not None:
+        heads = f"{summary.num_attention_heads}, KV {summary.num_kv_heads}, of {summary.head_dim or 'unknown size'}"
+    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in summary.tensors.items())
+    windows = f", {summary.sliding_layers} with a sliding window" if summary.sliding_layers else ""
+    room = None
+    if summary.kv_tokens is not None:
+        sequences = summary.kv_tokens // summary.max_seq_len if summary.max_seq_len else 0
+        room = (
+            f"{summary.kv_tokens:,} tokens in {size(summary.device_bytes)}, in blocks of {summary.block_size}: "
+            f"{sequences} sequences of full length"
+        )
+    lines = {
+        "folder": summary.folder,
+        "architecture": f"{', '.join(summary.architectures) or 'none'} ({summary.model_type})",
+        "supported": "yes" if summary.supported else f"no: {summary.reason}",
+        "missing files": ", ".join(summary.missing) or None,
+        "parameters": None if summary.parameters is None else f"{summary.parameters:,}",
+        "stored": stored or None,
+        "dtype": None if summary.dtype is None else f"{summary.dtype}, KV cache {summary.kv_cache_dtype}",
+        "layers": None if summary.num_layers is None else f"{summary.num_layers}{windows}",
+        "heads": heads,
+        "experts": summary.num_experts,
+        "vocabulary": summary.vocab_size,
+        "longest sequence": None if summary.max_seq_len is None else f"{summary.max_seq_len:,} tokens",
+        "weights": size(summary.weight_bytes),
+        "KV a token": None if summary.kv_bytes_per_token is None else f"{summary.kv_bytes_per_token:,} bytes",
+        "KV cache": room or "give --device-memory to see how many tokens fit",
+    }
+    for name, value in lines.items():
+        if value is not None:
+            print(f"{name:17} {one_line(value)}")

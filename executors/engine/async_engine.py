@@ -1,0 +1,252 @@
+"""The engine for servers: requests come from coroutines, and one worker thread runs the steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from paged.errors import PagedError
+from paged.executors.engine.engine import Engine
+from paged.executors.engine.metrics import EngineStatus, prometheus_text
+from paged.executors.isolation import describe
+from paged.executors.requests.output import Mark, RequestOutput
+from paged.executors.requests.sampling_params import SamplingParams
+from paged.seq_id import SeqId
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class EngineStoppedError(PagedError):
+    """The engine was shut down, or a step of it failed, before the request was done."""
+
+
+class AsyncEngine:
+    """Streams of a synchronous `Engine`; whoever awaits one never blocks the event loop.
+
+    Steps run as long as there are requests; calls wait for the step in between. Use it from one event loop. A stream
+    that is left, by `aclose`, an exception or a cancelled task, aborts its request; one that is read slowly, or never,
+    holds no more than its newest state. `async with` shuts down at its end. After `shutdown` every method but that one
+    raises EngineStoppedError.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
+        self._streams: dict[RequestOutput, _Stream] = {}
+        self._steps: asyncio.Task[None] | None = None
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._is_accepting = True
+        self._is_stopped = False
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        deltas: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """The request's newest output whenever it has changed since the last one was taken, the last one finished.
+
+        deltas: of each completion only the tokens, text and log probabilities that came since then. `options`: those of
+        `Engine.add_request`.
+
+        Raises:
+            InvalidInputError, UnsupportedError, SequenceTooLongError, QueueFullError: as `Engine.add_request`.
+            EngineStoppedError: there is no engine any more.
+        """
+        stream = await self._open(prompt_token_ids, params, options)
+        marks = [Mark()] * len(stream.output.outputs)
+        try:
+            while True:
+                newest = await stream.newest()
+                yield newest.since(marks) if deltas else newest
+                if newest.finished:
+                    return
+                marks = [one.mark for one in newest.outputs]
+        finally:
+            del self._streams[stream.output]
+            if not self._is_stopped:
+                self._worker.submit(self.engine.discard, stream.output)
+
+    async def abort(self, request_id: SeqId) -> bool:
+        """End a request: its stream yields once more, finished. False if there is none of that name."""
+
+        def abort() -> RequestOutput | None:
+            output = self.engine.find(request_id)
+            self.engine.abort(request_id)
+            return output
+
+        output = await self._call(abort)
+        if output in self._streams:
+            self._streams[output].put(output.copy())
+        return output is not None
+
+    async def load_lora(self, name: str, path: str | Path) -> None:
+        """As `Engine.load_lora`, between two steps, while requests run."""
+        await self._call(self.engine.load_lora, name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        """As `Engine.unload_lora`, between two steps, while other requests run."""
+        await self._call(self.engine.unload_lora, name)
+
+    async def list_loras(self) -> tuple[str, ...]:
+        """As `Engine.list_loras`."""
+        return await self._call(self.engine.list_loras)
+
+    async def status(self) -> EngineStatus:
+        """Queue, running sequences and cache."""
+        return await self._call(self.engine.status)
+
+    async def prometheus_text(self) -> str:
+        """The page for Prometheus, see `prometheus_text`."""
+        return await self._call(lambda: prometheus_text(self.engine.metrics, self.engine.status()))
+
+    async def pause(self) -> None:
+        """Run no further step until `resume`; returns when the present one has ended, so that the executor is idle.
+
+        Requests are accepted and wait, and can be aborted; their timeouts are looked at when steps run again.
+        """
+        self._check_accepting()
+        self._may_run.clear()
+        await self._call(lambda: None)  # behind the step that runs
+
+    async def resume(self) -> None:
+        """Run steps again; harmless where they do."""
+        self._check_accepting()
+        self._may_run.set()
+
+    async def shutdown(self, *, drain: bool = False) -> None:
+        """Accept no request from here on, end those that run and stop the worker; a second call is harmless.
+
+        drain: let them run to their ends first, which also resumes a paused engine; else they are aborted, and their
+        streams raise EngineStoppedError once what came before was taken. The executor is left to its owner.
+        """
+        self._is_accepting = False
+        self._may_run.set()
+        if self._is_stopped:
+            return
+        await self._call(lambda: None)  # behind the requests that are being added: from here on there come no others
+        if drain:
+            await self._steps_end()
+        for output, stream in list(self._streams.items()):
+            if not output.finished:
+                stream.fail(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
+        if not self._is_stopped:
+            await self._call(self._discard_all)
+            await self._steps_end()
+        self._is_stopped = True
+        self._worker.shutdown()
+
+    async def _open(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None, options: Mapping[str, Any]
+    ) -> _Stream:
+        """Add a request; one whose caller is cancelled meanwhile leaves nothing behind."""
+
+        def add() -> _Stream:  # before the next step, whose output may be the last
+            self._check_accepting()
+            stream = _Stream(self.engine.add_request(prompt_token_ids, params, **options))
+            self._streams[stream.output] = stream
+            return stream
+
+        def leave(added: Future[_Stream]) -> None:
+            if not added.cancelled() and added.exception() is None:
+                output = added.result().output
+                del self._streams[output]
+                self.engine.discard(output)
+
+        self._check_accepting()
+        added = self._worker.submit(add)
+        try:
+            stream = await asyncio.wrap_future(added)
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                self._worker.submit(leave, added)
+            raise
+        self._start_steps()
+        return stream
+
+    async def _call(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._is_stopped:
+            raise EngineStoppedError("the engine was shut down")
+        return await asyncio.wrap_future(self._worker.submit(method, *args, **kwargs))
+
+    def _check_accepting(self) -> None:
+        if not self._is_accepting:
+            raise EngineStoppedError("the engine was shut down")
+
+    def _discard_all(self) -> None:
+        for output in list(self._streams):
+            self.engine.discard(output)
+
+    def _step(self) -> list[tuple[_Stream, RequestOutput]]:
+        changed = []
+        for output in self.engine.step():
+            if (stream := self._streams.get(output)) is not None:
+                changed.append((stream, output.copy()))
+        return changed
+
+    async def _run_steps(self) -> None:
+        try:
+            while self.engine.num_unfinished:
+                await self._may_run.wait()
+                for stream, output in await self._call(self._step):
+                    stream.put(output)
+        except Exception as error:
+            for stream in list(self._streams.values()):
+                stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
+                stopped.__cause__ = error
+                stream.fail(stopped)
+
+    def _start_steps(self) -> asyncio.Task[None]:
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._run_steps())
+        return self._steps
+
+    async def _steps_end(self) -> None:
+        await asyncio.wait([self._start_steps()])
+
+
+class _Stream:
+    """What the reader of a request has not taken yet: its newest state, and an error after that."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        self.output = output
+        self._newest: RequestOutput | None = None
+        self._error: EngineStoppedError | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """There is a newer state."""
+        self._newest = output
+        self._has_news.set()
+
+    def fail(self, error: EngineStoppedError) -> None:
+        """There will be none after this."""
+        self._error = error
+        self._has_news.set()
+
+    async def newest(self) -> RequestOutput:
+        """The newest state, once there is one that was not taken; else the error."""
+        await self._has_news.wait()
+        newest, self._newest = self._newest, None
+        if newest is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._has_news.clear()
+        return newest

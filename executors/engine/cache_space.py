@@ -1,0 +1,120 @@
+"""Room in the KV cache for completions: by blocks where the executor has a cache manager, else by counting tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import OutOfBlocksError
+from paged.executors.model_executor import ModelExecutor
+from paged.executors.requests.request import Completion
+
+
+class BlockSpace:
+    """Sequences in a `PagedKvCacheManager`: shared prefixes, forks, swap.
+
+    admission_tokens: see `EngineConfig`.
+    """
+
+    def __init__(self, executor: ModelExecutor, manager: PagedKvCacheManager, admission_tokens: int | None) -> None:
+        self._executor = executor
+        self._manager = manager
+        self._admission_tokens = admission_tokens
+        self._growth = 0
+
+    def begin(self, running: Sequence[Completion]) -> None:
+        """Add up the blocks that those which run may still take, once for all that is admitted beside them."""
+        self._growth = sum(map(self._growth_of, running))
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        """Blocks for all tokens it has, those of a published prefix shared. Alone it needs no room to grow."""
+        was_swapped = completion.is_swapped
+        if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
+            return False
+        try:
+            self._take_blocks(completion)
+        except OutOfBlocksError:
+            return False
+        growth = self._growth + self._growth_of(completion)
+        # What came back from the host stays: to move it out again would cost more than to preempt another.
+        if growth > self._manager.stats().free_blocks and not is_alone and not was_swapped:
+            self.release(completion)
+            completion.hold(None)
+            return False
+        self._growth = growth
+        return True
+
+    def release(self, completion: Completion) -> None:
+        """Give its blocks back; through the executor, which may know more of the sequence."""
+        if completion.handle is not None:
+            self._executor.release_cache(completion.seq_id)
+
+    def swap_out(self, completion: Completion) -> bool:
+        """Move its own blocks to host memory."""
+        assert completion.handle is not None
+        try:
+            self._manager.swap_out(completion.handle)
+        except OutOfBlocksError:
+            return False
+        return True
+
+    def fork(self, source: Completion, target: Completion) -> None:
+        """`target` begins with what `source` holds, over the same blocks."""
+        assert source.handle is not None
+        target.hold(self._manager.fork(source.handle, target.seq_id))
+
+    def _take_blocks(self, completion: Completion) -> None:
+        if completion.is_swapped:
+            assert completion.handle is not None
+            self._manager.swap_in(completion.handle)
+            completion.is_swapped = False
+        else:
+            request = completion.request
+            handle = self._manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=request.namespace)
+            completion.hold(handle)
+            if request.first_token is None:
+                request.output.num_cached_tokens = handle.num_tokens
+
+    def _growth_of(self, completion: Completion) -> int:
+        """Blocks between its room and its admission_target_len."""
+        assert completion.handle is not None
+        if self._admission_tokens is None:
+            target = completion.longest
+        else:
+            target = min(completion.num_tokens + self._admission_tokens, completion.longest)
+        return max(0, self._manager.config.blocks_for(target) - len(completion.handle.blocks))
+
+
+class TokenSpace:
+    """Tokens of sequences that an executor keeps its own way: each is counted at its longest, so none has to stop."""
+
+    def __init__(self, executor: ModelExecutor) -> None:
+        self._executor = executor
+        self._capacity = executor.kv_capacity()
+        self._max_sequences = executor.capabilities().max_batch_size
+        self._tokens = self._sequences = 0
+
+    def begin(self, running: Sequence[Completion]) -> None:
+        """Add up the lengths of those that run."""
+        self._tokens, self._sequences = sum(one.longest for one in running), len(running)
+
+    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        """Whether it fits at its longest."""
+        tokens, sequences = self._tokens + completion.longest, self._sequences + 1
+        if self._capacity is not None and tokens > self._capacity:
+            return False
+        if self._max_sequences is not None and sequences > self._max_sequences:
+            return False
+        self._tokens, self._sequences = tokens, sequences
+        completion.hold(None)
+        return True
+
+    def release(self, completion: Completion) -> None:
+        """Tell the executor to forget it."""
+        if completion.cached:
+            handle = completion.handle
+            self._executor.release_cache(completion.seq_id if handle is None else handle.cache_id)
+
+    def swap_out(self, completion: Completion) -> bool:
+        """There is no host memory known to move it to."""
+        return False

@@ -1,0 +1,225 @@
+"""Continuous batching: requests come and go, and every step runs whatever can run in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from paged.errors import InvalidInputError
+from paged.executors.engine.config import EngineConfig, QueueFullError
+from paged.executors.engine.core import EngineCore
+from paged.executors.engine.intake import Intake, as_request_id
+from paged.executors.engine.metrics import EngineStatus
+from paged.executors.lora_loader import lora_loader
+from paged.executors.model_executor import ModelExecutor
+from paged.executors.progress import progress_bar
+from paged.executors.requests.output import RequestOutput
+from paged.executors.requests.sampling_params import SamplingParams
+from paged.executors.speculation.proposer import Proposer
+from paged.executors.text.detokenizer import Tokenizer
+from paged.seq_id import SeqId
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+class Engine(EngineCore):
+    """Runs requests on any `ModelExecutor`: prefill in chunks beside decodes, prefix reuse, preemption, speculation.
+
+    One with a cache manager shares prefixes, forks and swaps; any other computes every prompt. Not thread-safe:
+    `AsyncEngine` queues calls. A request whose forward fails takes no other with it, see `StepRunner`.
+
+    tokenizer: for texts and stop strings. eos_token_ids: end every request that does not ignore them; None for those
+    that the executor's checkpoint names (`ModelInfo.eos_token_ids`), () for none. proposer: drafts tokens that the
+    executor then verifies, several in one forward. seed: of the seeds of requests that have none.
+
+    Raises:
+        InvalidInputError: a step's budget is below what one sequence with its drafts takes.
+        UnsupportedError: a proposer for an executor that cannot take tokens back.
+    """
+
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        proposer: Proposer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        config = EngineConfig() if config is None else config
+        super().__init__(executor, config, proposer)
+        self._intake = Intake(executor, tokenizer, eos_token_ids, config.priority_requests, seed)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are not done."""
+        return len(self._requests)
+
+    def status(self) -> EngineStatus:
+        """Queue, running sequences and cache, as of now."""
+        scheduler, manager = self._scheduler, self.executor.kv_manager
+        stats = None if manager is None else manager.stats()
+        return EngineStatus(
+            waiting=len(scheduler.waiting),
+            swapped=scheduler.num_swapped,
+            prefilling=len(scheduler.prefilling),
+            decoding=len(scheduler.decoding),
+            used_blocks=None if stats is None else stats.used_blocks,
+            num_blocks=None if stats is None else stats.num_blocks,
+            lora=self.executor.lora_metrics_snapshot(),
+        )
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: SeqId | None = None,
+        priority: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Queue a request. What comes back grows from step to step; its `copy()` keeps a moment.
+
+        prompt_token_ids: integers of any library, in any sequence. request_id: a text or an int, which no request has
+        that is not done; 1 and "1" are two. priority: higher goes first, see `EngineConfig.priority_requests`.
+        metadata: of its batch items; "lora_adapter" also parts its cached prefixes from those of other adapters.
+        timeout_s: it ends with finish_reason "timeout" in the first step after so many seconds.
+        cache_salt: it shares cached prefixes with requests of the same salt alone, so that no tenant can tell by the
+        time to the first token what another has asked.
+
+        Raises:
+            InvalidInputError: the id is in use, the prompt is empty, a token id is outside of the vocabulary, there are
+                stop strings and no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
+                an argument has another type.
+            UnsupportedError: an adapter for an executor that takes none.
+            SequenceTooLongError: prompt and max_tokens are longer than the model allows.
+            QueueFullError: `EngineConfig.max_waiting` completions wait.
+        """
+        request_id = None if request_id is None else as_request_id(request_id)
+        if request_id in self._requests:
+            raise InvalidInputError(f"request {request_id!r}: its id is in use")
+        params = _DEFAULT_PARAMS if params is None else params
+        request = self._intake.request(
+            prompt_token_ids,
+            params,
+            request_id,
+            priority=priority,
+            metadata=metadata,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+        )
+        limit, waiting = self.config.max_waiting, len(self._scheduler.waiting)
+        if limit is not None and waiting >= limit:
+            raise QueueFullError(f"{waiting} completions wait, max_waiting is {limit}")
+        self._add(request)
+        return request.output
+
+    def abort(self, request_id: SeqId) -> bool:
+        """End a request and give back what it holds; False if there is none of that name.
+
+        Raises:
+            InvalidInputError: it is neither a text nor an int.
+        """
+        request = self._requests.get(as_request_id(request_id))
+        if request is not None:
+            self._end(request, "abort")
+        return request is not None
+
+    def find(self, request_id: SeqId) -> RequestOutput | None:
+        """The output of a request that is not done."""
+        request = self._requests.get(as_request_id(request_id))
+        return None if request is None else request.output
+
+    def discard(self, output: RequestOutput) -> None:
+        """Abort the request of this output; one that is done is left alone, and so is another that took its id."""
+        request = self._requests.get(output.request_id)
+        if request is not None and request.output is output:
+            self._end(request, "abort")
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[RequestOutput]:
+        """Add a request and step until it is done; a copy of its output after each step that changed it. Leaving early
+        aborts it; several streams may be read in turns. `options` are those of `add_request`.
+        """
+        output = self.add_request(prompt_token_ids, params, **options)
+        seen = 0
+        try:
+            while True:
+                length = sum(len(one.token_ids) for one in output.outputs)
+                if length > seen or output.finished:
+                    seen = length
+                    yield output.copy()
+                if output.finished:
+                    return
+                self.step()
+        finally:
+            self.discard(output)
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.
+
+        Raises:
+            InvalidInputError, CheckpointError: as `LlmExecutor.load_lora`.
+            UnsupportedError: the executor takes no adapters.
+        """
+        lora_loader(self.executor).load_lora(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter between two steps.
+
+        Raises:
+            InvalidInputError: it is not loaded, or requests that are not done name it.
+            UnsupportedError: the executor takes no adapters.
+        """
+        loader = lora_loader(self.executor)
+        # Those that wait hold no sequence yet, so the executor cannot know of them.
+        if named := [one.request_id for one in self._requests.values() if one.adapter == name]:
+            raise InvalidInputError(f"adapter {name!r}: {len(named)} requests name it, first {named[0]!r}")
+        loader.unload_lora(name)
+
+    def list_loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters.
+
+        Raises:
+            UnsupportedError: the executor takes no adapters.
+        """
+        return lora_loader(self.executor).list_loras()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their ends, in the order given. progress: a bar, where tqdm is installed.
+
+        Raises:
+            InvalidInputError, SequenceTooLongError: a prompt cannot run, or there is not one of `params` for each;
+                nothing was run.
+        """
+        if isinstance(prompts, str | bytes):
+            raise InvalidInputError("prompts: a text, expected lists of token ids")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidInputError(f"params: {len(each)}, expected one for each of {len(prompts)} prompts")
+        outputs: list[RequestOutput] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                outputs.append(self.add_request(prompt, one))
+            with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
+                pending = set(outputs)
+                while pending and self._requests:
+                    done = pending.intersection(output for output in self.step() if output.finished)
+                    pending -= done
+                    bar.update(len(done))
+        finally:
+            for output in outputs:
+                self.discard(output)
+        return outputs

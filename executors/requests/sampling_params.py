@@ -1,0 +1,161 @@
+"""How the tokens of a request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.token_ids import as_token_ids
+
+# A completion takes 60 us to make; so many take a quarter of a second.
+MAX_COMPLETIONS = 4096
+# More than any vocabulary has.
+MAX_IDS = 1 << 20
+# The automaton that finds stop strings takes about 200 bytes a character, and a request carries one.
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARACTERS = 1 << 14
+
+# What float32, which sampling computes in, holds to full precision.
+_SMALLEST = 2.0**-126
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Of one request; the names are those of other engines. None in place of a value stands for the default.
+
+    Numbers of any library are taken where they are whole numbers or floats, token ids in any sequence, and kept as
+    Python's own; a bool is no number.
+
+    n: completions of the prompt, which is run once; 4,096 at the most. max_tokens: new tokens at the most, None for as
+    many as fit.
+    temperature: 0 takes the best token. top_k: 0 or -1 for all. min_p: a share of the best token's probability. A
+    temperature or top_p below 2^-126, which float32 cannot hold, counts as 0: the best token is taken.
+    They apply in this order: allowed_token_ids, logit_bias, penalties, temperature, top_k, top_p of what is left,
+    min_p. Tokens that tie with the last one of top_k or top_p stay.
+    repetition_penalty: logits of tokens that occurred, the prompt included, are divided by it where positive, else
+    multiplied (Keskar et al., 2019). presence_penalty, frequency_penalty: subtracted once, or once an occurrence, for
+    tokens of the output.
+    stop: the text ends before the first of these strings to be complete, the longest of those that are complete at the
+    same character; 256 strings and 16,384 characters at the most.
+    stop_token_ids: the output ends with the first of these.
+    ignore_eos: the engine's end tokens do not end it. min_tokens: before that many no end token is chosen, nor does a
+    stop string end the text.
+    seed: the same tokens whatever else runs; None draws one. The i-th of n completions derives its own.
+    logprobs: for every token its log probability and that many best ones', before anything above applies.
+
+    Raises:
+        InvalidInputError: a value has another type, is outside of its range or not finite, or a list is too long.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value, and put Python's own in its place."""
+        for one in fields(self):
+            given = getattr(self, one.name)
+            # As many as fit is what None means for max_tokens, whose default is a number.
+            value = one.default if given is None and one.name != "max_tokens" else given
+            if value is not None:
+                value = _read(one.name, value)
+            object.__setattr__(self, one.name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInputError(f"min_tokens: {self.min_tokens}, expected 0 to max_tokens, {self.max_tokens}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, also where it is one string."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no chance is involved."""
+        return self.temperature < _SMALLEST or self.top_k == 1 or self.top_p <= _SMALLEST
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that occurred weigh less or more."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every id named anywhere, for a check against the vocabulary."""
+        return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
+
+
+_MOST = (1 << 63) - 1
+# Lowest and highest number; floats are finite in float32 besides.
+_INTEGERS = {
+    "n": (1, MAX_COMPLETIONS),
+    "top_k": (-1, _MOST),
+    "max_tokens": (1, _MOST),
+    "min_tokens": (0, _MOST),
+    "logprobs": (0, _MOST),
+    "seed": (-_MOST - 1, 2 * _MOST + 1),
+}
+_FLOATS = {
+    "temperature": (0.0,),
+    "top_p": (5e-324, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (_SMALLEST,),
+    "presence_penalty": (),
+    "frequency_penalty": (),
+}
+
+
+def _read(name: str, value: Any) -> Any:
+    if name in _INTEGERS:
+        lowest, highest = _INTEGERS[name]
+        return as_int(name, value, low=lowest, high=highest)
+    if name in _FLOATS:
+        number = as_float(name, value, *_FLOATS[name])
+        return max(number, _SMALLEST) if name == "top_p" else number
+    if name == "ignore_eos":
+        return as_bool(name, value)
+    if name == "logit_bias":
+        return _biases(value)
+    if name == "stop":
+        return _stops(value)
+    # The order of what is allowed, or ends an output, means nothing.
+    ids = tuple(as_token_ids(name, list(value) if isinstance(value, set | frozenset) else value, max_length=MAX_IDS))
+    if name == "allowed_token_ids" and not ids:
+        raise InvalidInputError("allowed_token_ids: none, expected at least one token id")
+    return ids
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id")
+    if len(value) > MAX_IDS:
+        raise InvalidInputError(f"logit_bias: {len(value)} tokens, expected at most {MAX_IDS}")
+    return {as_int("logit_bias", token): as_float(f"logit_bias[{shown(token)}]", bias) for token, bias in value.items()}
+
+
+def _stops(value: Any) -> str | tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise InvalidInputError(f"stop: {shown(value)}, expected a string, or a list of them, that are not empty")
+    if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise InvalidInputError(
+            f"stop: {len(stops)} strings of {sum(map(len, stops))} characters, "
+            f"expected at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}"
+        )
+    return value if isinstance(value, str) else tuple(stops)

@@ -1,0 +1,68 @@
+"""How often each token occurred in completions whose penalties depend on it, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from paged.executors.requests.request import Completion
+from paged.seq_id import SeqId
+from paged.staging import to_device
+
+
+class TokenCounts:
+    """A row of each table a completion, brought up to date with the tokens that came since it was last asked for.
+
+    outputs: int32 [rows, V], occurrences in the output. prompts: bool [rows, V], whether it stands in the prompt. They
+    exist once a request has penalties, and grow by doubling.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.prompts = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._rows: dict[SeqId, int] = {}
+        self._counted: dict[SeqId, int] = {}
+        self._free: list[int] = []
+
+    def rows(self, completions: Sequence[Completion]) -> torch.Tensor:
+        """The row of each completion, int64 [n], after its newest tokens have been counted."""
+        for completion in completions:
+            if completion.seq_id not in self._rows:
+                self._add(completion)
+        rows: list[int] = []
+        tokens: list[int] = []
+        for completion in set(completions):
+            row, known = self._rows[completion.seq_id], self._counted[completion.seq_id]
+            new = completion.output.token_ids[known:]
+            rows += [row] * len(new)
+            tokens += new
+            self._counted[completion.seq_id] = known + len(new)
+        asked = [self._rows[completion.seq_id] for completion in completions]
+        arrays = [np.array(values, np.int64) for values in (asked, rows, tokens)]
+        asked_rows, new_rows, new_tokens = to_device(arrays, self.outputs.device)
+        ones = torch.ones_like(new_tokens, dtype=torch.int32)
+        self.outputs.index_put_((new_rows, new_tokens), ones, accumulate=True)
+        return asked_rows
+
+    def forget(self, completion: Completion) -> None:
+        """It is finished; its row goes to another."""
+        row = self._rows.pop(completion.seq_id, None)
+        if row is not None:
+            del self._counted[completion.seq_id]
+            self._free.append(row)
+
+    def _add(self, completion: Completion) -> None:
+        if not self._free:
+            have = len(self.outputs)
+            more = max(have, 8)
+            self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(more, self.outputs.shape[1])])
+            self.prompts = torch.cat([self.prompts, self.prompts.new_zeros(more, self.prompts.shape[1])])
+            self._free = list(range(have, have + more))
+        row = self._free.pop()
+        self._rows[completion.seq_id], self._counted[completion.seq_id] = row, 0
+        self.outputs[row] = 0
+        self.prompts[row] = False
+        (prompt,) = to_device([np.array(completion.request.prompt, np.int64)], self.outputs.device)
+        self.prompts[row, prompt] = True

@@ -1,0 +1,207 @@
+"""The tokens of a step, and the one copy that brings their ids to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.counts import TokenCounts
+from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
+from paged.executors.sampling.operations import (
+    apply_penalties,
+    apply_rules_,
+    draw,
+    filter_,
+    rejection_sample,
+)
+from paged.executors.sampling.rows import SamplingRows, index_tensor, pair_tensors, sampling_rows
+from paged.kernels.layers.greedy_argmax import greedy_argmax
+from paged.staging import to_device
+
+
+class Sampled(NamedTuple):
+    """What each completion gained: its tokens, and for each of them, where asked for, log probability by token id."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[dict[int, float]]] | None = None
+
+
+class Drafts(NamedTuple):
+    """Proposals for several completions: their ids, and the probabilities they were drawn with, float32 [n, k, V]; None
+    where they were certain.
+    """
+
+    token_ids: list[list[int]]
+    probs: torch.Tensor | None = None
+
+
+class Sampler:
+    """Samples for completions. A row's token depends on its own logits, parameters, tokens and seed alone.
+
+    A token of -1 says that the logits left none to choose: all of them NaN or -inf.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts = TokenCounts(vocab_size, device)
+        self._last: SamplingRows | None = None
+
+    def sample(
+        self, logits: torch.Tensor, completions: list[Completion], meanwhile: Callable[[], None] | None = None
+    ) -> Sampled:
+        """One token for each completion, from float32 [n, V].
+
+        meanwhile: called when the device has been told to choose, before its choice is waited for.
+        """
+        rows = self._rows(completions)
+        tokens, _ = self._choose(logits, rows, None, Stream.TOKEN)
+        if meanwhile is not None:
+            meanwhile()
+        if rows.num_logprobs is None:
+            return Sampled(tokens[:, None].tolist())
+        return self._to_host(logits, rows, tokens[:, None], None, [1] * len(completions))
+
+    def propose(
+        self, logits: torch.Tensor, completions: list[Completion], drafts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A draft model's next token after `drafts`, int64 [n], and its probabilities [n, V] unless all are certain."""
+        rows = self._rows(completions)
+        tokens, adjusted = self._choose(logits, rows, drafts, Stream.DRAFT)
+        return tokens, self._sharpen(adjusted, rows).softmax(-1) if rows.num_drawn else None
+
+    def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
+        """The drafts that each completion keeps and one token more. `logits` holds a row for each draft and one more of
+        every completion, [num_rows, V].
+        """
+        counts = [len(ids) for ids in drafts.token_ids]
+        width, sizes = max(counts), [count + 1 for count in counts]
+        rows = self._rows([one for one, size in zip(completions, sizes, strict=True) for _ in range(size)])
+        extras = [ids[:end] for ids in drafts.token_ids for end in range(len(ids) + 1)]
+        adjusted = self._sharpen(self._adjust(logits, rows, extras), rows)
+        positions = np.array([one.num_tokens for one in completions], np.int64)[:, None] + np.arange(width + 1)
+        seeds = hash_seeds(np.array([one.seed for one in completions], np.uint64))[:, None]
+        first_rows, ids, num_drafts, uniforms, keys = to_device(
+            (
+                np.array([0, *accumulate(sizes[:-1])], np.int64),
+                np.array([[*ids, *[0] * (width - len(ids))] for ids in drafts.token_ids], np.int64),
+                np.array(counts, np.int64),
+                uniform(noise_keys(seeds, positions[:, :width], Stream.ACCEPT)),
+                split_keys(noise_keys(seeds, positions, Stream.TOKEN)),
+            ),
+            self._device,
+        )
+        tokens, accepted = rejection_sample(adjusted, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
+        return self._to_host(logits, rows, tokens, accepted, sizes)
+
+    def forget(self, completion: Completion) -> None:
+        """It is finished."""
+        self._counts.forget(completion)
+
+    def reset(self) -> None:
+        """Forget all that was kept from step to step, which an error may have left half done; it is made again."""
+        self._counts, self._last = TokenCounts(self._vocab_size, self._device), None
+
+    def _rows(self, completions: list[Completion]) -> SamplingRows:
+        if self._last is None or self._last.completions != completions:
+            self._last = sampling_rows(completions, self._vocab_size, self._device)
+        return self._last
+
+    def _choose(
+        self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None, stream: Stream
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [n], and the logits they were chosen by."""
+        if not rows.is_plain:
+            logits = self._adjust(logits, rows, extras)
+        if not rows.num_drawn:
+            return greedy_argmax(logits), logits
+        keys = noise_keys(rows.hashed_seeds, rows.positions(extras)[rows.is_drawn], stream)
+        (halves,) = to_device((split_keys(keys),), self._device)
+        if rows.random is None:
+            return draw(logits, halves), logits
+        tokens = greedy_argmax(logits)
+        tokens[rows.random] = draw(logits[rows.random], halves)
+        return tokens, logits
+
+    def _adjust(self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None) -> torch.Tensor:
+        """A copy of the logits with everything applied that comes before chance. `extras`: a row's drafts so far."""
+        logits, rules = logits.clone(), rows.rules
+        banned = []
+        for row in rows.with_minimum:
+            one = rows.completions[row]
+            if len(one.output.token_ids) + (len(extras[row]) if extras else 0) < one.params.min_tokens:
+                banned += [(row, token) for token in one.request.end_token_ids]
+        if banned:
+            rules = replace(rules, banned=pair_tensors(banned, self._device))
+        apply_rules_(logits, rules)
+        if rows.penalised:
+            index = index_tensor(rows.penalised, self._device)
+            counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
+            outputs, prompts = self._counts.outputs[counted], self._counts.prompts[counted]
+            if extras is not None:
+                pairs = [(place, token) for place, row in enumerate(rows.penalised) for token in extras[row]]
+                where = pair_tensors(pairs, self._device)
+                outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
+            logits[index] = apply_penalties(logits[index], outputs, prompts, *rows.penalties)
+        if rows.random is not None:
+            logits[rows.random] = filter_(logits[rows.random], rows.filters)
+        elif rows.num_drawn:
+            filter_(logits, rows.filters)
+        return logits
+
+    def _sharpen(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """Leave greedy rows nothing but their best token."""
+        if rows.num_drawn == len(rows.completions):
+            return logits
+        best = greedy_argmax(logits)[:, None]
+        sharp = torch.full_like(logits, -torch.inf).scatter_(1, best.clamp(min=0), 0.0)
+        sharp.masked_fill_(best < 0, torch.nan)
+        if rows.random is not None:
+            sharp[rows.random] = logits[rows.random]
+        return sharp
+
+    def _to_host(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor | None,
+        sizes: Sequence[int],
+    ) -> Sampled:
+        """Tokens [n, k + 1], counts of accepted drafts and log probabilities in one copy, as float64, which holds ids
+        exactly. `logits` has `sizes` rows for each of the n.
+        """
+        num, width = tokens.shape
+        parts = [tokens, torch.zeros_like(tokens[:, 0]) if accepted is None else accepted]
+        most = 0
+        if rows.num_logprobs is not None:
+            most = min(rows.num_logprobs, self._vocab_size)
+            flat = [row * width + place for row, size in enumerate(sizes) for place in range(size)]
+            chosen = tokens.flatten()[index_tensor(flat, self._device)]
+            logprobs = logits.log_softmax(-1)
+            best = logprobs.topk(most)
+            parts += [logprobs.gather(1, chosen.clamp(min=0)[:, None]), best.values, best.indices]
+        host = torch.cat([part.double().flatten() for part in parts]).cpu().numpy()
+        ids = host[: num * width].astype(np.int64).reshape(num, width).tolist()
+        kept = (host[num * width : num * width + num].astype(np.int64) + 1).tolist()
+        kept_ids = [row[:count] for row, count in zip(ids, kept, strict=True)]
+        if rows.num_logprobs is None:
+            return Sampled(kept_ids)
+        total = len(logits)
+        own, values, indices = np.split(host[num * (width + 1) :], [total, total * (1 + most)])
+        values, indices = values.reshape(total, most), indices.astype(np.int64).reshape(total, most)
+        tables: list[list[dict[int, float]]] = []
+        for tokens_kept, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
+            wanted = rows.completions[start].params.logprobs
+            table = []
+            for line, token in enumerate(tokens_kept if wanted is not None else (), start):
+                best_of = zip(indices[line, :wanted].tolist(), values[line, :wanted].tolist(), strict=True)
+                table.append({token: float(own[line])} | dict(best_of))
+            tables.append(table)
+        return Sampled(kept_ids, tables)

@@ -1,0 +1,175 @@
+"""Drafts from a smaller model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paged.batch import UnifiedBatch, UnifiedBatchItem
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
+from paged.executors.model_executor import ModelExecutor
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.row_matrix import row_matrix
+from paged.executors.sampling.rows import index_tensor
+from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.seq_id import SeqId
+
+_LOG = logging.getLogger("paged")
+
+
+@dataclass
+class _DraftSequence:
+    """A text in the draft model's cache: its first `length` tokens were the completion's, then came `drafts`."""
+
+    handle: KvCacheHandle
+    length: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """A `Proposer`: a model over the target's vocabulary, with K/V of its own, all completions in one forward.
+
+    num_tokens: drafts at the most. token_budget: tokens it runs a step to catch up with texts it has not seen; those
+    behind get no drafts meanwhile. Where its cache has no room or its forward fails there are none in that step: the
+    output is the same.
+
+    Raises:
+        InvalidInputError: num_tokens is not positive.
+        UnsupportedError: the executor has no cache manager, or cannot take tokens back.
+    """
+
+    def __init__(self, executor: ModelExecutor, num_tokens: int = 4, *, token_budget: int = 2048) -> None:
+        if num_tokens < 1:
+            raise InvalidInputError(f"num_tokens: {num_tokens}, expected at least 1")
+        info, manager = executor.info(), executor.kv_manager
+        if manager is None or not executor.capabilities().supports_truncate:
+            raise UnsupportedError(f"{info.model_id}: a draft model needs a cache manager that can truncate")
+        self.num_tokens = num_tokens
+        self.vocab_size: int | None = info.vocab_size
+        self._executor = executor
+        self._manager = manager
+        self._token_budget = token_budget
+        self._longest = info.max_sequence_length
+        self._device = info.device
+        self._sampler = Sampler(info.vocab_size, info.device)
+        self._sequences: dict[SeqId, _DraftSequence] = {}
+
+    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
+        try:
+            return self._propose(completions, limits)
+        except Exception:  # whatever a draft fails with, the target's tokens are right without it
+            _LOG.exception("no drafts in this step")
+            for completion in completions:
+                self.forget(completion)
+            return Drafts([[] for _ in completions])
+
+    def forget(self, completion: Completion) -> None:
+        if self._sequences.pop(completion.seq_id, None) is not None:
+            self._executor.release_cache(_draft_id(completion.seq_id))
+        self._sampler.forget(completion)
+
+    def make_room(self, manager: PagedKvCacheManager) -> bool:
+        if manager is not self._manager or not self._sequences:
+            return False
+        for seq_id in self._sequences:
+            self._executor.release_cache(_draft_id(seq_id))
+        self._sequences.clear()
+        return True
+
+    def _propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
+        drafts: list[list[int]] = [[] for _ in completions]
+        probs: torch.Tensor | None = None
+        # The last draft is not run, so it may stand one beyond the longest sequence.
+        limits = [
+            min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
+            for one, limit in zip(completions, limits, strict=True)
+        ]
+        items, active = self._catch_up(completions, limits)
+        for place in range(self.num_tokens):
+            answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
+            if not active:
+                break
+            rows = row_matrix([row for row in answers if row is not None])
+            tokens, shares = self._sampler.propose(
+                rows, [completions[index] for index in active], [drafts[index] for index in active]
+            )
+            if shares is not None:
+                if probs is None:
+                    probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
+                probs[index_tensor(active, self._device), place] = shares
+            for index, token in zip(active, tokens.tolist(), strict=True):
+                if token < 0:
+                    raise PagedError(f"the draft model gave no token for {completions[index]!r}")
+                drafts[index].append(token)
+            active = [index for index in active if place + 1 < limits[index]]
+            items = [self._decode_item(completions[index], drafts[index]) for index in active]
+        for completion, ids in zip(completions, drafts, strict=True):
+            if ids:
+                sequence = self._sequences[completion.seq_id]
+                sequence.length, sequence.drafts = completion.num_tokens, ids
+        return Drafts(drafts, probs)
+
+    def _catch_up(
+        self, completions: Sequence[Completion], limits: Sequence[int]
+    ) -> tuple[list[UnifiedBatchItem], list[int]]:
+        """Items with what the draft model has not seen, and the indices of those that it has seen all of then."""
+        items, active, budget = [], [], self._token_budget
+        for index, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
+            sequence = self._sequence(completion) if limit > 0 and budget > 0 else None
+            if sequence is None:
+                continue
+            start = self._roll_back(sequence, completion)
+            tokens = completion.tokens_from(start)
+            chunk = tokens[:budget]
+            budget -= len(chunk)
+            sequence.length, sequence.drafts = start + len(chunk), []
+            is_final = len(chunk) == len(tokens)
+            items.append(self._item(completion, chunk, is_final=is_final))
+            if is_final:
+                active.append(index)
+        return items, active
+
+    def _sequence(self, completion: Completion) -> _DraftSequence | None:
+        found = self._sequences.get(completion.seq_id)
+        if found is None:
+            try:
+                handle = self._manager.allocate(
+                    _draft_id(completion.seq_id),
+                    token_ids=completion.tokens_from(0),
+                    namespace=completion.request.namespace,
+                )
+            except OutOfBlocksError:
+                return None
+            found = self._sequences[completion.seq_id] = _DraftSequence(handle, handle.num_tokens)
+        return found
+
+    def _roll_back(self, sequence: _DraftSequence, completion: Completion) -> int:
+        """Take back the drafts that did not stay; how many tokens remain."""
+        kept = sequence.length
+        for draft, token in zip(sequence.drafts, completion.tokens_from(sequence.length), strict=False):
+            if draft != token:
+                break
+            kept += 1
+        kept = min(kept, completion.num_tokens - 1, sequence.handle.num_tokens)
+        if kept < sequence.handle.num_tokens:
+            self._executor.truncate_kv(sequence.handle, kept)
+        return kept
+
+    def _item(self, completion: Completion, tokens: Sequence[int], *, is_final: bool = True) -> UnifiedBatchItem:
+        handle = self._sequences[completion.seq_id].handle
+        return UnifiedBatchItem(
+            handle.cache_id, tokens, kv_cache=handle, pos_offset=handle.num_tokens, is_final_chunk=is_final
+        )
+
+    def _decode_item(self, completion: Completion, drafts: Sequence[int]) -> UnifiedBatchItem:
+        return self._item(completion, drafts[-1:])
+
+
+def _draft_id(seq_id: SeqId) -> SeqId:
+    """Of its own, as target and draft model may share a cache."""
+    return f"draft of {seq_id}"

@@ -1,0 +1,54 @@
+"""Drafts of a step, and the ones among them that belong to the completions that ran."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from paged.errors import InvalidInputError
+from paged.executors.isolation import describe
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.rows import index_tensor
+from paged.executors.sampling.sampler import Drafts
+from paged.executors.speculation.proposer import Proposer
+from paged.kernels.common.scalars import shown
+
+_LOG = logging.getLogger("paged")
+
+
+def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
+    """Drafts for what decodes, set as their items' next tokens; None where there are none.
+
+    None too where the proposer raises, or proposes what does not fit: the target's tokens are right without it.
+    """
+    if proposer is None or not decodes:
+        return None
+    limits = [one.request.max_tokens - len(one.output.token_ids) - 1 for one in decodes]
+    try:
+        drafts = _checked(proposer.propose(decodes, limits), limits, vocab_size)
+    except Exception as error:
+        _LOG.warning("no drafts in this step: %s", describe(error))
+        drafts = Drafts([[] for _ in decodes])
+    for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
+        completion.follow(token_ids)
+    return drafts if any(drafts.token_ids) else None
+
+
+def _checked(drafts: Drafts, limits: Sequence[int], vocab_size: int) -> Drafts:
+    for token_ids, limit in zip(drafts.token_ids, limits, strict=True):
+        if len(token_ids) > max(limit, 0) or not all(type(one) is int and 0 <= one < vocab_size for one in token_ids):
+            raise InvalidInputError(f"drafts: {shown(token_ids)}, expected at most {limit} ids below {vocab_size}")
+    return drafts
+
+
+def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
+    """Those of `completions`, in their order; completions that were not drafted for have none."""
+    places = {completion: place for place, completion in enumerate(decodes)}
+    chosen = [places.get(completion, -1) for completion in completions]
+    token_ids = [drafts.token_ids[place] if place >= 0 else [] for place in chosen]
+    if drafts.probs is None:
+        return Drafts(token_ids)
+    padded = torch.cat([drafts.probs, torch.zeros_like(drafts.probs[:1])])
+    return Drafts(token_ids, padded[index_tensor(chosen, padded.device)])

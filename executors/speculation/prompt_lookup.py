@@ -1,0 +1,66 @@
+"""Drafts from the text itself: what followed the last few tokens where they stood before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import InvalidInputError
+from paged.executors.requests.request import Completion
+from paged.executors.sampling.sampler import Drafts
+from paged.seq_id import SeqId
+
+
+class PromptLookup:
+    """A `Proposer` without a model (prompt lookup decoding, Saxena, 2023).
+
+    num_tokens: drafts at the most. max_ngram: the longest run of last tokens that is looked up; shorter ones follow.
+    """
+
+    vocab_size: int | None = None
+
+    def __init__(self, num_tokens: int = 4, *, max_ngram: int = 3) -> None:
+        if num_tokens < 1 or max_ngram < 1:
+            raise InvalidInputError(f"num_tokens {num_tokens}, max_ngram {max_ngram}: expected at least 1")
+        self.num_tokens = num_tokens
+        self._max_ngram = max_ngram
+        self._texts: dict[SeqId, _Text] = {}
+
+    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
+        drafts = []
+        for completion, limit in zip(completions, limits, strict=True):
+            text = self._texts.setdefault(completion.seq_id, _Text(self._max_ngram))
+            text.extend(completion.tokens_from(len(text.tokens)))
+            drafts.append(text.continuation(min(limit, self.num_tokens)))
+        return Drafts(drafts)
+
+    def forget(self, completion: Completion) -> None:
+        self._texts.pop(completion.seq_id, None)
+
+    def make_room(self, manager: PagedKvCacheManager) -> bool:
+        return False
+
+
+class _Text:
+    """A growing text, and where each run of at most `max_ngram` tokens in it last ended."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self.tokens: list[int] = []
+        self._max_ngram = max_ngram
+        self._ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens; the runs that end with the newest one wait, as they are what is looked up."""
+        first = max(len(self.tokens), 1)
+        self.tokens += tokens
+        for end in range(first, len(self.tokens)):
+            for size in range(1, min(self._max_ngram, end) + 1):
+                self._ends[tuple(self.tokens[end - size : end])] = end
+
+    def continuation(self, count: int) -> list[int]:
+        """What followed the longest run of last tokens that stood in the text before."""
+        for size in range(min(self._max_ngram, len(self.tokens) - 1), 0, -1):
+            end = self._ends.get(tuple(self.tokens[-size:]))
+            if end is not None:
+                return self.tokens[end : end + count]
+        return []

@@ -1,0 +1,136 @@
+"""The text that a model was trained to read a conversation as: the Jinja template of its checkpoint, rendered."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.executors.text.template_process import render_bounded
+from paged.models.loading.hf_config import HfConfig
+from paged.printable import one_line
+
+# The longest template of those known has 30,000 characters.
+_LONGEST = 1 << 20
+# What a template may write: its own words, and the conversation some times over, indented JSON included.
+_OWN_CHARACTERS, _GROWTH = 1 << 19, 16
+_QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens that they may write.
+
+    Templates come from whoever made the checkpoint: they run in Jinja's sandbox, on copies of plain JSON values, in a
+    process whose time and memory are limited (`template_sandbox` says why).
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str) -> None:
+        self.templates = dict(templates)
+        for name, text in self.templates.items():
+            if len(text) > _LONGEST:
+                raise CheckpointError(f"{source}: chat template {name!r} has more than {_LONGEST} characters")
+        self._special_tokens, self._source = dict(special_tokens), source
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTemplate:
+        """From chat_template.jinja, with others in additional_chat_templates; else from tokenizer_config.json.
+
+        Raises:
+            CheckpointError: a file is unreadable, or a template in it is no text.
+        """
+        file = folder / "tokenizer_config.json"
+        hf = HfConfig.read(folder, file.name) if file.is_file() else HfConfig({}, str(file))
+        paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        if (folder / "chat_template.jinja").is_file():
+            paths["default"] = folder / "chat_template.jinja"
+        templates = {name: _text_of(path) for name, path in paths.items()} or _templates_within(hf)
+        return cls(templates, _special_tokens(hf), str(folder))
+
+    def literals(self) -> set[str]:
+        """Every text in quotes in any of the templates."""
+        return {match[2] for text in self.templates.values() for match in _QUOTED.finditer(text)}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text, special tokens included.
+
+        Args:
+            messages: what was said, each with a `role` and, as the template reads them, `content`, `tool_calls` and so
+                on; an entry that is None counts as absent.
+            add_generation_prompt: end with what an answer begins with.
+            tools: JSON schemas of functions; with them the template named `tool_use` is taken where there is one.
+            variables: further ones that the template reads, such as `enable_thinking`; special tokens can be replaced.
+
+        Raises:
+            InvalidInputError: the checkpoint has no template, the template refuses the messages or goes beyond its
+                limits over them, or they are no JSON.
+            CheckpointError: the template does not parse.
+            UnsupportedError: jinja2 is not installed, or no process can be started.
+        """
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not len(messages):
+            raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
+        if find_spec("jinja2") is None:
+            raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'")
+        values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
+        values["add_generation_prompt"] = add_generation_prompt
+        try:
+            # Through JSON, so that a template meets no object with methods of its own.
+            written = json.dumps(values)
+            values = json.loads(written)
+        except Exception as error:  # of an object among them, too
+            raise InvalidInputError(f"messages: {_brief(error)}, expected JSON values") from error
+        found = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
+        if found.error is None:
+            return found.text
+        reason = one_line(found.error)
+        if found.is_syntax:
+            raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
+        raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
+
+
+def _brief(value: object) -> str:
+    """Of messages, which may be of any class and length."""
+    try:
+        return one_line(str(value) if isinstance(value, Exception) else repr(value), 200)
+    except Exception:  # of a class of the caller's
+        return type(value).__name__
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(_LONGEST + 1)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: unreadable ({error})") from error
+
+
+def _templates_within(hf: HfConfig) -> dict[str, str]:
+    """tokenizer_config.json holds one template, or a list of named ones."""
+    if not isinstance(hf.values.get("chat_template"), list):
+        template = hf.text("chat_template", "")
+        return {"default": template} if template else {}
+    named = [HfConfig(entry, hf.source) for entry in hf.items("chat_template", dict)]
+    return {entry.text("name"): entry.text("template") for entry in named}
+
+
+def _special_tokens(hf: HfConfig) -> dict[str, str]:
+    """bos_token, eos_token and so on, each a text or an object with the text as its content."""
+    tokens = {key: value for key, value in hf.values.items() if key.endswith("_token")}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: value for key, value in tokens.items() if isinstance(value, str)}

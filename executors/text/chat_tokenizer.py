@@ -1,0 +1,157 @@
+"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and which tokens end an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
+from paged.executors.text.chat_template import ChatTemplate, Message
+from paged.executors.text.special_tokens import SpecialTokens
+from paged.executors.text.tokenizer_limits import excess
+from paged.models.loading.end_tokens import read_eos_token_ids
+from paged.printable import one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+T = TypeVar("T")
+# The largest of those known, for a vocabulary of 262,144, has 33 MB.
+_MAX_BYTES = 256 << 20
+
+
+class ChatTokenizer:
+    """tokenizer.json, the chat template and the end tokens of one checkpoint.
+
+    An Engine takes it as its tokenizer. eos_token_ids: tokens that end an answer. tokenizer: that of `tokenizers`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int] = ()) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> ChatTokenizer:
+        """Read a folder in Hugging Face layout; all but tokenizer.json may be missing.
+
+        Raises:
+            CheckpointError: there is no tokenizer.json, or a file is malformed.
+            UnsupportedError: the tokenizers package is not installed.
+        """
+        folder = Path(path)
+        template = ChatTemplate.read(folder)
+        return cls(_read_tokenizer(folder / "tokenizer.json"), template, read_eos_token_ids(folder))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render` and `encode_chat` can do without tools."""
+        return "default" in self.template.templates
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around one.
+
+        parse_special: special tokens that are written in the text count as such, so that the text can end a turn or
+            begin another's; without it they are plain text.
+
+        Raises:
+            InvalidInputError: it is no text, holds half of a character, or the tokenizer fails over it.
+        """
+        encoding = self._encoded(text, add_special_tokens=True)
+        if parse_special or not self._special.found(text, encoding):
+            return list(encoding.ids)
+        mask = encoding.special_tokens_mask
+        before = next(place for place, is_around in enumerate(mask) if not is_around)
+        after = len(mask) - next(place for place, is_around in enumerate(reversed(mask)) if not is_around)
+        ids = encoding.ids
+        return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens.
+
+        Raises:
+            InvalidInputError: they are no ids, or the tokenizer fails over them.
+        """
+        return _named(lambda: str(self.tokenizer.decode(list(token_ids))), "token_ids")
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The conversation as text; options and errors as in `ChatTemplate.render`."""
+        return self.template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Message], *, parse_special: bool = False, **options: Any) -> list[int]:
+        """Token ids of the rendered conversation, which holds its special tokens already; else as `render`.
+
+        parse_special: special tokens that are written in messages, tools and documents count, too; without it only
+            those that the template writes do.
+        """
+        text = self.render(messages, **options)
+        encoding = self._encoded(text, add_special_tokens=False)
+        if parse_special:
+            return list(encoding.ids)
+        names = [name for name in ("tools", "documents") if options.get(name) is not None]
+        # Copies, as the template had them.
+        given = json.loads(json.dumps([list(messages), *(options[name] for name in names)]))
+
+        def render(change: Callable[[Any], Any]) -> str:
+            changed = change(given)
+            return self.render(changed[0], **options | dict(zip(names, changed[1:], strict=True)))
+
+        literals = self.template.literals()
+        return _named(lambda: self._special.encode_rendered(text, encoding, given, render, literals), "messages")
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        if not isinstance(text, str):
+            raise InvalidInputError(f"text: {type(text).__name__}, expected str")
+        if not text.isascii() and (half := re.search("[\ud800-\udfff]", text)) is not None:
+            raise InvalidInputError(f"text: {half[0]!r} at {half.start()} is half of a character, expected whole ones")
+        return _named(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), "text")
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return _named(lambda: SpecialTokens(self.tokenizer), "text")
+
+
+def _named(call: Callable[[], T], what: str) -> T:
+    """What a call of the tokenizer's gives.
+
+    Raises:
+        InvalidInputError: the tokenizer raises something, or panics.
+    """
+    try:
+        return call()
+    except PagedError:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        raise InvalidInputError(f"{what}: the tokenizer fails ({type(error).__name__}: {one_line(error)})") from error
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UnsupportedError("texts need the tokenizers package: pip install 'paged[cli]'") from error
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file")
+    if (size := file.stat().st_size) > _MAX_BYTES:
+        raise CheckpointError(f"{file}: {size} bytes, expected {_MAX_BYTES} at most")
+    try:
+        text = file.read_text(encoding="utf-8")
+        # Before it is loaded, as what normalizes texts normalizes the added tokens then.
+        if (reason := excess(json.loads(text))) is None:
+            tokenizer = Tokenizer.from_str(text)
+            # As in transformers: they are for training on batches. A file may ask for texts of 10**12 tokens.
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package raises nothing more special, and a panic in Rust is no Exception
+        reason = f"no tokenizer ({one_line(error, 500)})"
+        raise CheckpointError(f"{file}: {reason}") from error
+    raise CheckpointError(f"{file}: {reason}")

@@ -1,0 +1,110 @@
+"""Renders chat templates in a process of their own: whatever they do, a text or an error comes back in bounded time."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import Any, NamedTuple
+
+from paged.errors import UnsupportedError
+from paged.executors.text.template_sandbox import CPU_S, read_message, write_message
+
+_DEADLINE_S = 20.0  # for a process that waits, or whose system knows no limit of processor time
+# Isolated, so that neither the environment nor the folder it starts in gives it other modules than the caller has.
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from paged.executors.text.template_sandbox import serve; serve()"
+
+
+class Rendered(NamedTuple):
+    """text, or the error in its place. is_syntax: the template is wrong; is_last: its process is of no more use."""
+
+    text: str = ""
+    error: str | None = None
+    is_syntax: bool = False
+    is_last: bool = False
+
+
+class _TemplateProcess:
+    """One process; it is started when there is something to render, and again where a template has ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, template: str, values: dict[str, Any], limit: int) -> Rendered:
+        request = json.dumps({"template": template, "values": values, "limit": limit}).encode()
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = _start()
+            # From another thread, as a read from a pipe has no deadline on every system.
+            timer = threading.Timer(_DEADLINE_S, process.kill)
+            timer.start()
+            reply, found = (
+                None,
+                Rendered(
+                    error=f"it takes more than {CPU_S} s of processor time, or a deeper stack than there is",
+                    is_last=True,
+                ),
+            )
+            try:
+                assert process.stdin is not None and process.stdout is not None  # noqa: PT018
+                with contextlib.suppress(OSError):  # it has ended
+                    write_message(process.stdin, request)
+                    reply = read_message(process.stdout, 12 * limit + 65536)  # a character is 12 bytes at the most
+                if reply is not None:
+                    found = Rendered(**json.loads(reply))
+            finally:
+                timer.cancel()
+                if found.is_last:  # of an interrupt, too
+                    self.stop()
+        return found
+
+    def stop(self) -> None:
+        """Ends the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what it did not read any more
+                    pipe.close()  # type: ignore[union-attr]
+
+
+def render_bounded(template: str, values: dict[str, Any], limit: int) -> Rendered:
+    """What a template makes of JSON values, or why it does not: among others more than `limit` characters.
+
+    Raises:
+        UnsupportedError: a process cannot be started.
+    """
+    return _shared.render(template, values, limit)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    paths = [os.path.abspath(path) for path in sys.path]
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT, *paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt from the terminal is the caller's
+        )
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"chat templates run in a process of their own, which cannot start: {error}") from error
+
+
+def _renew() -> None:
+    """In a forked process: the pipes are its parent's."""
+    global _shared
+    _shared = _TemplateProcess()
+
+
+_shared = _TemplateProcess()
+atexit.register(lambda: _shared.stop())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)

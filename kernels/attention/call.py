@@ -1,0 +1,39 @@
+"""The checked arguments of one paged attention call, as both implementations take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
+NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Arguments of `kernels.attention.paged_attention.paged_attention`, checked and with their defaults filled in.
+
+    window: how many positions left and right of its own a query sees; NO_LIMIT sees all, causal is right 0.
+    is_causal: bool [num_seqs]; where set, right is 0 for that sequence.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    softmax_scale: float
+    window: tuple[int, int]
+    is_causal: torch.Tensor | None
+    softcap: float
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    mask: torch.Tensor | None
+    max_seqlen_q: int
+    deterministic: bool
+    out: torch.Tensor
+    lse: torch.Tensor | None

@@ -1,0 +1,174 @@
+"""Attention of sequences that begin with the same cached tokens, whose keys are read once for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paged.kernels.attention.merge_attn_states import merge_attn_states
+from paged.kernels.attention.ops import ops
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.common.checks import check_shape, refuse_gradients
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.scalars import as_bool, as_int
+
+
+def cascade_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    shared_prefix_len: int,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    deterministic: bool = False,
+    plan: AttentionPlan | None = None,
+    prefix_plan: AttentionPlan | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal `paged_attention` over sequences whose first `shared_prefix_len` tokens stand in the same blocks.
+
+    All queries attend to the prefix as one sequence, then each sequence to what follows it, and the two parts are
+    merged by their log-sum-exps (Juravsky et al., "Hydragen", 2024): K and V of the prefix are read once a tile of
+    queries, not once a sequence. Pays where the prefix is long and shared by many: B sequences over P shared and S own
+    tokens read P + B S in place of B (P + S).
+
+    Args:
+        shared_prefix_len: a multiple of the block size. The first shared_prefix_len / block_size entries of all rows of
+            `block_table` are the same, and every sequence with a query holds the prefix before its queries.
+        plan, prefix_plan: what `cascade_plans` made for this step, shared by its layers; made for this call when not
+            given.
+
+    The other arguments, results and errors are those of `paged_attention`. Windows and ALiBi, which depend on the
+    distance between query and key, are not among them.
+
+    Raises:
+        InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU
+            also when a sequence with a query does not hold the prefix.
+    """
+    refuse_gradients("cascade_attention", q, k_cache, v_cache, sinks, k_scale, v_scale)
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = ops.cascade_attention(
+            q, k_cache, v_cache, shared_prefix_len, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale,
+            softcap, sinks, k_scale, v_scale, mask, deterministic,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    check_shape("q", q, ("num_tokens", "num_q_heads", "head_dim"))
+    check_shape("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", "head_dim"))
+    check_shape("block_table", block_table, ("num_seqs", "max_blocks_per_seq"))
+    check_shape("seq_lens", seq_lens, (block_table.shape[0],))
+    check_shape("cu_seqlens_q", cu_seqlens_q, (block_table.shape[0] + 1,))
+    shared_prefix_len, return_lse = as_int("shared_prefix_len", shared_prefix_len), as_bool("return_lse", return_lse)
+    block_size = k_cache.shape[1]
+    longest = block_table.shape[1] * block_size
+    if shared_prefix_len % max(block_size, 1) or not 0 <= shared_prefix_len <= longest:
+        raise InvalidInputError(
+            f"shared_prefix_len: {shared_prefix_len}, expected a multiple of {block_size} from 0 to {longest}"
+        )
+    num_blocks = shared_prefix_len // max(block_size, 1)
+    if block_table.device.type == "cpu":
+        _check_prefix(block_table, cu_seqlens_q, seq_lens, shared_prefix_len, num_blocks)
+    if plan is None or prefix_plan is None:
+        plan, prefix_plan = cascade_plans(
+            cu_seqlens_q,
+            seq_lens,
+            shared_prefix_len=shared_prefix_len,
+            num_tokens=q.shape[0],
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=longest,
+        )
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "deterministic": deterministic,
+        "return_lse": True,
+    }
+    own = paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table=block_table[:, num_blocks:],
+        cu_seqlens_q=plan.cu_seqlens_q,
+        seq_lens=plan.seq_lens,
+        max_seqlen_q=max_seqlen_q,
+        sinks=sinks,
+        mask=mask,
+        plan=plan,
+        **options,
+    )
+    if not num_blocks or not seq_lens.numel():
+        return own if return_lse else own[0]
+    prefix = paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table=block_table[:1, :num_blocks],
+        cu_seqlens_q=prefix_plan.cu_seqlens_q,
+        seq_lens=prefix_plan.seq_lens,
+        max_seqlen_q=q.shape[0],
+        causal=False,
+        plan=prefix_plan,
+        **options,
+    )
+    out, lse = merge_attn_states(*prefix, *own)
+    return (out, lse) if return_lse else out
+
+
+def _check_prefix(
+    block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, length: int, num_blocks: int
+) -> None:
+    """Raise InvalidInputError unless all sequences with queries hold `length` tokens before them, in the blocks that
+    row 0 of the table names."""
+    q_lens = cu_seqlens_q.diff()
+    contexts = torch.where(q_lens > 0, seq_lens.long() - q_lens, length)
+    if len(contexts) and int(contexts.min()) < length:
+        seq = int(contexts.argmin())
+        raise InvalidInputError(
+            f"shared_prefix_len: {length}, expected at most {int(contexts[seq])}, the keys before the queries of "
+            f"sequence {seq}"
+        )
+    is_other = (block_table[:, :num_blocks] != block_table[:1, :num_blocks]) & (q_lens > 0)[:, None]
+    if is_other.any():
+        seq, column = is_other.nonzero()[0].tolist()
+        raise InvalidInputError(
+            f"block_table[{seq}, {column}]: {int(block_table[seq, column])}, expected {int(block_table[0, column])}, "
+            "the shared block that row 0 names"
+        )
+
+
+def cascade_plans(
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    shared_prefix_len: int,
+    num_tokens: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> tuple[AttentionPlan, AttentionPlan]:
+    """The plans of `cascade_attention`: of what follows the prefix, and of the prefix.
+
+    cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; num_tokens: rows of q; the maxima are upper bounds.
+    """
+    shared_prefix_len = as_int("shared_prefix_len", shared_prefix_len)
+    max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, shared_prefix_len)
+    own = AttentionPlan(
+        cu_seqlens_q,
+        (seq_lens - shared_prefix_len).clamp_(min=0),  # those without queries may be shorter
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k - shared_prefix_len,
+    )
+    first_and_last = torch.nn.functional.pad(cu_seqlens_q[-1:], (1, 0))  # padding rows belong to no sequence
+    length = torch.full_like(first_and_last[:1], shared_prefix_len)
+    return own, AttentionPlan(first_and_last, length, max_seqlen_q=num_tokens, max_seqlen_k=shared_prefix_len)

@@ -1,0 +1,124 @@
+"""Tile sizes of paged attention: shape and device in, configuration out.
+
+box: what `box_keys` says of the caches. more_scores: softcap, ALiBi or a mask is given, which take registers a score.
+fp8: the caches hold 8-bit floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paged.kernels.common.compat import triton
+from paged.kernels.common.device import LARGE_SHARED_MEMORY
+
+# A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
+# beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
+DECODE_MAX_ROWS = 64
+# The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
+MAX_KEYS_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
+
+    programs_per_sm: how many an SM holds at once, at least; registers and shared memory decide (`bench.compilation.compile`).
+    by_tma: the chip's copy engine fetches the keys, which stand in one cache block, as one box.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    by_tma: bool = False
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The tile's width: the next power of two, and 16 at least, the smallest operand of a matrix instruction."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def box_keys(cache: torch.Tensor, arch: str) -> int:
+    """Keys of one head that the copy engine can fetch from one block of `cache` at once: a power of two, 0 without it.
+
+    It wants addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
+    """
+    size = cache.element_size()
+    aligned = cache.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride * size % 16 == 0 for stride in cache.stride()[:3]
+    )
+    block_size = cache.shape[1]
+    return block_size & -block_size if aligned and arch in LARGE_SHARED_MEMORY else 0
+
+
+def decode_tile(
+    head_dim: int,
+    element_size: int,
+    arch: str,
+    box: int = 0,
+    *,
+    rows: int = 16,
+    more_scores: bool = False,
+    fp8: bool = False,
+) -> AttentionTile:
+    """Tile of sequences of at most DECODE_MAX_ROWS rows: the smallest that tensor cores take, as the time is K and V's.
+
+    rows: the most that any sequence of the batch has. Where those are verify rows beyond 16, one tile of 32 or 64 reads
+    K and V once; a batch with prompts has 16-row tiles.
+
+    BLOCK_N rows of K are 16 KB, as many of V again. Gathered ones take two stages for each tile ahead, as a load of the
+    table comes before theirs: 5 stages, two tiles ahead. At head_dim 128 Triton 3.7.1 makes of it 168 registers and 72
+    KB of shared memory on sm_90 (158 and 55 KB with boxes at 3 stages), so that three programs share an SM; of 32 rows
+    216 registers, of 64 rows 238, two programs.
+    """
+    width = padded_head_dim(head_dim) * element_size
+    if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
+        return AttentionTile(16, 32 if width <= 512 else 16, 8, *((1, 1) if arch.startswith("gfx") else (2, 3)))
+    block_n = min(128, 16384 // width)
+    if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
+        return AttentionTile(16, min(block_n, 64), 4, 1, 2)
+    block_m = 16
+    if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
+        block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
+    if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
+        num_warps = 4 if more_scores and width <= 256 else 8
+        is_large = block_m == 64 or (width > 256 and (more_scores or block_m == 32))
+        return AttentionTile(block_m, block_n, num_warps, 3, 1 if is_large else 2)
+    by_tma = box >= block_n
+    lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
+    num_stages = 3 if by_tma or block_m == 64 else 5
+    return AttentionTile(block_m, block_n, 4, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
+
+
+def prefill_tile(
+    head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
+) -> AttentionTile:
+    """Tile of longer queries: 128 rows, so that each of two warp groups issues 64-row wgmma, where registers allow.
+
+    Instructions a warp and 64 keys on sm_90 at head_dim 128 (the matrix unit needs 982 cycles, eight warps share four
+    schedulers): 392 with 64 gathered keys, 361 with boxes of 64, 248 with boxes of 128.
+    """
+    width = padded_head_dim(head_dim) * element_size
+    if arch.startswith("gfx"):
+        if element_size == 4:
+            return AttentionTile(32, 16, 8, 1)
+        return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
+    if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
+        return AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
+    if arch in LARGE_SHARED_MEMORY:
+        if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
+            return AttentionTile(64 if more_scores else 128, 32, 8, 2)
+        if box >= 128 and not more_scores and not arch.startswith("sm_10"):
+            # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70.
+            return AttentionTile(128, 128, 8, 2, by_tma=True)
+        return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)  # 219 registers, 96 KB
+    # Without wgmma the operands pass through registers: 128 x 64 spills 24 of them at head_dim 128, 64 x 64 spills 28
+    # at 256. These stay under the 99 KB of the consumer chips, too.
+    if width <= 128:
+        return AttentionTile(128, 64, 8, 3)
+    if width <= 256:
+        return AttentionTile(128, 32, 8, 3)
+    return AttentionTile(64, 16 if more_scores else 32, 8, 2)

@@ -1,0 +1,56 @@
+"""The mask over new keys as bits in the order of the keys, a word a tile row: what the attention kernel reads."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.compat import tl, triton
+
+WORD_KEYS = tl.constexpr(64)
+
+
+@triton.jit(do_not_specialize=["stride_mask_token", "stride_words_token"])
+def _pack_mask_kernel(
+    mask_ptr,  # [num_tokens, longest query]
+    words_ptr,  # [num_tokens, num_words]
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    seq_lens_ptr,  # [num_seqs]
+    stride_mask_token,
+    stride_words_token,
+):
+    """One query a program. Its words begin with the one that the first new key falls in; earlier keys are allowed."""
+    seq = tl.program_id(0)
+    query = tl.program_id(1)
+    first_token = tl.load(cu_seqlens_q_ptr + seq)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
+    if (query >= q_len) | (q_len > tl.num_programs(1)):  # a sequence longer than said has no room, and no tile
+        return
+    token = (first_token + query).to(tl.int64)
+    context_len = tl.load(seq_lens_ptr + seq) - q_len
+    first_key = context_len // WORD_KEYS * WORD_KEYS
+    bits = tl.arange(0, WORD_KEYS)
+    for word in range((context_len + q_len - first_key + WORD_KEYS - 1) // WORD_KEYS):
+        column = first_key + word * WORD_KEYS + bits - context_len
+        is_new = (column >= 0) & (column < q_len)
+        allowed = tl.load(mask_ptr + token * stride_mask_token + column, mask=is_new, other=1)
+        tl.store(words_ptr + token * stride_words_token + word, tl.sum((allowed != 0).to(tl.int64) << bits, 0))
+
+
+def pack_mask(
+    mask: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int
+) -> torch.Tensor:
+    """int64 [num_tokens, num_words] of `mask`, bool [num_tokens, longest query]: bit b of a query's word w is its key
+    (context_len // 64 + w) * 64 + b. What lies beyond a sequence's keys is not written.
+    """
+    num_words = triton.cdiv(max_seqlen_q, WORD_KEYS.value) + 1  # the first new key may fall anywhere in its word
+    words = torch.empty(mask.shape[0], num_words, dtype=torch.int64, device=mask.device)
+    if max_seqlen_q:
+        _pack_mask_kernel[(seq_lens.shape[0], max_seqlen_q)](
+            mask_ptr=mask,
+            words_ptr=words,
+            cu_seqlens_q_ptr=cu_seqlens_q,
+            seq_lens_ptr=seq_lens,
+            stride_mask_token=mask.stride(0),
+            stride_words_token=words.stride(0),
+        )
+    return words

@@ -1,0 +1,144 @@
+"""Merge attention over two disjoint key sets into attention over their union."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.attention.ops import ops
+from paged.kernels.attention.torch_ops import merge_attn_states as torch_op
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    refuse_gradients,
+)
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.grid import num_warps, tile
+
+
+@triton.jit
+def _merge_attn_states_kernel(
+    out_a_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    lse_a_ptr,  # [NUM_HEADS, num_tokens]
+    out_b_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    lse_b_ptr,  # [NUM_HEADS, num_tokens]
+    out_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    lse_ptr,  # [NUM_HEADS, num_tokens]
+    num_tokens,
+    stride_out_a_token,
+    stride_out_a_head,
+    stride_lse_a_head,
+    stride_lse_a_token,
+    stride_out_b_token,
+    stride_out_b_head,
+    stride_lse_b_head,
+    stride_lse_b_token,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_head,
+    stride_lse_token,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """One program merges BLOCK_ROWS rows, a row being one head of one token."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens, heads = (rows // NUM_HEADS)[:, None], (rows % NUM_HEADS)[:, None]
+    in_rows = tokens < num_tokens
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = in_rows & (dims < HEAD_DIM)
+    lse_a = tl.load(lse_a_ptr + heads * stride_lse_a_head + tokens * stride_lse_a_token, mask=in_rows, other=0.0)
+    lse_b = tl.load(lse_b_ptr + heads * stride_lse_b_head + tokens * stride_lse_b_token, mask=in_rows, other=0.0)
+    out_a = tl.load(out_a_ptr + tokens * stride_out_a_token + heads * stride_out_a_head + dims, mask=mask, other=0.0)
+    # Other stacks say inf of an empty row, where this one says -inf.
+    lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
+    lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
+    out_b = tl.load(out_b_ptr + tokens * stride_out_b_token + heads * stride_out_b_head + dims, mask=mask, other=0.0)
+    largest = tl.maximum(lse_a, lse_b)
+    # -inf - -inf is NaN: with both sides empty any finite shift gives both the weight exp(-inf) = 0.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weight_a = tl.exp(lse_a - shift)
+    weight_b = tl.exp(lse_b - shift)
+    total = weight_a + weight_b
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
+    # 0 * NaN is NaN: what an empty side holds is left out, not weighed.
+    out = tl.where(weight_a == 0.0, 0.0, out_a.to(tl.float32) * (weight_a / total))
+    out += tl.where(weight_b == 0.0, 0.0, out_b.to(tl.float32) * (weight_b / total))
+    lse = tl.where(is_empty, float("-inf"), shift + tl.log(total))
+    tl.store(
+        out_ptr + tokens * stride_out_token + heads * stride_out_head + dims, out.to(out_ptr.dtype.element_ty), mask
+    )
+    tl.store(lse_ptr + heads * stride_lse_head + tokens * stride_lse_token, lse, mask=in_rows)
+
+
+def merge_attn_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
+
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and Gimelshein,
+    2018), in float32, out rounded once. A side with lse -inf, or inf as FlashAttention says it, is empty and adds
+    nothing, whatever its output holds; both empty give 0 and -inf.
+
+    Args:
+        out_a, out_b: [num_tokens, num_heads, head_dim], one dtype of float32, float16 and bfloat16, last dimension
+            contiguous.
+        lse_a, lse_b: float32 [num_heads, num_tokens], natural log, any strides.
+
+    Returns:
+        out like out_a and lse like lse_a, both new and contiguous.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("merge_attn_states", out_a, lse_a, out_b, lse_b)
+    if torch.compiler.is_dynamo_compiling():
+        return ops.merge_attn_states(out_a, lse_a, out_b, lse_b)
+    check_shape("out_a", out_a, ("num_tokens", "num_heads", "head_dim"))
+    check_dtype("out_a", out_a, *FLOAT_DTYPES)
+    check_tensor("out_b", out_b, out_a.shape, (out_a.dtype,), out_a.device)
+    num_tokens, num_heads, head_dim = out_a.shape
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_tensor(name, lse, (num_heads, num_tokens), (torch.float32,), out_a.device)
+    for name, tensor in (("out_a", out_a), ("out_b", out_b)):
+        check_last_dim_contiguous(name, tensor)
+    if not use_triton(out_a):
+        return torch_op.merge_attn_states(out_a, lse_a, out_b, lse_b)
+    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
+    if out.numel() == 0:
+        return out, lse
+    block_rows, block_dim = tile(num_tokens * num_heads, head_dim)
+    _merge_attn_states_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
+        out_a_ptr=out_a,
+        lse_a_ptr=lse_a,
+        out_b_ptr=out_b,
+        lse_b_ptr=lse_b,
+        out_ptr=out,
+        lse_ptr=lse,
+        num_tokens=num_tokens,
+        stride_out_a_token=out_a.stride(0),
+        stride_out_a_head=out_a.stride(1),
+        stride_lse_a_head=lse_a.stride(0),
+        stride_lse_a_token=lse_a.stride(1),
+        stride_out_b_token=out_b.stride(0),
+        stride_out_b_head=out_b.stride(1),
+        stride_lse_b_head=lse_b.stride(0),
+        stride_lse_b_token=lse_b.stride(1),
+        stride_out_token=out.stride(0),
+        stride_out_head=out.stride(1),
+        stride_lse_head=lse.stride(0),
+        stride_lse_token=lse.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_ROWS=block_rows,
+        BLOCK_DIM=block_dim,
+        num_warps=num_warps(2 * block_rows * block_dim),
+    )
+    return out, lse

@@ -1,0 +1,262 @@
+"""Varlen paged attention: prefill chunks, decode steps and verify rows in one call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from paged.kernels.attention.call import NO_LIMIT, AttentionCall
+from paged.kernels.attention.config import MAX_KEYS_AT_ONCE
+from paged.kernels.attention.launches import launch, prepare
+from paged.kernels.attention.ops import ops
+from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.attention.torch_ops import paged_attention as torch_op
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_scale,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.id_checks import Sequences, check_sequences
+from paged.kernels.common.launch import signature
+from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None = None,
+    causal: bool | torch.Tensor = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    deterministic: bool = False,
+    plan: AttentionPlan | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(softmax_scale * q k^T) v over each sequence's cached keys, float32 inside.
+
+    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i, so a decode step
+    is a sequence with one query and a prompt one with as many queries as keys. A row that sees no key gives 0 and lse
+    -inf (the sink, where there is one).
+
+    The score of a query at position i and a key at position j is softcap(softmax_scale * q k) - slope * |i - j|.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
+            cu_seqlens_q[-1] are padding and give 0 and lse -inf.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or float8_e4m3fn, last dimension
+            contiguous. num_q_heads is a multiple of num_kv_heads; query head h reads KV head
+            h // (num_q_heads // num_kv_heads).
+        block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
+        cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
+        seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
+        max_seqlen_q: at least the longest query. On a GPU, where nobody looks, a longer one and those behind it give
+            0 and lse -inf.
+        softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
+        causal: position i sees positions <= i; a bool tensor [num_seqs] says so for each sequence.
+        window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
+        softcap: 1e-6 to 1000, or 0 for none: scores become softcap * tanh(score / softcap) (Gemma 2, 2024), up to an
+            error of softcap * 1e-7.
+        sinks: [num_q_heads], any float dtype: the score of one more key for every row of the head, whose value is 0
+            (Xiao et al., 2023; as in gpt-oss, not scaled). The log-sum-exp counts it.
+        alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
+        k_scale, v_scale: float32, one value or [num_kv_heads]: K is k_cache * k_scale, V likewise.
+        mask: bool [num_tokens, at least the longest query]: whether a query also sees new key j of its own sequence,
+            besides all else that limits it; keys before the new ones are not concerned. The ancestors of a node, for
+            a tree of draft tokens.
+        deterministic: a sequence's results have the same bits whatever else is in the batch; costs speed where few long
+            sequences share the device with many short ones.
+        plan: this step's `AttentionPlan`, shared by its layers; made for this call when not given.
+        out: like q; made when not given.
+        return_lse: also return the log-sum-exp of the scores, float32 [num_q_heads, num_tokens], natural log.
+
+    Numbers may be NumPy's, or tensors without dimensions. Lengths, offsets and the blocks that queries read are checked
+    on a CPU, and on a GPU where PAGED_CHECK=1, see `id_checks`.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or values do not fit.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("paged_attention", q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale, out)
+    if torch.compiler.is_dynamo_compiling():
+        caches = q, k_cache, v_cache
+        options = (
+            block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale, causal is True,
+            causal if isinstance(causal, torch.Tensor) else None, window_size, softcap, sinks, alibi_slopes, k_scale,
+            v_scale, mask, deterministic,
+        )  # fmt: skip
+        if out is None:
+            out, lse = ops.paged_attention(*caches, *options)
+        else:
+            lse = ops.paged_attention_out(*caches, out, *options)
+        return (out, lse) if return_lse else out
+    tensors: dict[str, Any] = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    check_is_tensor("q", q)
+    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), q.shape[0] if q.dim() else 0)
+    if softmax_scale is not None:
+        softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
+    softcap = as_float("softcap", softcap, 0.0, 1000.0)
+    left, right = _window(window_size)
+    is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() > 0 else None
+    causal = is_causal is None and as_bool("causal", causal)
+    deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
+    by_triton = use_triton(q)
+    launches, key = None, None
+    if by_triton and plan is not None:
+        # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
+        flags = id(is_causal), causal, id(mask), deterministic, return_lse
+        try:
+            signatures = tuple(map(signature, (*tensors.values(), out)))
+            key = (*signatures, max_seqlen_q, softmax_scale, left, right, softcap, *flags)
+            launches = plan.launches.get(key)
+        except AttributeError:  # something is no tensor or no plan, which the checks say better
+            pass
+    if launches is None:
+        _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
+        _check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
+    num_tokens, num_q_heads, head_dim = q.shape
+    if by_triton:
+        ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]
+        check_sequences(Sequences(*ids, num_tokens, num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE))
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
+    if launches is None:
+        call = AttentionCall(
+            **tensors,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
+            window=(left, 0 if causal else right),
+            is_causal=is_causal,
+            softcap=softcap,
+            mask=mask,
+            max_seqlen_q=max_seqlen_q,
+            deterministic=deterministic,
+            out=out,
+            lse=lse,
+        )
+        _check_options(call)
+        if not by_triton:
+            torch_op.paged_attention(call, plan)
+            return (out, lse) if lse is not None else out
+        if plan is None:
+            max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
+            plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        launches = prepare(call, plan)
+        if key is not None:
+            plan.launches[key] = launches
+    launch(launches, **tensors, out=out, lse=lse)
+    return (out, lse) if lse is not None else out
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softcap: float,
+) -> None:
+    check_dtype("q", q, *FLOAT_DTYPES)
+    if q.dim() != 3:
+        raise InvalidInputError(f"q: shape {list(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
+    _, num_q_heads, head_dim = q.shape
+    cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
+    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, torch.float8_e4m3fn), q.device)
+    check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), q.device)
+    num_kv_heads = k_cache.shape[2]
+    if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
+        raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
+    if not 1 <= head_dim <= 256:
+        raise InvalidInputError(f"q: head_dim {head_dim}, expected 1 to 256")
+    if k_cache.shape[1] == 0:
+        raise InvalidInputError("k_cache: block_size 0, expected a positive one")
+    check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), q.device)
+    num_seqs = seq_lens.shape[0]
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), (torch.int32,), q.device)
+    check_tensor("block_table", block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+        check_last_dim_contiguous(name, tensor)
+    if 0.0 < softcap < 1e-6:
+        raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
+
+
+def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Left and right as in `AttentionCall`, of numbers from -1."""
+    try:
+        left, right = window_size
+    except Exception:
+        raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
+    left, right = as_int("window_size[0]", left, -1), as_int("window_size[1]", right, -1)
+    return NO_LIMIT if left == -1 else min(left, NO_LIMIT), NO_LIMIT if right == -1 else min(right, NO_LIMIT)
+
+
+def _check_plan(
+    plan: AttentionPlan | None, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int
+) -> None:
+    """Raise InvalidInputError where the plan is another batch's, as far as that can be seen without a wait."""
+    if plan is None:
+        return
+    if not isinstance(plan, AttentionPlan):
+        raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
+    for name, planned, given in (
+        ("cu_seqlens_q", plan.cu_seqlens_q, cu_seqlens_q),
+        ("seq_lens", plan.seq_lens, seq_lens),
+    ):
+        is_same = planned.shape == given.shape and planned.device == given.device
+        if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
+            raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")
+    if plan.max_seqlen_q < max_seqlen_q:
+        raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, expected at least {max_seqlen_q}")
+
+
+def _check_options(call: AttentionCall) -> None:
+    device, num_kv_heads = call.q.device, call.k_cache.shape[2]
+    num_tokens, num_q_heads, _ = call.q.shape
+    check_tensor("out", call.out, call.q.shape, (call.q.dtype,), device)
+    check_last_dim_contiguous("out", call.out)
+    check_writable("out", call.out)
+    if call.is_causal is not None:
+        check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
+        check_last_dim_contiguous("causal", call.is_causal)
+    for name, value in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
+        if value is not None:
+            check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, device)
+    check_scale("k_scale", call.k_scale, num_kv_heads, device)
+    check_scale("v_scale", call.v_scale, num_kv_heads, device)
+    if call.mask is not None:
+        check_tensor("mask", call.mask, (num_tokens, "longest query"), (torch.bool,), device)
+        check_last_dim_contiguous("mask", call.mask)
+        if call.mask.shape[1] < call.max_seqlen_q:
+            raise InvalidInputError(f"mask: {call.mask.shape[1]} columns, expected at least {call.max_seqlen_q}")

@@ -1,0 +1,198 @@
+"""How one step's attention is cut into equal pieces of work, on the device, without the host knowing the lengths.
+
+A tile is BLOCK_M query rows of one sequence; its work is the keys it sees, counted in blocks of BLOCK_N. Short
+sequences (decode, verify) and long ones (prefill) are two kinds with tiles of their own size and a schedule each.
+Within a kind tiles are split along their keys so that all pieces fill whole waves of the programs the device runs at
+once, whatever else is in the batch; merging the partial results is the only extra work. Sizes depend on host-known
+upper bounds alone, so a captured step can be replayed with other lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from paged.kernels.attention.config import DECODE_MAX_ROWS, AttentionTile, decode_tile, prefill_tile
+from paged.kernels.attention.mask import pack_mask
+from paged.kernels.attention.plan_kernel import ITEM_SIZE, PLAN_LANES, PLAN_WARPS, SPLIT_TILE_SIZE, _plan_kernel
+from paged.kernels.attention.torch_ops.batches import SharedBatches
+from paged.kernels.common.checks import check_tensor
+from paged.kernels.common.compat import triton
+from paged.kernels.common.device import device_of
+from paged.kernels.common.launch import Launch
+from paged.kernels.common.scalars import as_int
+
+_INT32_MAX = 2**31 - 1
+# What a piece costs besides its blocks, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
+# block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
+_PIECE_BLOCKS = {"decode": 1, "prefill": 4}
+# Partial results there is room for, for every program that the device runs at once. 1 x 128k + 31 x 4k needs 5 (16 MB
+# on an H200 at head_dim 128); a partial result of a prefill tile is 8 times as large, and more than 2 gain nothing.
+_SLOTS_PER_PLACE = {"decode": 5, "prefill": 2}
+# A piece shorter than this costs more in its partial result (write, read, merge) than it saves: 256 keys of K and V in
+# bf16 at head_dim 128 are 128 KB against 8 KB of partial result for 16 rows, and 4 times as many keys for 128 rows.
+_MIN_SPLIT_KEYS = {"decode": 256, "prefill": 1024}
+# Pieces of a tile at the most where they depend on its own length alone: prefill tiles are many already, and their
+# partial results would take gigabytes; 256 decodes of 8 heads of 128 take 134 MB.
+_DETERMINISTIC_PIECES = {"decode": 8, "prefill": 1}
+
+
+@dataclass(frozen=True)
+class AttentionSchedule:
+    """One kind's work list on the device, and the upper bounds its launches use.
+
+    items int32 [max_items, 5]: sequence, tile within it, first and one past the last block of BLOCK_N keys, slot of the
+    partial result, -1 where the tile is not split. split_tiles int32 [max_split_tiles, 4]: sequence, tile, first slot,
+    number of slots. counts int32 [2]: how many of each are filled. first_padding
+    int32 [1]: the row behind the last one that tiles cover, the first of a sequence with more queries than the upper
+    bound, if there is one. partial_out float32 [max_slots, num_kv_heads,
+    BLOCK_M, head_dim] and partial_lse float32 [max_slots, num_kv_heads, BLOCK_M] (base 2) are workspace that layers
+    share.
+    """
+
+    tile: AttentionTile
+    items: torch.Tensor
+    split_tiles: torch.Tensor
+    counts: torch.Tensor
+    first_padding: torch.Tensor
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a schedule depends on besides the lengths.
+
+    element_size: of the queries, in bytes. window: positions seen left and right, see `AttentionCall`. box,
+    more_scores, fp8: see `attention_config`. deterministic: a sequence is cut up by its own length alone, so that its
+    results have the same bits whatever else is in the batch.
+    """
+
+    num_tokens: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    element_size: int
+    window: tuple[int, int]
+    box: int = 0
+    more_scores: bool = False
+    fp8: bool = False
+    deterministic: bool = False
+
+
+class AttentionPlan:
+    """One step's schedules, made on first use and shared by all layers with the same heads and window."""
+
+    def __init__(
+        self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int
+    ) -> None:
+        """cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; the two maxima are host-known upper bounds.
+
+        Raises:
+            InvalidInputError: a shape, dtype or device does not fit, or a maximum is no number from 0 to 2^31 - 1.
+        """
+        check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), seq_lens.device)
+        check_tensor("cu_seqlens_q", cu_seqlens_q, (len(seq_lens) + 1,), (torch.int32,), seq_lens.device)
+        self.cu_seqlens_q = cu_seqlens_q.contiguous()
+        self.seq_lens = seq_lens.contiguous()
+        self.max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q, 0, _INT32_MAX)
+        self.max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, 0, _INT32_MAX)
+        # Flags and masks are kept with what was made of them, so that no other tensor can take their identity.
+        self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
+        self.launches: dict[Hashable, list[Launch]] = {}
+        # What the PyTorch twin reads and masks.
+        self.batches: SharedBatches = {}
+        self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
+
+    def schedules(self, shape: AttentionShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:
+        """The schedules that cover the batch: of short sequences, and of long ones where there may be any.
+
+        is_causal: bool [num_seqs]; where set, nothing right of a query's own position is seen.
+        """
+        key = shape, id(is_causal)
+        if key not in self._schedules:
+            sizes = shape.head_dim, shape.element_size, device_of(self.seq_lens.device).arch, shape.box
+            rows = self.most_rows(shape)
+            tiles = {"decode": decode_tile(*sizes, rows=rows, more_scores=shape.more_scores, fp8=shape.fp8)}
+            if rows > DECODE_MAX_ROWS:
+                tiles["prefill"] = prefill_tile(*sizes, more_scores=shape.more_scores)
+            schedules = [self._schedule(kind, tile, shape, is_causal) for kind, tile in tiles.items()]
+            self._schedules[key] = schedules, is_causal
+        return self._schedules[key][0]
+
+    def most_rows(self, shape: AttentionShape) -> int:
+        """Rows (queries times heads of a group) of a sequence up to which there are tiles for it."""
+        return min(self.max_seqlen_q, shape.num_tokens) * shape.group
+
+    def mask_words(self, mask: torch.Tensor) -> torch.Tensor:
+        """`pack_mask` of a mask over the new keys, done once a step."""
+        if id(mask) not in self._masks:
+            self._masks[id(mask)] = pack_mask(mask, self.cu_seqlens_q, self.seq_lens, self.max_seqlen_q), mask
+        return self._masks[id(mask)][0]
+
+    def _schedule(
+        self, kind: str, tile: AttentionTile, shape: AttentionShape, is_causal: torch.Tensor | None
+    ) -> AttentionSchedule:
+        device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0]
+        longest = self.most_rows(shape)
+        min_rows, max_rows = (1, min(longest, DECODE_MAX_ROWS)) if kind == "decode" else (DECODE_MAX_ROWS + 1, longest)
+        places = device_of(device).num_sms * tile.programs_per_sm
+        min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
+        # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones.
+        full_tiles = shape.num_tokens * shape.group // tile.block_m
+        max_tiles = min(num_seqs * triton.cdiv(max_rows, tile.block_m), num_seqs + full_tiles)
+        max_pieces = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
+        max_slots = triton.cdiv(places * _SLOTS_PER_PLACE[kind], shape.num_kv_heads)
+        if shape.deterministic:
+            max_pieces = min(max_pieces, _DETERMINISTIC_PIECES[kind])
+            max_slots = max_tiles * max_pieces
+        max_slots = min(max_slots, max_tiles * max_pieces) if max_pieces > 1 else 0
+
+        def int32(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        def float32(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.float32, device=device)
+
+        schedule = AttentionSchedule(
+            tile=tile,
+            items=int32(max_tiles + max_slots if max_tiles else 0, ITEM_SIZE.value),
+            split_tiles=int32(max_slots // 2, SPLIT_TILE_SIZE.value),
+            counts=int32(2),
+            first_padding=int32(1),
+            partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.head_dim),
+            partial_lse=float32(max_slots, shape.num_kv_heads, tile.block_m),
+        )
+        _plan_kernel[(1,)](
+            cu_seqlens_q_ptr=self.cu_seqlens_q,
+            seq_lens_ptr=self.seq_lens,
+            is_causal_ptr=is_causal,
+            tile_starts_ptr=int32(num_seqs + 1),
+            items_ptr=schedule.items,
+            split_tiles_ptr=schedule.split_tiles,
+            counts_ptr=schedule.counts,
+            first_padding_ptr=schedule.first_padding,
+            num_seqs=num_seqs,
+            search_steps=num_seqs.bit_length(),
+            min_rows=min_rows,
+            max_rows=max_rows,
+            most_rows=longest,
+            num_kv_heads=shape.num_kv_heads,
+            places=places,
+            max_slots=max_slots,
+            min_split_blocks=min_split_blocks,
+            piece_blocks=_PIECE_BLOCKS[kind],
+            max_pieces=max_pieces,
+            window_left=shape.window[0],
+            window_right=shape.window[1],
+            GROUP=shape.group,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            LANES=PLAN_LANES,
+            DETERMINISTIC=shape.deterministic,
+            num_warps=PLAN_WARPS,
+        )
+        return schedule

@@ -1,0 +1,102 @@
+"""Attention once more in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
+
+Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+All functions return new float64 (or integer) tensors on the CPU and change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paged.kernels.common.reference import f64
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool | torch.Tensor = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query row over its own sequence's cached keys, one row and one head at a time.
+
+    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i. It sees position
+    j when j < seq_len, when causal (of all, or of its sequence) allows it (j <= position), when position - left <= j <=
+    position + right for the window's edges that are not -1, and when its row of mask allows it, whose column 0 is the
+    sequence's first query. A sink is one more score of each head, with a value of 0.
+
+    Returns:
+        out [num_tokens, num_q_heads, head_dim] and lse [num_q_heads, num_tokens], natural log; a row that sees nothing
+        gives 0 and -inf, or its head's sink. Rows that belong to no sequence (beyond cu_seqlens_q[-1]) stay 0 and -inf.
+    """
+    q, k_cache, v_cache = f64(q), f64(k_cache), f64(v_cache)
+    if k_scale is not None:
+        k_cache = k_cache * f64(k_scale).view(-1, 1)
+    if v_scale is not None:
+        v_cache = v_cache * f64(v_scale).view(-1, 1)
+    num_tokens, num_q_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_q_heads // num_kv_heads
+    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    left, right = window_size
+    out = torch.zeros_like(q)
+    lse = torch.full((num_q_heads, num_tokens), -math.inf, dtype=torch.float64)
+    offsets, lengths, table = cu_seqlens_q.tolist(), seq_lens.tolist(), block_table.tolist()
+    for seq, seq_len in enumerate(lengths):
+        first, last = offsets[seq], offsets[seq + 1]
+        slots = [(table[seq][j // block_size], j % block_size) for j in range(seq_len)]
+        for row in range(first, last):
+            position = seq_len - (last - first) + (row - first)
+            low = 0 if left < 0 else max(0, position - left)
+            high = seq_len if right < 0 else min(seq_len, position + right + 1)
+            if causal if isinstance(causal, bool) else causal[seq]:
+                high = min(high, position + 1)
+            new = seq_len - (last - first)  # position of the first query
+            keys = [j for j in range(low, high) if mask is None or j < new or mask[row, j - new]]
+            blocks = torch.tensor([slots[j][0] for j in keys], dtype=torch.int64)
+            offs = torch.tensor([slots[j][1] for j in keys], dtype=torch.int64)
+            for head in range(num_q_heads):
+                scores = k_cache[blocks, offs, head // group] @ q[row, head] * scale
+                if softcap > 0:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores -= float(alibi_slopes[head]) * (position - torch.tensor(keys, dtype=torch.float64)).abs()
+                if sinks is not None:
+                    scores = torch.cat([scores, f64(sinks)[head : head + 1]])
+                if len(scores):
+                    lse[head, row] = torch.logsumexp(scores, 0)
+                    weights = torch.exp(scores - lse[head, row])
+                    out[row, head] = weights[: len(keys)] @ v_cache[blocks, offs, head // group]
+    return out, lse
+
+
+def merge_attn_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
+
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b; both empty: 0, -inf. An
+    lse of inf is that of an empty side, too.
+    out_* [num_tokens, num_heads, head_dim], lse_* [num_heads, num_tokens].
+    """
+    out_a, lse_a, out_b, lse_b = f64(out_a), f64(lse_a), f64(out_b), f64(lse_b)
+    lse_a, lse_b = (torch.where(lse == math.inf, -math.inf, lse) for lse in (lse_a, lse_b))
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = torch.zeros_like(out_a)
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.where(part_lse == -math.inf, 0.0, torch.exp(part_lse - lse))
+        out += torch.where(weight.T.unsqueeze(-1) == 0, 0.0, weight.T.unsqueeze(-1) * part)
+    return out, lse

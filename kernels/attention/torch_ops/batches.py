@@ -1,0 +1,200 @@
+"""Sequences of similar shape as padded batches: what attention on a CPU gathers and masks, the same in every layer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from paged.kernels.attention.call import AttentionCall
+from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
+
+# Queries of a piece: a long chunk is cut so that its first queries do not meet the keys that only its last ones see.
+_MAX_QUERIES = 256
+# Scores or mask elements held at once: 16M float32 are 64 MB, beyond which a larger batch gains nothing on a CPU.
+_MAX_SCORES = 1 << 24
+# Padding of a batch, in products of a query's and a key's element: it takes 60 us, as long as another batch.
+_MAX_PADDING = 1 << 19
+# Rows of a head of the cache (queries times heads of a group) up to which it is read in place. Every row takes as long
+# as the first there, while keys are gathered once for all: 1.3 to 5 times as fast up to 8 rows, the same for 12 to 16.
+_MAX_ROWS_IN_PLACE = 16
+
+
+class Piece(NamedTuple):
+    """Consecutive queries of a sequence and the keys that any of them may see.
+
+    row: of the first query in q; position: its own; context: position of the first query of the whole sequence.
+    """
+
+    seq: int
+    row: int
+    num_queries: int
+    position: int
+    context: int
+    first_key: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """n pieces, padded to Q queries and L keys with copies of their last ones; the copies of keys are not visible.
+
+    So nothing is gathered that is not of the sequence, and padded queries give what their row gets anyway.
+
+    rows: int64 [n * Q], of q and out. slots: int64 [n * L], of the caches. visible: bool [n, 1, Q, L].
+    blind_rows: int64, those of `rows` that see no key; None where all do. positions: int64, of queries [n, Q] and of
+    keys [n, L].
+    pairs: sparse CSR [n * Hq * Q, num_blocks * block_size * Hkv] with L entries a row: where in the caches a query's
+    keys lie, head by head. None where they are better gathered.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    visible: torch.Tensor
+    blind_rows: torch.Tensor | None
+    positions: tuple[torch.Tensor, torch.Tensor]
+    pairs: torch.Tensor | None
+
+    @cached_property
+    def bias(self) -> torch.Tensor:
+        """float32 like visible: 0, or -inf. Fused attention makes it of bools anew in every layer, 5 % of a step of 32
+        decodes of 10M parameters."""
+        return torch.zeros(self.visible.shape, device=self.visible.device).masked_fill_(~self.visible, -math.inf)
+
+    def distance(self) -> torch.Tensor:
+        """Between queries and keys, int64 [n, 1, Q, L]."""
+        queries, keys = self.positions
+        return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
+
+
+# Batches by what they depend on, with the tensors they were made of, so that no others can take their place in memory.
+SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | None, ...]]]
+
+
+def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool) -> list[SequenceBatch]:
+    """All queries that see keys, in batches, which layers of one step share; ids are checked where they are made.
+
+    keeps_scores: the caller holds those of all heads at once, not only where keys are read in place.
+    """
+    tensors, max_in_place = (call.block_table, call.is_causal, call.mask), _max_queries_in_place(call)
+    key: Hashable = (
+        *map(_place, tensors), call.window, call.k_cache.shape, call.q.shape, keeps_scores, max_in_place
+    )  # fmt: skip
+    if key not in shared:
+        ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
+        sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q
+        check_sequences_on_host(Sequences(*ids, *sizes, left=call.window[0], keys_at_once=1))
+        shared[key] = list(_batches(call, keeps_scores, max_in_place)), tensors
+    return shared[key][0]
+
+
+def _place(tensor: torch.Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+def _batches(call: AttentionCall, keeps_scores: bool, max_in_place: int) -> Iterator[SequenceBatch]:
+    _, num_q_heads, head_dim = call.q.shape
+    batch: list[Piece] = []
+    num_queries = num_keys = pairs = 0
+    pieces = _pieces(call, num_q_heads if keeps_scores else 1)
+    for piece in sorted(pieces, key=lambda piece: (piece.num_queries, piece.num_keys), reverse=True):
+        num_queries, num_keys = max(num_queries, piece.num_queries), max(num_keys, piece.num_keys)
+        pairs += piece.num_queries * piece.num_keys
+        padded = (len(batch) + 1) * num_queries * num_keys
+        kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
+        if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
+            yield _batch(call, batch, max_in_place)
+            batch = []
+            num_queries, num_keys, pairs = piece.num_queries, piece.num_keys, piece.num_queries * piece.num_keys
+        batch.append(piece)
+    if batch:
+        yield _batch(call, batch, max_in_place)
+
+
+def _pieces(call: AttentionCall, scores_per_pair: int) -> Iterator[Piece]:
+    starts, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
+    left, right = call.window
+    is_causal = [False] * len(lengths) if call.is_causal is None else call.is_causal.tolist()
+    for seq, (start, end) in enumerate(pairwise(starts)):
+        context = lengths[seq] - (end - start)
+        longest = min(_MAX_QUERIES, max(1, _MAX_SCORES // max(1, lengths[seq] * scores_per_pair)))
+        for row in range(start, end, longest):
+            num_queries = min(end - row, longest)
+            position = context + row - start
+            first_key = max(0, position - left)
+            last_key = position + num_queries - 1 + (0 if is_causal[seq] else right)
+            num_keys = min(lengths[seq], last_key + 1) - first_key
+            if num_keys > 0:
+                yield Piece(seq, row, num_queries, position, context, first_key, num_keys)
+
+
+def _batch(call: AttentionCall, pieces: list[Piece], max_in_place: int) -> SequenceBatch:
+    device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
+    columns = torch.tensor(pieces, device=device).T.unsqueeze(-1)  # [7, n, 1]
+    seq, row, num_queries, position, context, first_key, num_keys = columns
+    query = torch.arange(max(piece.num_queries for piece in pieces), device=device).minimum(num_queries - 1)  # [n, Q]
+    offs_n = torch.arange(max(piece.num_keys for piece in pieces), device=device)
+    key = first_key + offs_n.minimum(num_keys - 1)  # [n, L]
+    slots = call.block_table[seq, key // block_size].long() * block_size + key % block_size
+
+    rows, position = row + query, position + query  # [n, Q]
+    visible = (offs_n < num_keys)[:, None]  # [n, 1, L]: of pieces of one query all that is to be said
+    if rows.shape[1] > 1:
+        ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
+        visible = visible & (ahead >= -left) & (ahead <= right)
+        if call.is_causal is not None:
+            visible &= (ahead <= 0) | ~call.is_causal[seq, None]
+    if call.mask is not None:
+        column = (key - context)[:, None].expand(-1, rows.shape[1], -1)  # among the new keys
+        allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
+        visible = visible & (allowed | (column < 0))
+    # A query sees itself at least, unless it stands before the first key or a mask says otherwise.
+    may_be_blind = call.mask is not None or any(piece.position < 0 for piece in pieces)
+    return SequenceBatch(
+        rows=rows.flatten(),
+        slots=slots.flatten(),
+        visible=visible.unsqueeze(1),
+        blind_rows=rows[~visible.any(-1)] if may_be_blind else None,
+        positions=(position, key),
+        pairs=_pairs(call, slots, rows.shape[1]) if rows.shape[1] <= max_in_place else None,
+    )
+
+
+def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """See `SequenceBatch.pairs`; slots: [n, L]."""
+    num_q_heads, num_kv_heads = call.q.shape[1], call.k_cache.shape[2]
+    rows_per_head = num_queries * num_q_heads // num_kv_heads
+    heads = torch.arange(num_kv_heads)[:, None, None]
+    columns = (slots[:, None, None] * num_kv_heads + heads).expand(-1, -1, rows_per_head, -1).reshape(-1)
+    num_rows, num_keys = len(slots) * num_q_heads * num_queries, slots.shape[1]
+    return _csr(torch.arange(num_rows + 1) * num_keys, columns, (num_rows, call.k_cache[..., 0].numel()))
+
+
+def _max_queries_in_place(call: AttentionCall) -> int:
+    """Queries of a piece up to which its keys are read in place; 0 where they cannot be."""
+    is_readable = all(
+        cache.is_contiguous() and cache.dtype == torch.float32 and cache.device.type == "cpu"
+        for cache in (call.k_cache, call.v_cache)
+    )
+    return _MAX_ROWS_IN_PLACE * call.k_cache.shape[2] // call.q.shape[1] if is_readable else 0
+
+
+def _csr(rows: torch.Tensor, columns: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    _say_once_that_csr_is_beta()
+    values = torch.zeros(len(columns))
+    # Columns that are neither sorted nor distinct are all the same to what reads them here.
+    return torch.sparse_csr_tensor(rows, columns, values, size=size, check_invariants=False)
+
+
+@cache
+def _say_once_that_csr_is_beta() -> None:
+    """PyTorch warns of it with the first tensor of a process: nothing that a caller of attention could do about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], torch.empty(0, dtype=torch.int64), torch.empty(0), check_invariants=False)

@@ -1,0 +1,88 @@
+"""Paged attention in PyTorch: one product for all sequences of similar shape."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.torch_ops.batches import SequenceBatch, sequence_batches
+from paged.kernels.attention.torch_ops.products import GatheredProducts, products_of
+
+if TYPE_CHECKING:
+    from paged.kernels.attention.plan import AttentionPlan
+
+
+def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
+    """Twin of `kernels.attention.paged_attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
+    q, out, lse = call.q, call.out, call.lse
+    num_kv_heads = call.k_cache.shape[2]
+    # Scores that nobody asks for, PyTorch's fused attention never writes: a third of the time for a long chunk.
+    is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
+    batches = sequence_batches(call, {} if plan is None else plan.batches, keeps_scores=not is_plain)
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-math.inf)
+        if call.sinks is not None:
+            lse[:, : int(call.cu_seqlens_q[-1])] = call.sinks.float()[:, None]
+    for batch in batches:
+        num_seqs, _, num_queries, _ = batch.visible.shape
+        queries = q.index_select(0, batch.rows).float()
+        if call.k_scale is not None:
+            queries = (queries.unflatten(1, (num_kv_heads, -1)) * call.k_scale.reshape(-1, 1, 1)).flatten(1, 2)
+        queries = queries.view(num_seqs, num_queries, *q.shape[1:]).transpose(1, 2)  # [n, Hq, Q, D]
+        if is_plain and batch.pairs is None:
+            attended = _fused(call, batch, queries)
+        else:
+            attended, row_lse = _with_scores(call, batch, queries)
+            if lse is not None and row_lse is not None:
+                lse[:, batch.rows] = row_lse.transpose(0, 1).flatten(1)
+        rows = attended.transpose(1, 2).reshape(-1, *q.shape[1:])  # [n * Q, Hq, D]
+        if call.v_scale is not None:
+            rows = (rows.unflatten(1, (num_kv_heads, -1)) * call.v_scale.reshape(-1, 1, 1)).flatten(1, 2)
+        out.index_copy_(0, batch.rows, rows.to(out.dtype))
+        if batch.blind_rows is not None:
+            out.index_fill_(0, batch.blind_rows, 0.0)
+
+
+def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> torch.Tensor:
+    """[n, Hq, Q, D]; NaN or anything where a row sees no key."""
+    gathered = GatheredProducts(call, batch)
+    keys, values = gathered.keys, gathered.values
+    is_decode = queries.shape[2] == 1
+    if is_decode:  # the heads of a group as queries of one head: 15 % faster
+        queries = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[3])
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=batch.bias, scale=call.softmax_scale, enable_gqa=not is_decode
+    )
+    return attended.flatten(1, 2).unsqueeze(2) if is_decode else attended
+
+
+def _with_scores(
+    call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[n, Hq, Q, D], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse wants it."""
+    products = products_of(call, batch)
+    scores = products.scores(queries)
+    if call.softcap > 0:
+        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
+    if call.alibi_slopes is not None:
+        scores -= call.alibi_slopes.float()[:, None, None] * batch.distance()
+    scores += batch.bias
+    if call.lse is None and call.sinks is None:
+        return products.weighted(scores.softmax(-1)), None
+    # The largest score, not the log-sum-exp, is what can be subtracted: that is rounded, by 2e-3 where it is 46,000.
+    largest = scores.amax(-1, keepdim=True)
+    if call.sinks is not None:
+        sinks = call.sinks.float()[:, None, None]
+        largest = largest.maximum(sinks)
+    largest = largest.clamp_(min=torch.finfo(torch.float32).min)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if call.sinks is not None:
+        total += (sinks - largest).exp_()
+    row_lse = total.log().add_(largest)
+    # Rows that see no key have no weights, and 0 / 0 would be NaN.
+    return products.weighted(weights).div_(total.masked_fill(total == 0, 1.0)), row_lse.squeeze(-1)

@@ -1,0 +1,77 @@
+"""The two products of attention on a CPU: over keys and values that are gathered, or where they lie in the cache."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.torch_ops.batches import SequenceBatch
+
+
+class Products(Protocol):
+    """Of a batch of n sequences with Q queries and L keys each."""
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        """Scaled: float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Sums of values: float32 [n, Hq, Q, L] -> [n, Hq, Q, D]."""
+
+
+def products_of(call: AttentionCall, batch: SequenceBatch) -> Products:
+    """The faster ones, see `SequenceBatch.pairs`."""
+    return GatheredProducts(call, batch) if batch.pairs is None else ProductsInPlace(call, batch.pairs)
+
+
+class GatheredProducts:
+    """Matrix products of all queries of a group of heads; `keys` and `values` are float32 [n, Hkv, L, D]."""
+
+    def __init__(self, call: AttentionCall, batch: SequenceBatch) -> None:
+        self.softmax_scale = call.softmax_scale
+        self.keys, self.values = _gather(call.k_cache, batch), _gather(call.v_cache, batch)
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        num_queries = queries.shape[2]
+        grouped = queries.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)  # [n, Hkv, G * Q, D]
+        scores = (grouped @ self.keys.transpose(-1, -2)).mul_(self.softmax_scale)
+        return scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        num_queries = weights.shape[2]
+        attended = weights.unflatten(1, (self.values.shape[1], -1)).flatten(2, 3) @ self.values
+        return attended.unflatten(2, (-1, num_queries)).flatten(1, 2)
+
+
+class ProductsInPlace:
+    """Attention as PyTorch's sparse operations see it: scores are a matrix product sampled at the pairs of a query and
+    its keys, sums of values are an embedding bag of them with weights. Both read the cache by indices."""
+
+    def __init__(self, call: AttentionCall, pairs: torch.Tensor) -> None:
+        self.softmax_scale, self.pairs = call.softmax_scale, pairs
+        self.k_rows, self.v_rows = (cache.view(-1, cache.shape[-1]) for cache in (call.k_cache, call.v_cache))
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        rows = queries.reshape(-1, queries.shape[-1])
+        sampled = torch.sparse.sampled_addmm(self.pairs, rows, self.k_rows.T, beta=0.0, alpha=self.softmax_scale)
+        return sampled.values().view(*queries.shape[:3], -1)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = torch.embedding_bag(
+            self.v_rows,
+            self.pairs.col_indices(),
+            self.pairs.crow_indices(),
+            per_sample_weights=weights.flatten(),
+            include_last_offset=True,
+        )[0]
+        return attended.view(*weights.shape[:3], -1)
+
+
+def _gather(cache: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+    """float32 [n, Hkv, L, D]."""
+    slots, block_size = batch.slots, cache.shape[1]
+    # Whole rows of a contiguous cache copy seven times as fast as those that are found by two indices.
+    is_flat = cache.is_contiguous()
+    rows = cache.flatten(0, 1).index_select(0, slots) if is_flat else cache[slots // block_size, slots % block_size]
+    return rows.view(batch.visible.shape[0], -1, *cache.shape[2:]).transpose(1, 2).float()

@@ -1,0 +1,146 @@
+"""Copy blocks over one another inside every layer's caches: copy-on-write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from paged.kernels.cache.ops import ops
+from paged.kernels.cache.torch_ops import copy_blocks as torch_op
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.scalars import as_int, shown
+
+# 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
+# in a 16-bit type) takes 4 programs.
+BLOCK_WORDS = 1024
+
+
+@triton.jit
+def _copy_blocks_kernel(
+    cache_ptrs_ptr,  # int64 [num_caches], the address of each cache
+    block_pairs_ptr,  # int64 [num_pairs, 2], contiguous, source then destination
+    words_per_block,
+    stride_cache_block,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """One program copies BLOCK_WORDS words of one pair in one cache; ALIGNMENT divides the address of every block."""
+    pair_ptr = block_pairs_ptr + tl.program_id(0).to(tl.int64) * 2
+    source = tl.load(pair_ptr)
+    destination = tl.load(pair_ptr + 1)
+    address = tl.load(cache_ptrs_ptr + tl.program_id(1))
+    # Whole integers carry every bit pattern through, NaN payloads included, in whatever dtype the cache is.
+    if ALIGNMENT >= 8:
+        cache_ptr = address.to(tl.pointer_type(tl.int64))
+    elif ALIGNMENT == 4:
+        cache_ptr = address.to(tl.pointer_type(tl.int32))
+    elif ALIGNMENT == 2:
+        cache_ptr = address.to(tl.pointer_type(tl.int16))
+    else:
+        cache_ptr = address.to(tl.pointer_type(tl.int8))
+    cache_ptr = tl.multiple_of(cache_ptr, ALIGNMENT)
+    offs = tl.program_id(2).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    mask = offs < words_per_block
+    words = tl.load(cache_ptr + source * stride_cache_block + offs, mask=mask)
+    tl.store(cache_ptr + destination * stride_cache_block + offs, words, mask=mask)
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+    """Copy block source over block destination in every cache, bit by bit, for every pair.
+
+    Args:
+        caches: tensors [num_blocks, ...] of one shape, dtype, device and strides, contiguous within a block.
+        block_pairs: (source, destination) block ids, int64 [num_pairs, 2] or a sequence of pairs. No destination is a
+            source or stands twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
+            are trusted, since reading them would wait for it, but for their range where PAGED_CHECK=1.
+
+    Raises:
+        InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
+    """
+    pairs = block_pairs if isinstance(block_pairs, torch.Tensor) else _to_tensor(block_pairs)
+    if torch.compiler.is_dynamo_compiling():
+        ops.copy_blocks(caches, pairs)
+        return
+    if not isinstance(caches, list | tuple):
+        raise InvalidInputError(f"caches: {shown(caches)}, expected a sequence of tensors")
+    if not caches:
+        return
+    first = caches[0]
+    _check_caches(caches)
+    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
+    by_triton = use_triton(first)
+    if pairs.device.type == "cpu" or not by_triton:
+        _check_pairs(pairs.tolist(), first.shape[0])
+        pairs = pairs.to(first.device)
+    else:
+        check_all_ids("copy_blocks", Ids("block_pairs", pairs, 0, len(first) - 1), by_triton=True)
+    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), first.device)
+    if not by_triton:
+        torch_op.copy_blocks(caches, pairs)
+        return
+    if pairs.shape[0] == 0 or first.numel() == 0:
+        return
+    block_bytes = first.numel() // first.shape[0] * first.element_size()
+    stride_bytes = first.stride(0) * first.element_size()
+    addresses = [cache.data_ptr() for cache in caches]
+    alignment = math.gcd(16, block_bytes, stride_bytes, *addresses)
+    word_bytes = min(alignment, 8)
+    words_per_block = block_bytes // word_bytes
+    _copy_blocks_kernel[(pairs.shape[0], len(caches), triton.cdiv(words_per_block, BLOCK_WORDS))](
+        cache_ptrs_ptr=torch.tensor(addresses, dtype=torch.int64, device=first.device),
+        block_pairs_ptr=pairs.contiguous(),
+        words_per_block=words_per_block,
+        stride_cache_block=stride_bytes // word_bytes,
+        ALIGNMENT=alignment,
+        BLOCK_WORDS=BLOCK_WORDS,
+        num_warps=4,
+    )
+
+
+def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    try:
+        listed = list(pairs)
+    except Exception:
+        raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected pairs of block ids") from None
+    ids = []
+    for index, pair in enumerate(listed):
+        try:
+            source, destination = pair
+        except Exception:
+            raise InvalidInputError(f"block_pairs[{index}]: {shown(pair)}, expected (source, destination)") from None
+        ids.append([as_int(f"block_pairs[{index}]", block, -(2**63), 2**63 - 1) for block in (source, destination)])
+    return torch.tensor(ids, dtype=torch.int64).view(-1, 2)
+
+
+def _check_caches(caches: Sequence[torch.Tensor]) -> None:
+    first = caches[0]
+    check_is_tensor("caches[0]", first)
+    if first.dim() == 0:
+        raise InvalidInputError("caches[0]: a scalar, expected [num_blocks, ...]")
+    for index, cache in enumerate(caches):
+        check_tensor(f"caches[{index}]", cache, first.shape, (first.dtype,), first.device)
+        if cache.stride() != first.stride():
+            raise InvalidInputError(f"caches[{index}]: strides {cache.stride()}, expected {first.stride()}")
+        check_writable(f"caches[{index}]", cache)
+    if not first[:1].squeeze(0).is_contiguous():
+        raise InvalidInputError(f"caches: strides {first.stride()}, expected every block contiguous")
+
+
+def _check_pairs(pairs: list[list[int]], num_blocks: int) -> None:
+    sources = {source for source, _ in pairs}
+    written: set[int] = set()
+    for index, (source, destination) in enumerate(pairs):
+        for block in (source, destination):
+            if not 0 <= block < num_blocks:
+                raise InvalidInputError(f"block_pairs[{index}]: block {block}, expected 0 to {num_blocks - 1}")
+        if destination in sources:
+            raise InvalidInputError(f"block_pairs[{index}]: destination {destination} is a source too")
+        if destination in written:
+            raise InvalidInputError(f"block_pairs[{index}]: destination {destination} stands twice")
+        written.add(destination)

@@ -1,0 +1,252 @@
+"""Query and key norm, rotary embedding and cache write of an attention layer in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.cache.ops import ops
+from paged.kernels.cache.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset, slots_of
+from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_eps,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+    scale_stride,
+)
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
+from paged.kernels.common.grid import num_warps
+from paged.kernels.common.id_checks import check_all_ids
+from paged.kernels.common.rotation import check_rotary, heads_per_program, positions_of, rotate_heads
+from paged.kernels.common.scalars import as_bool
+
+
+@triton.jit
+def _qk_norm_rope_and_cache_kernel(
+    q_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM]
+    k_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM]
+    v_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM]
+    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    slot_mapping_ptr,  # int64 [num_tokens], negative to skip
+    positions_ptr,  # int64 [num_tokens]
+    cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM]
+    q_weight_ptr,  # [HEAD_DIM], or None
+    k_weight_ptr,  # [HEAD_DIM], or None
+    k_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None
+    v_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None
+    eps,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_k_cache_block,
+    stride_k_cache_slot,
+    stride_k_cache_head,
+    stride_v_cache_block,
+    stride_v_cache_slot,
+    stride_v_cache_head,
+    stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_v_scale_head,
+    stride_cos_sin_position,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
+    token = tl.program_id(0).to(tl.int64)
+    head_block = tl.program_id(1)
+    q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
+    offs_head = tl.arange(0, BLOCK_HEADS).to(tl.int64)
+    if head_block < q_blocks:
+        row_ptr = q_ptr + token * stride_q_token
+        rotate_heads(
+            x_ptr=row_ptr,
+            out_ptr=row_ptr,
+            weight_ptr=q_weight_ptr,
+            cos_sin_ptr=cos_sin_ptr,
+            inverse_scale=None,
+            eps=eps,
+            stride_x_head=stride_q_head,
+            stride_out_head=stride_q_head,
+            heads=head_block * BLOCK_HEADS + offs_head,
+            NUM_HEADS=NUM_Q_HEADS,
+            HEAD_DIM=HEAD_DIM,
+            ROTARY_DIM=ROTARY_DIM,
+            INTERLEAVED=INTERLEAVED,
+            BLOCK_PAIRS=BLOCK_PAIRS,
+            BLOCK_REST=BLOCK_REST,
+        )
+    else:
+        slot = tl.load(slot_mapping_ptr + token)
+        if slot >= 0:
+            heads = (head_block - q_blocks) * BLOCK_HEADS + offs_head
+            in_heads = heads[:, None] < NUM_KV_HEADS
+            rotate_heads(
+                x_ptr=k_ptr + token * stride_k_token,
+                out_ptr=k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE),
+                weight_ptr=k_weight_ptr,
+                cos_sin_ptr=cos_sin_ptr,
+                inverse_scale=load_inverse_scale(k_scale_ptr, heads[:, None], stride_k_scale_head, in_heads),
+                eps=eps,
+                stride_x_head=stride_k_head,
+                stride_out_head=stride_k_cache_head,
+                heads=heads,
+                NUM_HEADS=NUM_KV_HEADS,
+                HEAD_DIM=HEAD_DIM,
+                ROTARY_DIM=ROTARY_DIM,
+                INTERLEAVED=INTERLEAVED,
+                BLOCK_PAIRS=BLOCK_PAIRS,
+                BLOCK_REST=BLOCK_REST,
+                NATIVE_FP8=NATIVE_FP8,
+            )
+            dims = tl.arange(0, BLOCK_DIM)[None, :]
+            mask = in_heads & (dims < HEAD_DIM)
+            value = tl.load(v_ptr + token * stride_v_token + heads[:, None] * stride_v_head + dims, mask=mask)
+            v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
+            v_ptrs = v_row_ptr + heads[:, None] * stride_v_cache_head + dims
+            v_inverse = load_inverse_scale(v_scale_ptr, heads[:, None], stride_v_scale_head, in_heads)
+            tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
+
+
+def qk_norm_rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rms_norm` of every head of q and k, `rotary_embedding`, then `reshape_and_cache`, in one pass over memory.
+
+    q changes in place and is returned; the rotated k and the plain v go to the caches, divided by their scales; k and v
+    themselves stay. float32 inside; every result is rounded once.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
+        k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous.
+        k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`.
+        positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
+        q_weight, k_weight: [head_dim] of the norms; both None for models without them.
+        eps: added to the mean square of a head.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, one weight of the two was given, or a slot
+            or position is out of range; on a GPU, where they are trusted, the last only with PAGED_CHECK=1.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients(
+        "qk_norm_rope_and_cache", q, k, v, k_cache, v_cache, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
+    )
+    if torch.compiler.is_dynamo_compiling():
+        ops.qk_norm_rope_and_cache(
+            q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, eps, interleaved,
+            k_scale, v_scale,
+        )  # fmt: skip
+        return q
+    check_cache_write("k", k, "v", v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    num_tokens, num_kv_heads, head_dim = k.shape
+    check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)
+    check_last_dim_contiguous("q", q)
+    check_writable("q", q)
+    check_rotary(positions, cos_sin_cache, q)
+    if (q_weight is None) != (k_weight is None):
+        raise InvalidInputError("q_weight, k_weight: one of them is None, expected both or neither")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
+    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
+    if not use_triton(q):
+        return torch_op.qk_norm_rope_and_cache(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            positions,
+            cos_sin_cache,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            interleaved=interleaved,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    ids = slots_of(slot_mapping, k_cache), positions_of(positions, cos_sin_cache)
+    check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=True)
+    num_q_heads, rotary_dim = q.shape[1], cos_sin_cache.shape[1]
+    if num_tokens * (num_q_heads + num_kv_heads) * head_dim == 0:
+        return q
+    block_dim = triton.next_power_of_2(head_dim)
+    block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
+    _qk_norm_rope_and_cache_kernel[
+        (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
+    ](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        k_cache_ptr=as_kernel_argument(k_cache),
+        v_cache_ptr=as_kernel_argument(v_cache),
+        slot_mapping_ptr=slot_mapping.contiguous(),
+        positions_ptr=positions.contiguous(),
+        cos_sin_cache_ptr=cos_sin_cache,
+        q_weight_ptr=None if q_weight is None else q_weight.contiguous(),
+        k_weight_ptr=None if k_weight is None else k_weight.contiguous(),
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        eps=eps,
+        stride_q_token=q.stride(0),
+        stride_q_head=q.stride(1),
+        stride_k_token=k.stride(0),
+        stride_k_head=k.stride(1),
+        stride_v_token=v.stride(0),
+        stride_v_head=v.stride(1),
+        stride_k_cache_block=k_cache.stride(0),
+        stride_k_cache_slot=k_cache.stride(1),
+        stride_k_cache_head=k_cache.stride(2),
+        stride_v_cache_block=v_cache.stride(0),
+        stride_v_cache_slot=v_cache.stride(1),
+        stride_v_cache_head=v_cache.stride(2),
+        stride_k_scale_head=scale_stride(k_scale),
+        stride_v_scale_head=scale_stride(v_scale),
+        stride_cos_sin_position=cos_sin_cache.stride(0),
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
+        KV_BLOCK_SIZE=k_cache.shape[1],
+        INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=triton.next_power_of_2(max(rotary_dim // 2, 1)),
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+        BLOCK_DIM=block_dim,
+        NATIVE_FP8=has_native_e4m3(q.device),
+        num_warps=num_warps(block_heads * block_dim),
+    )
+    return q

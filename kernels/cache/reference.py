@@ -1,0 +1,41 @@
+"""Writes to the cache once more in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
+
+Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+All functions return new float64 (or integer) tensors on the CPU and change nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.reference import f64, to_e4m3
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the caches in which row t of key and value, divided by its head's scale, stands at slot_mapping[t].
+
+    Negative slots are skipped. Scales have one element or one a head.
+    """
+    written = []
+    for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        copy, block_size = cache.clone(), cache.shape[1]
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
+            for head in range(cache.shape[2]):
+                row = rows[token, head]
+                if scale is not None:
+                    row = f64(row) / f64(scale).flatten()[head if scale.numel() > 1 else 0]
+                stored = to_e4m3(row) if cache.dtype == torch.float8_e4m3fn else row
+                copy[slot // block_size, slot % block_size, head] = stored.to(copy)
+        written.append(copy)
+    return written[0], written[1]

@@ -1,0 +1,111 @@
+"""Argument checks shared by the wrappers: shapes, dtypes and devices, on the host, without a device sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.scalars import as_float, shown
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+
+
+def check_is_tensor(name: str, tensor: object) -> None:
+    """Raise InvalidInputError unless `tensor` is one whose elements lie in memory by strides."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInputError(f"{name}: {shown(tensor)}, expected a tensor")
+    if tensor.layout is not torch.strided:
+        raise InvalidInputError(f"{name}: layout {tensor.layout}, expected {torch.strided}")
+
+
+def refuse_gradients(operation: str, *tensors: torch.Tensor | None) -> None:
+    """Raise UnsupportedError where autograd would record the operation: none here has a backward."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise UnsupportedError(
+                f"{operation} has no gradients: run under torch.no_grad(), or give it detached tensors"
+            )
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
+    """Raise InvalidInputError unless `tensor` has the expected shape; a str stands for any size and names the axis."""
+    check_is_tensor(name, tensor)
+    shape = tensor.shape
+    if len(shape) == len(expected):
+        for have, want in zip(shape, expected, strict=True):
+            if have != want and not isinstance(want, str):
+                break
+        else:
+            return
+    wanted = ", ".join(str(size) for size in expected)
+    raise InvalidInputError(f"{name}: shape {list(shape)}, expected [{wanted}]")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise InvalidInputError unless `tensor` has one of the allowed dtypes."""
+    check_is_tensor(name, tensor)
+    if tensor.dtype not in allowed:
+        raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(str(d) for d in allowed)}")
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise InvalidInputError unless `tensor` lies on `device`."""
+    if tensor.device != device:
+        raise InvalidInputError(f"{name}: on {tensor.device}, expected {device}")
+
+
+def check_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError unless neighbours along the last axis are neighbours in memory."""
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInputError(f"{name}: last dimension has stride {tensor.stride(-1)}, expected 1")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidInputError where elements of a tensor that is written to share memory, as in an expanded one."""
+    if 0 in tensor.stride() and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every element in a place of its own")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, expected: Sequence[int | str], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    """`check_shape`, `check_dtype` and `check_device` in one call."""
+    check_shape(name, tensor, expected)
+    check_dtype(name, tensor, *dtypes)
+    check_device(name, tensor, device)
+
+
+def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:
+    """Raise InvalidInputError unless `scale` is None or float32 on `device`, one value or [num_kv_heads]."""
+    if scale is None:
+        return
+    check_dtype(name, scale, torch.float32)
+    check_device(name, scale, device)
+    if scale.dim() > 1 or scale.numel() not in (1, num_kv_heads):
+        raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [], [1] or [{num_kv_heads}]")
+
+
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """What a kernel multiplies a KV head by to find its scale: 0 where one serves all heads."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def check_eps(eps: float) -> float:
+    """What is added to a mean square: 0, or a number that float32 holds with all its bits."""
+    number = as_float("eps", eps, 0.0)
+    if number == 0 and eps != 0:
+        raise InvalidInputError(f"eps: {eps}, expected 0 or at least 1.2e-38")
+    return number

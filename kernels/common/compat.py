@@ -1,0 +1,53 @@
+"""Triton where it is installed; where it is not (macOS, CPU-only), names that let the kernel files load.
+
+Kernel files import `triton` and `tl` from here. Without Triton a launch raises UnsupportedError, and every public
+operation still works on CPU tensors through `kernels/torch_ops`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from paged.kernels.common.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    triton: Any
+    tl: Any
+    TensorDescriptor: Any
+    HAS_TRITON: bool
+else:
+    try:
+        import triton
+        import triton.language as tl
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        HAS_TRITON = True
+    except ImportError:
+        HAS_TRITON = False
+
+        class _MissingKernel:
+            """Stands for a kernel; fails when launched, not when its file is imported."""
+
+            def __init__(self, fn):
+                self.fn = fn
+
+            def __getitem__(self, grid):
+                raise UnsupportedError(f"{self.fn.__name__} needs triton, which is not installed here")
+
+        TensorDescriptor = None
+
+        class triton:  # noqa: N801
+            @staticmethod
+            def jit(fn=None, **_options):
+                return _MissingKernel if fn is None else _MissingKernel(fn)
+
+        class tl:  # noqa: N801
+            class constexpr:  # noqa: N801
+                def __init__(self, value):
+                    self.value = value
+
+
+def interpreting() -> bool:
+    """True where Triton kernels run in its interpreter (TRITON_INTERPRET=1), on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

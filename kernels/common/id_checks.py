@@ -1,0 +1,286 @@
+"""Ids that a kernel would follow out of its tensors: found on the host where that waits for nothing, else on request.
+
+CPU tensors are always checked, by their extremes. On a GPU ids are trusted, unless PAGED_CHECK=1: a kernel before the
+operation's own then looks for ids out of range, one launch a call, and the error is raised by the next checked call
+that finds it recorded, or by `check_ids`, which waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from paged.kernels.common.compat import HAS_TRITON, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.id_check_kernels import TOO_LONG, _check_ids_kernel, _check_sequences_kernel
+
+_INT64_MIN = -(2**63)
+# Ids a program; a batch of 256 decodes over tables of 1,024 blocks is 256 programs of one step.
+LANES = 1024
+_OPERATIONS = ("", "paged_attention", "reshape_and_cache", "qk_norm_rope_and_cache", "rotary_embedding", "copy_blocks",
+               "add_lora", "fused_moe")  # fmt: skip
+_ARGUMENTS = {
+    "paged_attention": ("cu_seqlens_q", "cu_seqlens_q", "max_seqlen_q", "seq_lens", "block_table"),
+    "reshape_and_cache": ("slot_mapping",),
+    "qk_norm_rope_and_cache": ("slot_mapping", "positions"),
+    "rotary_embedding": ("positions",),
+    "copy_blocks": ("block_pairs",),
+    "add_lora": ("rows", "slots", "ranks"),
+    "fused_moe": ("aligned.sorted_token_ids", "aligned.expert_ids", "aligned.num_tokens_post_padded"),
+}
+
+
+class Ids(NamedTuple):
+    """Ids of any shape that must lie in low to high; None leaves that end open."""
+
+    name: str
+    ids: torch.Tensor
+    low: int | None
+    high: int
+
+
+def checks_on_host(tensor: torch.Tensor, *, by_triton: bool) -> bool:
+    """Whether ids can be looked at without a wait: on a CPU; and by the PyTorch twins, which wait anyway."""
+    return tensor.device.type == "cpu" or not by_triton
+
+
+def checks_on_device() -> bool:
+    """Whether PAGED_CHECK=1 asks for ids to be checked on the device."""
+    choice = os.environ.get("PAGED_CHECK", "")
+    if choice not in ("", "0", "1"):
+        raise InvalidInputError(f"PAGED_CHECK={choice!r}: expected '1' or '0'")
+    return choice == "1" and HAS_TRITON
+
+
+def check_all_ids(operation: str, *arrays: Ids, by_triton: bool) -> None:
+    """Raise InvalidInputError for the first id out of range; on a GPU only once it has been found, see the module."""
+    if checks_on_host(arrays[0].ids, by_triton=by_triton):
+        for name, ids, low, high in arrays:
+            check_ids_on_host(name, ids, low, high)
+    elif checks_on_device():
+        check_ids_on_device(operation, *arrays)
+
+
+def _value(scalar: torch.Tensor) -> int:
+    """A tensor's one element; on a CPU by NumPy, which waits for nothing and asks no dispatcher."""
+    return int(scalar.numpy() if scalar.device.type == "cpu" else scalar)
+
+
+def check_ids_on_host(name: str, ids: torch.Tensor, low: int | None, high: int) -> None:
+    """Raise InvalidInputError for the first of `ids` that is out of range."""
+    if ids.numel() == 0:
+        return
+    if low is None:
+        if _value(ids.max()) <= high:
+            return
+    else:
+        least, most = ids.aminmax()
+        if _value(least) >= low and _value(most) <= high:
+            return
+    is_wrong = (ids > high) if low is None else (ids < low) | (ids > high)
+    index = is_wrong.nonzero()[0].tolist()
+    _refuse(name, index, _value(ids[tuple(index)]), low, high)
+
+
+def check_ids_on_device(operation: str, *arrays: Ids) -> None:
+    """One launch over up to three arrays, after the error of an earlier one, if that is there already."""
+    device = arrays[0].ids.device
+    recorded = _recorded(device)
+    recorded.raise_if_found()
+    flat = [(each.ids.reshape(-1), each.low, each.high) for each in arrays]
+    longest = max(ids.numel() for ids, _, _ in flat)
+    if longest == 0:
+        return
+    arguments: dict[str, torch.Tensor | int | None] = {}
+    for place in range(3):
+        ids, low, high = flat[place] if place < len(flat) else (None, 0, 0)
+        arguments[f"ids_{place}_ptr"] = ids
+        arguments[f"num_{place}"] = 0 if ids is None else ids.numel()
+        arguments[f"low_{place}"] = _INT64_MIN if low is None else low
+        arguments[f"high_{place}"] = high
+    _check_ids_kernel[(triton.cdiv(longest, LANES),)](
+        **arguments,
+        record_ptr=recorded.record,
+        ticket_ptr=recorded.ticket,
+        operation=_OPERATIONS.index(operation),
+        LANES=LANES,
+        num_warps=4,
+    )
+
+
+class Sequences(NamedTuple):
+    """What `paged_attention` reads by ids: see its arguments; left: keys that a query sees before its own.
+
+    keys_at_once: what is read before the first key that is seen, as keys come in tiles of so many.
+    """
+
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    num_tokens: int
+    num_blocks: int
+    block_size: int
+    max_seqlen_q: int
+    left: int
+    keys_at_once: int
+
+
+def check_sequences(sequences: Sequences) -> None:
+    """Before the Triton kernel: on a CPU `check_sequences_on_host`, on a GPU what PAGED_CHECK asks for."""
+    if sequences.block_table.device.type == "cpu":
+        check_sequences_on_host(sequences)
+    elif checks_on_device():
+        check_sequences_on_device(sequences)
+
+
+def check_sequences_on_host(sequences: Sequences) -> None:
+    """Raise InvalidInputError where queries, lengths or blocks lie outside of their tensors. Entries of the table that
+    no query reads may hold anything."""
+    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, left, keys_at_once = sequences
+    width = table.shape[1]
+    check_ids_on_host("cu_seqlens_q", cu_seqlens_q, 0, num_tokens)
+    if seq_lens.numel() == 0:
+        if _value(cu_seqlens_q[0]) != 0:
+            _refuse("cu_seqlens_q", [0], _value(cu_seqlens_q[0]), 0, 0)
+        return
+    q_lens = cu_seqlens_q.diff()
+    shortest, longest = q_lens.aminmax()
+    if _value(cu_seqlens_q[0]) != 0:
+        _refuse("cu_seqlens_q", [0], _value(cu_seqlens_q[0]), 0, 0)
+    if _value(shortest) < 0:
+        seq = _value(q_lens.argmin())
+        _refuse("cu_seqlens_q", [seq + 1], _value(cu_seqlens_q[seq + 1]), _value(cu_seqlens_q[seq]), num_tokens)
+    if _value(longest) > max_seqlen_q:
+        raise _too_short(max_seqlen_q, _value(longest), _value(q_lens.argmax()))
+    check_ids_on_host("seq_lens", seq_lens, 0, width * block_size)
+    if table.numel() == 0:
+        return
+    least, most = table.aminmax()  # a table without any id out of range need not be looked at in parts
+    if _value(least) >= 0 and _value(most) < num_blocks:
+        return
+    first_keys = (seq_lens - q_lens - left).clamp(min=0) // keys_at_once * keys_at_once
+    columns = torch.arange(width, device=table.device)
+    is_read = (columns >= (first_keys // block_size)[:, None]) & (columns * block_size < seq_lens[:, None])
+    is_read &= (q_lens > 0)[:, None]
+    wrong = (is_read & ((table < 0) | (table >= num_blocks))).nonzero()
+    if len(wrong):
+        index = wrong[0].tolist()
+        _refuse("block_table", index, _value(table[tuple(index)]), 0, num_blocks - 1)
+
+
+def check_sequences_on_device(sequences: Sequences) -> None:
+    """One launch that looks for what `check_sequences_on_host` does, after the error of an earlier one."""
+    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, left, keys_at_once = sequences
+    recorded = _recorded(table.device)
+    recorded.raise_if_found()
+    if seq_lens.numel() == 0:
+        return
+    _check_sequences_kernel[(seq_lens.numel(),)](
+        block_table_ptr=table,
+        cu_seqlens_q_ptr=cu_seqlens_q.contiguous(),
+        seq_lens_ptr=seq_lens.contiguous(),
+        record_ptr=recorded.record,
+        ticket_ptr=recorded.ticket,
+        operation=_OPERATIONS.index("paged_attention"),
+        num_tokens=num_tokens,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        width=table.shape[1],
+        max_seqlen_q=max_seqlen_q,
+        left=left,
+        stride_table_seq=table.stride(0),
+        KEYS_AT_ONCE=keys_at_once,
+        LANES=LANES,
+        num_warps=4,
+    )
+
+
+def check_ids(device: torch.device | str | int | None = None) -> None:
+    """Wait for `device`, the current one where not given, and raise the first error that PAGED_CHECK=1 has found on it.
+
+    Raises:
+        InvalidInputError: an operation was called with an id out of range; its name, the argument, the value and the
+            range are in the message. The error is raised once.
+    """
+    _recorded(_indexed(device)).wait()
+
+
+def _indexed(device: torch.device | str | int | None) -> torch.device:
+    if device is None and not torch.cuda.is_available():
+        return torch.device("cpu")
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+class _Recorded:
+    """Where the kernels on one device leave the first id out of range.
+
+    record: int64 [7] in pinned memory, which kernels write and the host reads as it likes, even after a kernel that
+    followed the id has ended the device's context: operation or 0, argument, row or -1, column, value, range. ticket:
+    int32 [1] on the device, 1 where something is recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.record = torch.zeros(7, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def raise_if_found(self) -> None:
+        """Raise what is there already; waits only then."""
+        if int(self.record[0]):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the device, and raise what is there."""
+        failure = None
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            failure = error
+        operation, *found = self.record.tolist()
+        if not operation:
+            if failure is not None:
+                raise failure
+            return
+        if failure is None:
+            self.ticket.zero_()
+        self.record.zero_()
+        try:
+            _raise_recorded(_OPERATIONS[operation], *found)
+        except InvalidInputError as error:
+            raise error from failure
+
+
+def _raise_recorded(operation: str, argument: int, row: int, column: int, value: int, low: int, high: int) -> NoReturn:
+    name = _ARGUMENTS[operation][argument]
+    if operation == "paged_attention" and argument == TOO_LONG.value:
+        error = _too_short(value, low, column)
+        raise InvalidInputError(f"{error} (found on the device, in {operation})")
+    index = [column] if row < 0 else [row, column]
+    _refuse(name, index, value, None if low == _INT64_MIN else low, high, f" (found on the device, in {operation})")
+
+
+def _too_short(max_seqlen_q: int, longest: int, seq: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"max_seqlen_q: {max_seqlen_q}, expected at least {longest}, the queries of sequence {seq}"
+    )
+
+
+def _refuse(name: str, index: list[int], value: int, low: int | None, high: int, where: str = "") -> NoReturn:
+    place = f"[{', '.join(map(str, index))}]" if index else ""
+    if high < (0 if low is None else low):
+        expected = "there is none"
+    else:
+        expected = f"{high} at most" if low is None else f"{low} to {high}"
+    raise InvalidInputError(f"{name}{place}: {value}, expected {expected}{where}")
+
+
+@functools.cache
+def _recorded(device: torch.device) -> _Recorded:
+    return _Recorded(device)

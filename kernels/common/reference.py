@@ -1,0 +1,51 @@
+"""What several operations share once more in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
+
+Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+All functions return new float64 (or integer) tensors on the CPU and change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paged.kernels.common.errors import InvalidInputError
+
+
+def f64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(device="cpu", dtype=torch.float64)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The float8_e4m3fn values nearest to x, of two equally near ones that with an even code; NaN stays NaN.
+
+    A code holds a sign, 4 bits of exponent e and 3 of mantissa m: 2^-6 m / 8 where e = 0, else 2^(e - 7) (1 + m / 8).
+    The last one, which would be 480, is NaN, so 448 stands for all beyond it (Micikevicius et al., 2022).
+    """
+    codes = torch.arange(127)
+    values = torch.tensor(
+        [2.0**-6 * code / 8 if code < 8 else 2.0 ** (code // 8 - 7) * (1 + code % 8 / 8) for code in codes.tolist()],
+        dtype=torch.float64,
+    )
+    x = f64(x)
+    distances = (x.abs().clamp(max=values[-1]).unsqueeze(-1) - values).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    size = torch.where(x.isnan(), 127, (is_nearest * (2 - codes % 2)).argmax(-1))
+    return (size + 128 * x.signbit()).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up for "silu", "gelu" and "gelu_tanh"; for "swiglu_oai" min(gate, 7) sigmoid(1.702 min(gate,
+    7)) (1 + up), with up clamped to [-7, 7]."""
+    gate, up = f64(gate), f64(up)
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if activation == "gelu":
+        return gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up
+    if activation == "gelu_tanh":
+        return gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (1 + up)
+    raise InvalidInputError(f"activation={activation!r}: expected 'silu', 'gelu', 'gelu_tanh' or 'swiglu_oai'")

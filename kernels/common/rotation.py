@@ -1,0 +1,92 @@
+"""Rotation of heads, with the norm before it and the cast behind: what every operation that rotates shares."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.fp8 import scaled_cast
+from paged.kernels.common.id_checks import Ids
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr,  # [num_heads, HEAD_DIM] of one token
+    out_ptr,  # [num_heads, HEAD_DIM], may be x_ptr
+    weight_ptr,  # [HEAD_DIM] of the RMS norm before the rotation, or None
+    cos_sin_ptr,  # [ROTARY_DIM] of the token's position
+    inverse_scale,  # [BLOCK_HEADS, 1] to multiply the result by, or None
+    eps,
+    stride_x_head,
+    stride_out_head,
+    heads,  # int64 [BLOCK_HEADS]
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr = False,
+):
+    """Normalise (with a weight), rotate and scale some heads of a token, in float32, rounding once."""
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    in_pairs = pairs < HALF
+    first = pairs * 2 if INTERLEAVED else pairs
+    second = first + 1 if INTERLEAVED else pairs + HALF
+    x_ptrs = x_ptr + heads[:, None] * stride_x_head
+    out_ptrs = out_ptr + heads[:, None] * stride_out_head
+    in_heads = heads[:, None] < NUM_HEADS
+    mask = in_heads & in_pairs[None, :]
+    x1 = tl.load(x_ptrs + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HEAD_DIM > ROTARY_DIM:
+        rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)
+        rest_mask = in_heads & (rest < HEAD_DIM)[None, :]
+        x3 = tl.load(x_ptrs + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
+        if HEAD_DIM > ROTARY_DIM:
+            squares += tl.sum(x3 * x3, axis=1)
+        root = tl.sqrt(squares / HEAD_DIM + eps)[:, None]
+        x1 = x1 / root * tl.load(weight_ptr + first, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+        x2 = x2 / root * tl.load(weight_ptr + second, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+        if HEAD_DIM > ROTARY_DIM:
+            x3 = x3 / root * tl.load(weight_ptr + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    # Warps share the elements of a narrow tile, so in place none may store before all have loaded.
+    tl.debug_barrier()
+    cos = tl.load(cos_sin_ptr + pairs, mask=in_pairs, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + HALF + pairs, mask=in_pairs, other=0.0)[None, :]
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    tl.store(out_ptrs + first[None, :], scaled_cast(y1, inverse_scale, OUT, NATIVE_FP8), mask=mask)
+    tl.store(out_ptrs + second[None, :], scaled_cast(y2, inverse_scale, OUT, NATIVE_FP8), mask=mask)
+    if HEAD_DIM > ROTARY_DIM:
+        tl.store(out_ptrs + rest[None, :], scaled_cast(x3, inverse_scale, OUT, NATIVE_FP8), mask=rest_mask)
+
+
+def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:
+    """Checks of the rotary arguments of every operation that rotates `query` [num_tokens, num_q_heads, head_dim]."""
+    check_tensor("positions", positions, (query.shape[0],), (torch.int64,), query.device)
+    check_tensor("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), (torch.float32,), query.device)
+    check_last_dim_contiguous("cos_sin_cache", cos_sin_cache)
+    rotary_dim, head_dim = cos_sin_cache.shape[1], query.shape[2]
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise InvalidInputError(f"cos_sin_cache: rotary_dim {rotary_dim}, expected an even number up to {head_dim}")
+
+
+def positions_of(positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> Ids:
+    """What positions must be: rows of the table."""
+    return Ids("positions", positions, 0, cos_sin_cache.shape[0] - 1)
+
+
+def heads_per_program(num_q_heads: int, num_kv_heads: int, block_dim: int) -> int:
+    """Heads of `block_dim` elements, a power of two, that a program rotates: 2,048 elements of one token at most.
+
+    In 4 warps every thread then takes 16 bytes of a 16-bit type from each half of a head, and the heads of a program
+    share one load of the cosines and sines.
+    """
+    most_heads: int = triton.next_power_of_2(max(num_q_heads, num_kv_heads))
+    return min(max(2048 // block_dim, 1), most_heads)

@@ -1,0 +1,156 @@
+"""Greedy choice of the next token from a row of logits."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_is_tensor,
+    check_shape,
+    check_tensor,
+    refuse_gradients,
+)
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.grid import num_warps
+from paged.kernels.layers.ops import ops
+from paged.kernels.layers.torch_ops import greedy_argmax as torch_op
+
+# Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)
+# through one multiprocessor. 4,096 tokens a program give 38 programs a row there, and 64 partial results at 256k.
+BLOCK_TOKENS = 4096
+
+
+@triton.jit
+def _first_largest(values, tokens):
+    """The largest value and the smallest of the tokens that have it; -1 where all values are -inf."""
+    best = tl.max(values, axis=0)
+    token = tl.min(tl.where(values == best, tokens, 0x7FFFFFFF), axis=0)
+    return best, tl.where(best == float("-inf"), -1, token)
+
+
+@triton.jit
+def _greedy_argmax_chunk_kernel(
+    logits_ptr,  # [num_rows, vocab_size]
+    token_mask_ptr,  # bool [num_rows, vocab_size], or None
+    repetition_penalty_ptr,  # float32 [num_rows, vocab_size], or None
+    best_ptr,  # float32 [num_rows, num_chunks]
+    token_ptr,  # int32 [num_rows, num_chunks]
+    vocab_size,
+    num_chunks,
+    stride_logits_row,
+    stride_token_mask_row,
+    stride_repetition_penalty_row,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """One program finds the best of BLOCK_TOKENS tokens of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    tokens = chunk * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    mask = tokens < vocab_size
+    values = tl.load(logits_ptr + row * stride_logits_row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+    if repetition_penalty_ptr is not None:
+        penalty_ptrs = repetition_penalty_ptr + row * stride_repetition_penalty_row + tokens
+        penalty = tl.load(penalty_ptrs, mask=mask, other=1.0)
+        # IEEE division: the default one is 2 units off, and could order two tokens otherwise than a CPU does.
+        values = tl.where(values > 0.0, tl.div_rn(values, penalty), values * penalty)
+    allowed = values == values  # not NaN
+    if token_mask_ptr is not None:
+        allowed &= tl.load(token_mask_ptr + row * stride_token_mask_row + tokens, mask=mask, other=0) != 0
+    best, token = _first_largest(tl.where(allowed, values, float("-inf")), tokens)
+    tl.store(best_ptr + row * num_chunks + chunk, best)
+    tl.store(token_ptr + row * num_chunks + chunk, token)
+
+
+@triton.jit
+def _greedy_argmax_reduce_kernel(
+    best_ptr,  # float32 [num_rows, num_chunks]
+    token_ptr,  # int32 [num_rows, num_chunks]
+    out_ptr,  # int64 [num_rows]
+    num_chunks,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    """One program finds the best of a row's chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_CHUNKS)
+    mask = offs < num_chunks
+    best = tl.load(best_ptr + row * num_chunks + offs, mask=mask, other=float("-inf"))
+    tokens = tl.load(token_ptr + row * num_chunks + offs, mask=mask, other=0)
+    _, token = _first_largest(best, tokens)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
+def greedy_argmax(
+    logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The token with the largest logit of every row, ties to the smaller id; -1 where none is left to choose.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16, any strides. NaN and -inf are never chosen.
+        token_mask: bool [vocab_size] or [num_rows, vocab_size]; False forbids a token.
+        repetition_penalty: float32 [vocab_size] or [num_rows, vocab_size], above 0, 1 for no penalty: positive logits
+            are divided by it, others multiplied, in float32 (Keskar et al., 2019).
+
+    Returns:
+        int64 [num_rows].
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("greedy_argmax", logits, repetition_penalty)
+    if torch.compiler.is_dynamo_compiling():
+        return ops.greedy_argmax(logits, token_mask, repetition_penalty)
+    check_shape("logits", logits, ("num_rows", "vocab_size"))
+    check_dtype("logits", logits, *FLOAT_DTYPES)
+    num_rows, vocab_size = logits.shape
+    if token_mask is not None:
+        token_mask = _per_row("token_mask", token_mask, torch.bool, logits)
+    if repetition_penalty is not None:
+        repetition_penalty = _per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
+    out = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
+    if logits.numel() == 0:
+        return out
+    if not use_triton(logits):
+        return torch_op.greedy_argmax(logits, token_mask, repetition_penalty)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_chunks = triton.cdiv(vocab_size, BLOCK_TOKENS)
+    best = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    token = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    _greedy_argmax_chunk_kernel[(num_rows, num_chunks)](
+        logits_ptr=logits,
+        token_mask_ptr=token_mask,
+        repetition_penalty_ptr=repetition_penalty,
+        best_ptr=best,
+        token_ptr=token,
+        vocab_size=vocab_size,
+        num_chunks=num_chunks,
+        stride_logits_row=logits.stride(0),
+        stride_token_mask_row=0 if token_mask is None else token_mask.stride(0),
+        stride_repetition_penalty_row=0 if repetition_penalty is None else repetition_penalty.stride(0),
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        num_warps=num_warps(BLOCK_TOKENS),
+    )
+    block_chunks = triton.next_power_of_2(num_chunks)
+    _greedy_argmax_reduce_kernel[(num_rows,)](
+        best_ptr=best,
+        token_ptr=token,
+        out_ptr=out,
+        num_chunks=num_chunks,
+        BLOCK_CHUNKS=block_chunks,
+        num_warps=num_warps(block_chunks),
+    )
+    return out
+
+
+def _per_row(name: str, tensor: torch.Tensor, dtype: torch.dtype, logits: torch.Tensor) -> torch.Tensor:
+    """`tensor`, one row or a row for each of logits, checked, as [num_rows, vocab_size] with contiguous rows."""
+    check_is_tensor(name, tensor)
+    expected = logits.shape[1:] if tensor.dim() == 1 else logits.shape
+    check_tensor(name, tensor, expected, (dtype,), logits.device)
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor.expand(logits.shape)

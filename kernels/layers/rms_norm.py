@@ -1,0 +1,135 @@
+"""RMS normalisation, alone or fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, refuse_gradients
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.grid import num_warps
+from paged.kernels.common.torch_ops import rms_norm as torch_op
+from paged.kernels.layers.ops import ops
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [num_rows, HIDDEN_SIZE]
+    residual_ptr,  # [num_rows, HIDDEN_SIZE], or None
+    weight_ptr,  # [HIDDEN_SIZE]
+    out_ptr,  # [num_rows, HIDDEN_SIZE]
+    eps,
+    stride_x_row,
+    stride_residual_row,
+    stride_out_row,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program a row. With a residual: residual += x first, rounded to its own dtype, and that sum is normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_SIZE)
+    mask = offs < HIDDEN_SIZE
+    x = tl.load(x_ptr + row * stride_x_row + offs, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + row * stride_residual_row + offs
+        total = x + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    variance = tl.sum(x * x, axis=0) / HIDDEN_SIZE
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    normed = x / tl.sqrt(variance + eps) * weight
+    tl.store(out_ptr + row * stride_out_row + offs, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32 (Zhang and Sennrich, 2019).
+
+    Args:
+        x: [..., hidden_size], float32, float16 or bfloat16, any strides.
+        weight: [hidden_size].
+        eps: added to the mean square.
+        out: like x, contiguous; made when not given.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit, or eps is below 0.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("rms_norm", x, weight, out)
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            return ops.rms_norm(x, weight, eps)
+        ops.rms_norm_out(x, weight, out, eps)
+        return out
+    hidden_size, eps = _check(x, weight), check_eps(eps)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    check_tensor("out", out, x.shape, (x.dtype,), x.device)
+    if not out.is_contiguous():
+        raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
+    if not use_triton(x):
+        return torch_op.rms_norm(x, weight, eps, out=out)
+    _launch(x.reshape(-1, hidden_size), None, weight, out.view(-1, hidden_size), eps)
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place: residual becomes residual + x, and x becomes rms_norm(residual); both are returned.
+
+    One pass over memory in place of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
+    [..., hidden_size] are contiguous and do not overlap.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or eps is below 0.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("fused_add_rms_norm", x, residual, weight)
+    if torch.compiler.is_dynamo_compiling():
+        ops.fused_add_rms_norm(x, residual, weight, eps)
+        return x, residual
+    hidden_size, eps = _check(x, weight), check_eps(eps)
+    check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
+    if not (x.is_contiguous() and residual.is_contiguous()):
+        raise InvalidInputError(f"x, residual: strides {x.stride()}, {residual.stride()}, expected contiguous tensors")
+    if not use_triton(x):
+        return torch_op.fused_add_rms_norm(x, residual, weight, eps)
+    rows = x.view(-1, hidden_size)
+    _launch(rows, residual.view(-1, hidden_size), weight, rows, eps)
+    return x, residual
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> int:
+    check_dtype("x", x, *FLOAT_DTYPES)
+    if x.dim() == 0:
+        raise InvalidInputError("x: a scalar, expected [..., hidden_size]")
+    check_tensor("weight", weight, (x.shape[-1],), FLOAT_DTYPES, x.device)
+    return x.shape[-1]
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+) -> None:
+    num_rows, hidden_size = x.shape
+    if x.numel() == 0:
+        return
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    block_size = triton.next_power_of_2(hidden_size)
+    _rms_norm_kernel[(num_rows,)](
+        x_ptr=x,
+        residual_ptr=residual,
+        weight_ptr=weight.contiguous(),
+        out_ptr=out,
+        eps=eps,
+        stride_x_row=x.stride(0),
+        stride_residual_row=hidden_size,
+        stride_out_row=hidden_size,
+        HIDDEN_SIZE=hidden_size,
+        BLOCK_SIZE=block_size,
+        num_warps=num_warps(block_size),
+    )

@@ -1,0 +1,161 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.grid import num_warps
+from paged.kernels.common.id_checks import check_all_ids
+from paged.kernels.common.rotation import check_rotary, heads_per_program, positions_of, rotate_heads
+from paged.kernels.common.scalars import as_bool
+from paged.kernels.common.torch_ops import rotary_embedding as torch_op
+from paged.kernels.layers.ops import ops
+
+
+@triton.jit
+def _rotary_embedding_kernel(
+    positions_ptr,  # int64 [num_tokens]
+    query_ptr,  # [num_tokens, NUM_Q_HEADS, head_dim]
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, head_dim], or None
+    cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM]
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+    stride_cos_sin_position,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):
+    """One program rotates BLOCK_HEADS heads of a token, in place: first the query's blocks of heads, then the key's."""
+    token = tl.program_id(0).to(tl.int64)
+    head_block = tl.program_id(1)
+    q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
+    offs_head = tl.arange(0, BLOCK_HEADS).to(tl.int64)
+    # Passing ROTARY_DIM for HEAD_DIM leaves what lies beyond it alone.
+    if head_block < q_blocks:
+        row_ptr = query_ptr + token * stride_query_token
+        rotate_heads(
+            x_ptr=row_ptr,
+            out_ptr=row_ptr,
+            weight_ptr=None,
+            cos_sin_ptr=cos_sin_ptr,
+            inverse_scale=None,
+            eps=0.0,
+            stride_x_head=stride_query_head,
+            stride_out_head=stride_query_head,
+            heads=head_block * BLOCK_HEADS + offs_head,
+            NUM_HEADS=NUM_Q_HEADS,
+            HEAD_DIM=ROTARY_DIM,
+            ROTARY_DIM=ROTARY_DIM,
+            INTERLEAVED=INTERLEAVED,
+            BLOCK_PAIRS=BLOCK_PAIRS,
+            BLOCK_REST=0,
+        )
+    elif key_ptr is not None:
+        row_ptr = key_ptr + token * stride_key_token
+        rotate_heads(
+            x_ptr=row_ptr,
+            out_ptr=row_ptr,
+            weight_ptr=None,
+            cos_sin_ptr=cos_sin_ptr,
+            inverse_scale=None,
+            eps=0.0,
+            stride_x_head=stride_key_head,
+            stride_out_head=stride_key_head,
+            heads=(head_block - q_blocks) * BLOCK_HEADS + offs_head,
+            NUM_HEADS=NUM_KV_HEADS,
+            HEAD_DIM=ROTARY_DIM,
+            ROTARY_DIM=ROTARY_DIM,
+            INTERLEAVED=INTERLEAVED,
+            BLOCK_PAIRS=BLOCK_PAIRS,
+            BLOCK_REST=0,
+        )
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate query and key by their positions (Su et al., 2021), in place, in float32, rounded once; both are returned.
+
+    Pair i of a head is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) where interleaved; it becomes
+    (x1 cos - x2 sin, x2 cos + x1 sin). What lies beyond rotary_dim stays.
+
+    Args:
+        positions: int64 [num_tokens], rows of cos_sin_cache.
+        query: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
+        key: [num_tokens, num_kv_heads, head_dim], likewise, or None.
+        cos_sin_cache: float32 [max_position, rotary_dim], last dimension contiguous: rotary_dim / 2 cosines, then as
+            many sines.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a position is out of range; on a GPU, where
+            positions are trusted, the last only with PAGED_CHECK=1.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("rotary_embedding", query, key, cos_sin_cache)
+    if torch.compiler.is_dynamo_compiling():
+        ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+        return query, key
+    check_shape("query", query, ("num_tokens", "num_q_heads", "head_dim"))
+    check_dtype("query", query, *FLOAT_DTYPES)
+    check_last_dim_contiguous("query", query)
+    check_writable("query", query)
+    num_tokens, num_q_heads, head_dim = query.shape
+    if key is not None:
+        check_tensor("key", key, (num_tokens, "num_kv_heads", head_dim), (query.dtype,), query.device)
+        check_last_dim_contiguous("key", key)
+        check_writable("key", key)
+    check_rotary(positions, cos_sin_cache, query)
+    interleaved = as_bool("interleaved", interleaved)
+    if not use_triton(query):
+        torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
+        return query, key
+    check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
+    num_kv_heads = 0 if key is None else key.shape[1]
+    rotary_dim = cos_sin_cache.shape[1]
+    if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
+        return query, key
+    block_dim = triton.next_power_of_2(rotary_dim)
+    block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
+    _rotary_embedding_kernel[
+        (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
+    ](
+        positions_ptr=positions.contiguous(),
+        query_ptr=query,
+        key_ptr=key,
+        cos_sin_cache_ptr=cos_sin_cache,
+        stride_query_token=query.stride(0),
+        stride_query_head=query.stride(1),
+        stride_key_token=0 if key is None else key.stride(0),
+        stride_key_head=0 if key is None else key.stride(1),
+        stride_cos_sin_position=cos_sin_cache.stride(0),
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        ROTARY_DIM=rotary_dim,
+        INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=block_dim // 2,
+        num_warps=num_warps(block_heads * block_dim),
+    )
+    return query, key

@@ -1,0 +1,27 @@
+"""Greedy choice of tokens in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+# Tokens of a group. PyTorch's argmax looks at one value at a time and its amax at 16: the best group first, then the
+# best in it, takes 83 us where 32 rows of 8,000 took 470.
+_GROUP = 64
+
+
+def greedy_argmax(
+    logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None
+) -> torch.Tensor:
+    """Twin of `kernels.layers.greedy_argmax.greedy_argmax`."""
+    values = logits.float()
+    if repetition_penalty is not None:
+        values = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
+    values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if token_mask is not None:
+        values.masked_fill_(~token_mask, -torch.inf)
+    if rest := -values.shape[1] % _GROUP:
+        values = torch.nn.functional.pad(values, (0, rest), value=-torch.inf)
+    groups = values.unflatten(1, (-1, _GROUP))
+    group = groups.amax(-1).argmax(-1)  # the first of equals
+    best, within = groups[torch.arange(len(groups), device=groups.device), group].max(-1)
+    return (group * _GROUP + within).masked_fill_(best == -torch.inf, -1)

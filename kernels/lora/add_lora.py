@@ -1,0 +1,265 @@
+"""Low-rank adapters (Hu et al., 2021) of several requests in one batch: two grouped products a linear layer."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    check_device,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import device_of
+from paged.kernels.common.dot import dot
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.launch import Launch, signature
+from paged.kernels.common.scalars import shown
+from paged.kernels.lora.batch import LoraBatch
+from paged.kernels.lora.config import expand_tile, shrink_tile
+from paged.kernels.lora.ops import ops
+from paged.kernels.lora.torch_ops import add_lora as torch_op
+from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
+
+
+@triton.jit
+def _lora_shrink_kernel(
+    x_ptr,  # [num_rows, K]
+    a_ptr,  # [num_slots, NUM_PARTS, max_rank, K]
+    ranks_ptr,  # [num_slots, NUM_PARTS] int32
+    rows_ptr,  # [num_blocks, BLOCK_M] int32
+    slots_ptr,  # [num_blocks] int32
+    shrunk_ptr,  # [num_splits, num_blocks * BLOCK_M, NUM_PARTS * max_rank] float32
+    num_places,  # num_blocks * BLOCK_M
+    stride_x_row,
+    max_rank,
+    K,
+    split_size,  # a multiple of BLOCK_K
+    NUM_PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x[row] times BLOCK_R rows of its adapter's A, over the columns of one split, for one block of rows."""
+    block = tl.program_id(1)
+    slot = tl.load(slots_ptr + block)
+    if slot < 0:
+        return
+    # Parts alternate, so that the programs which read the same rows of x run side by side.
+    part = tl.program_id(0) % NUM_PARTS
+    first_r = tl.program_id(0) // NUM_PARTS * BLOCK_R
+    matrix = slot.to(tl.int64) * NUM_PARTS + part
+    rank = tl.load(ranks_ptr + matrix)
+    if first_r >= rank:
+        return
+    places = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Places without a row compute row 0, and rows of A beyond the rank compute the first: no masks in the loop, and
+    # nothing of either is used.
+    rows = tl.maximum(tl.load(rows_ptr + places), 0).to(tl.int64)
+    offs_r = first_r + tl.arange(0, BLOCK_R)
+    offs_k = tl.program_id(2) * split_size + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows[:, None] * stride_x_row + offs_k[None, :]
+    a_rows = matrix * max_rank + tl.where(offs_r < rank, offs_r, 0)
+    a_ptrs = a_ptr + a_rows[None, :] * K + offs_k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for start in range(0, split_size, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs + start)
+            a = tl.load(a_ptrs + start)
+        else:
+            x = tl.load(x_ptrs + start, mask=offs_k[None, :] < K - start, other=0.0)
+            a = tl.load(a_ptrs + start, mask=offs_k[:, None] < K - start, other=0.0)
+        acc = dot(x, a, acc)
+    width = NUM_PARTS * max_rank
+    shrunk_ptrs = shrunk_ptr + (tl.program_id(2) * num_places + places)[:, None] * width + part * max_rank
+    tl.store(shrunk_ptrs + offs_r[None, :], acc, mask=offs_r[None, :] < rank)
+
+
+@triton.jit
+def _lora_expand_kernel(
+    shrunk_ptr,  # [NUM_SPLITS, num_blocks * BLOCK_M, NUM_PARTS * max_rank] float32
+    b_ptr,  # [num_slots, max_rank, N_0 + N_1 + N_2]
+    ranks_ptr,  # [num_slots, NUM_PARTS] int32
+    scales_ptr,  # [num_slots, NUM_PARTS] float32
+    rows_ptr,  # [num_blocks, BLOCK_M] int32
+    slots_ptr,  # [num_blocks] int32
+    out_ptr,  # [num_rows, N_0 + N_1 + N_2]
+    num_places,  # num_blocks * BLOCK_M
+    stride_out_row,
+    max_rank,
+    N_0: tl.constexpr,
+    N_1: tl.constexpr,
+    N_2: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """out[row] += scale * (sum of the splits) @ B^T for one block of rows and BLOCK_N columns of one part."""
+    block = tl.program_id(1)
+    slot = tl.load(slots_ptr + block)
+    if slot < 0:
+        return
+    N: tl.constexpr = N_0 + N_1 + N_2
+    second: tl.constexpr = (N_0 + BLOCK_N - 1) // BLOCK_N
+    third: tl.constexpr = second + (N_1 + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0)
+    not_first, is_third = (tile >= second).to(tl.int32), (tile >= third).to(tl.int32)
+    part = not_first + is_third
+    first_n = tile * BLOCK_N + not_first * (N_0 - second * BLOCK_N) + is_third * (N_1 - (third - second) * BLOCK_N)
+    end_n = N_0 + not_first * N_1 + is_third * N_2
+    matrix = slot.to(tl.int64) * NUM_PARTS + part
+    rank = tl.load(ranks_ptr + matrix)
+    if rank == 0:
+        return
+    places = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = first_n + tl.arange(0, BLOCK_N)
+    is_column = columns < end_n
+    width = NUM_PARTS * max_rank
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first_r in range(0, rank, BLOCK_R):
+        offs_r = first_r + tl.arange(0, BLOCK_R)
+        is_rank = offs_r < rank
+        shrunk_ptrs = shrunk_ptr + places[:, None] * width + part * max_rank + offs_r[None, :]
+        shrunk = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            offset = num_places.to(tl.int64) * split * width
+            shrunk += tl.load(shrunk_ptrs + offset, mask=is_rank[None, :], other=0.0)
+        b_ptrs = b_ptr + (slot.to(tl.int64) * max_rank + offs_r)[:, None] * N + columns[None, :]
+        b = tl.load(b_ptrs, mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        acc = dot(shrunk.to(b.dtype), b, acc)
+    rows = tl.load(rows_ptr + places)
+    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * stride_out_row + columns[None, :]
+    mask = (rows >= 0)[:, None] & is_column[None, :]
+    out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) + tl.load(scales_ptr + matrix) * acc
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+    """out[row] += scale * B (A x[row]) with each row's own adapter, in place; other rows are not touched, bit by bit.
+
+    Products are accumulated in float32. A x is rounded to the dtype of x before it is multiplied by B, and the sum with
+    `out` is rounded once. The result is the same in every run.
+
+    Args:
+        out: [num_rows, out_features], dtype of x, last dimension contiguous; what the layer gave without adapters.
+        x: [num_rows, in_features], float32, float16 or bfloat16; last dimension contiguous.
+        weights: the layer's adapters, in the dtype of x.
+        batch: which rows take which adapter; rows and slots are checked on a CPU, on a GPU with PAGED_CHECK=1.
+
+    Returns:
+        out.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a row or slot does not exist.
+        UnsupportedError: a gradient is asked for.
+    """
+    if not (isinstance(weights, LoraWeights) and isinstance(batch, LoraBatch)):
+        raise InvalidInputError(f"weights, batch: {shown(weights)}, {shown(batch)}, expected LoraWeights and LoraBatch")
+    refuse_gradients("add_lora", out, x, weights.a, weights.b, weights.scales)
+    if torch.compiler.is_dynamo_compiling():
+        stacks = weights.a, weights.b, weights.ranks, weights.scales
+        ops.add_lora(out, x, *stacks, weights.part_sizes, batch.rows, batch.slots)
+        return out
+    check_is_tensor("x", x)
+    check_is_tensor("out", out)
+    key = (signature(x), signature(out), weights.signature)
+    launches = batch.launches.get(key)
+    if launches is None:
+        _check(out, x, weights, batch)
+    by_triton = launches is not None or use_triton(x)
+    check_all_ids(
+        "add_lora",
+        Ids("rows", batch.rows, -1, len(x) - 1),
+        Ids("slots", batch.slots, -1, len(weights.a) - 1),
+        Ids("ranks", weights.ranks, 0, weights.a.shape[2]),
+        by_triton=by_triton,
+    )
+    if launches is None:
+        if not by_triton:
+            return torch_op.add_lora(
+                out, x, weights.a, weights.b, weights.ranks, weights.scales, weights.part_sizes, batch.rows, batch.slots
+            )
+        if batch.rows.numel() == 0:
+            return out
+        launches = batch.launches[key] = _prepare(out, x, weights, batch)
+    tensors = {
+        "x_ptr": x,
+        "out_ptr": out,
+        "a_ptr": weights.a,
+        "b_ptr": weights.b,
+        "ranks_ptr": weights.ranks,
+        "scales_ptr": weights.scales,
+    }
+    for launch in launches:
+        launch(tensors)
+    return out
+
+
+def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
+    dtype, device, in_features = weights.a.dtype, weights.a.device, weights.a.shape[3]
+    check_tensor("x", x, ("num_rows", in_features), (dtype,), device)
+    check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)
+    check_device("batch", batch.rows, device)
+    check_last_dim_contiguous("out", out)
+    check_writable("out", out)
+    check_last_dim_contiguous("x", x)
+
+
+def _prepare(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> tuple[Launch, Launch]:
+    """The two launches for layers of this shape, with one intermediate result for all of them, as they take turns."""
+    num_blocks, block_m = batch.rows.shape
+    _, num_parts, max_rank, in_features = weights.a.shape
+    shrink = shrink_tile(num_blocks, block_m, num_parts, max_rank, in_features, x.element_size(), device_of(x.device))
+    expand = expand_tile(block_m, x.element_size())
+    sizes = (*weights.part_sizes, 0, 0)[:MAX_PARTS]
+    split_size = triton.cdiv(triton.cdiv(in_features, shrink.block_k), shrink.num_splits) * shrink.block_k
+    shared = {
+        "rows_ptr": batch.rows,
+        "slots_ptr": batch.slots,
+        "shrunk_ptr": x.new_empty((shrink.num_splits, num_blocks * block_m, num_parts * max_rank), dtype=torch.float32),
+        "num_places": num_blocks * block_m,
+        "max_rank": max_rank,
+        "NUM_PARTS": num_parts,
+        "BLOCK_M": block_m,
+    }
+    return (
+        Launch(
+            _lora_shrink_kernel,
+            (num_parts * triton.cdiv(max_rank, shrink.block_r), num_blocks, shrink.num_splits),
+            shared
+            | {
+                "stride_x_row": x.stride(0),
+                "K": in_features,
+                "split_size": split_size,
+                "EVEN_K": split_size * shrink.num_splits == in_features,
+                "BLOCK_R": shrink.block_r,
+                "BLOCK_K": shrink.block_k,
+            },
+            num_warps=shrink.num_warps,
+            num_stages=shrink.num_stages,
+        ),
+        Launch(
+            _lora_expand_kernel,
+            (sum(triton.cdiv(size, expand.block_n) for size in sizes), num_blocks),
+            shared
+            | {
+                "stride_out_row": out.stride(0),
+                "N_0": sizes[0],
+                "N_1": sizes[1],
+                "N_2": sizes[2],
+                "NUM_SPLITS": shrink.num_splits,
+                "BLOCK_N": expand.block_n,
+                "BLOCK_R": expand.block_r,
+            },
+            num_warps=expand.num_warps,
+            num_stages=expand.num_stages,
+        ),
+    )

@@ -1,0 +1,68 @@
+"""Which rows of a batch an adapter changes, grouped by adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from paged.kernels.common.checks import check_contiguous, check_is_tensor, check_tensor
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.launch import Launch
+
+# Up to this many rows an adapter reading its weights is all the work, and 16 rows are the least a tensor core takes.
+# More rows share one read of the weights in tiles of 64.
+FEW_ROWS, MANY_ROWS = 16, 64
+
+
+@dataclass(frozen=True, eq=False)
+class LoraBatch:
+    """Rows in blocks of one adapter each; rows without an adapter stand in none.
+
+    rows: int32 [num_blocks, rows_per_block], contiguous; -1 is a place without a row, and no row stands twice.
+    slots: int32 [num_blocks], where the weights of a block's adapter lie; a block of -1 is padding, and skipped.
+    launches: what layers of one shape launch over this batch, prepared by the first of them.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or on a CPU a row stands twice.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    launches: dict[Hashable, tuple[Launch, Launch]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_is_tensor("rows", self.rows)
+        check_tensor("rows", self.rows, ("num_blocks", "rows_per_block"), (torch.int32,), self.rows.device)
+        check_tensor("slots", self.slots, (self.rows.shape[0],), (torch.int32,), self.rows.device)
+        check_contiguous("rows", self.rows)
+        check_contiguous("slots", self.slots)
+        if self.rows.device.type == "cpu":
+            ordered = self.rows.flatten().sort().values
+            is_twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+            if is_twice.any():
+                row = int(ordered[1:][is_twice][0])
+                raise InvalidInputError(f"rows: row {row} stands twice, expected every row once at most")
+
+    @staticmethod
+    def group(slots: torch.Tensor) -> LoraBatch:
+        """The blocks of a batch whose row i takes the adapter in slots[i]; on the CPU, with no block where all are -1.
+
+        Args:
+            slots: int32 [num_rows] on the CPU, -1 for rows without an adapter.
+
+        Raises:
+            InvalidInputError: the shape, dtype or device is another.
+        """
+        check_tensor("slots", slots, ("num_rows",), (torch.int32,), torch.device("cpu"))
+        (adapted,) = torch.nonzero(slots >= 0, as_tuple=True)
+        ordered, order = slots[adapted].sort(stable=True)
+        present, counts = ordered.unique_consecutive(return_counts=True)
+        size = FEW_ROWS if len(adapted) <= FEW_ROWS * len(present) else MANY_ROWS
+        blocks = (counts + size - 1) // size
+        # The rows of one adapter follow each other; the places of the next one begin with a block of its own.
+        skipped = (blocks.cumsum(0) - blocks) * size - (counts.cumsum(0) - counts)
+        rows = torch.full((int(blocks.sum()), size), -1, dtype=torch.int32)
+        rows.view(-1)[torch.arange(len(adapted)) + skipped.repeat_interleave(counts)] = adapted[order].int()
+        return LoraBatch(rows, present.repeat_interleave(blocks))

@@ -1,0 +1,33 @@
+"""Adapters once more in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
+
+Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+All functions return new float64 (or integer) tensors on the CPU and change nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.reference import f64
+
+
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    adapters: list[dict[int, tuple[torch.Tensor, torch.Tensor, float]]],
+    part_sizes: tuple[int, ...],
+    row_slots: list[int],
+) -> torch.Tensor:
+    """out[row] + scale * B (A x[row]), where row_slots[row] is an index into `adapters`, or -1 for out[row] alone.
+
+    An adapter maps the parts that it changes (runs of columns of out, part_sizes wide) to A [rank, in_features],
+    B [part size, rank] and scale.
+    """
+    total, x = f64(out).clone(), f64(x)
+    for row, slot in enumerate(row_slots):
+        if slot < 0:
+            continue
+        for part, (a, b, scale) in adapters[slot].items():
+            first = sum(part_sizes[:part])
+            total[row, first : first + part_sizes[part]] += scale * (f64(b) @ (f64(a) @ x[row]))
+    return total

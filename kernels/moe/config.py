@@ -1,0 +1,143 @@
+"""Tile sizes of the two grouped GEMMs of the fused MoE: a tuned table where there is one, else a pure function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paged.kernels.common.device import LARGE_SHARED_MEMORY, Device
+
+# Entries at most a quarter of the experts: few experts then have two, which share their weights in the L2 cache, so
+# that sorting entries by expert has nothing to save. The same bound as vLLM's.
+GEMV_EXPERTS_PER_ENTRY = 4
+
+
+@dataclass(frozen=True)
+class MoeTile:
+    """How a grouped GEMM is cut: a program computes block_m entries of one expert by block_n output columns.
+
+    group_m blocks of entries run next to each other before the next block_n columns, so that they find their expert's
+    weights in the L2 cache. swap_ab: weights times entries, for matrix units that take the left operand's rows in 64s.
+    tma: Hopper's copy engine fetches the weights, where their strides let it.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    swap_ab: bool = False
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class MoeTiles:
+    """The tiles of both GEMMs. Their block_m is the same, since both walk one sorted order."""
+
+    gate_up: MoeTile
+    down: MoeTile
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """What tile choices depend on. num_experts: those that entries are routed over, of which a rank may hold a part."""
+
+    num_entries: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    element_size: int
+
+    @property
+    def entries_per_expert(self) -> float:
+        return self.num_entries / self.num_experts
+
+
+def takes_gemv(shape: MoeShape, *, is_quantized: bool = False) -> bool:
+    """Whether matrix-vector products, without alignment, are the way for so few entries; not of quantised weights."""
+    return not is_quantized and shape.num_entries * GEMV_EXPERTS_PER_ENTRY <= shape.num_experts
+
+
+def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
+    """Tiles for shapes that nobody tuned, from what the compiler reports and from counting bytes.
+
+    The rows of a tile change where vLLM 0.33's tuned table for 128 experts on an H200 changes: at 12, 24 and 48 entries
+    an expert, the middles between its rows. Of 12 entries on average one expert in ten has more than 16.
+    """
+    if shape.element_size == 4 or shape.hidden_size % 16 or shape.intermediate_size % 16:
+        # float32 has no tensor core to feed, and rows off the 16-byte grid are loaded element by element: both take so
+        # many registers that larger tiles spill.
+        gate_up, down = MoeTile(32, 32, 32, 1, 4, 2), MoeTile(32, 64, 32, 1, 4, 2)
+    elif shape.entries_per_expert <= 24:
+        gate_up, down = _few_rows(shape, device)
+    else:
+        gate_up, down = _many_rows(shape, device)
+    return MoeTiles(_fitting(gate_up, device.arch), _fitting(down, device.arch))
+
+
+def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_native: bool) -> MoeTile:
+    """The tile for weights of which group_k columns share a scale; is_native: 8-bit numbers are multiplied as such.
+
+    A step stays within a group and has 128 bytes of a row. Its product stands beside the sum, so 128 columns are the
+    most that registers hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
+    """
+    depth = 128 if is_native else 64
+    block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)
+    width = 64 if tile.block_m == 128 and arch.startswith("sm_") and arch != "sm_90" else 128
+    # 16 rows on the left go to mma.sync, for which Hopper first makes 16-bit numbers of them: 100 conversions a step.
+    swap_ab = tile.swap_ab or (is_native and tile.block_m == 16 and arch in LARGE_SHARED_MEMORY)
+    block_n = min(tile.block_n, width // 2 if gated else width)
+    return replace(tile, block_n=block_n, block_k=block_k, num_stages=3, swap_ab=swap_ab)
+
+
+def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
+    """Reading the weights is all the work: what counts is 33 KB in flight on each SM (4.3 TB/s at a microsecond of
+    latency, 132 SMs), and that no SM is left without a program.
+
+    A tile of 16 rows has two stages on their way, of 20 KB or 36 KB, and three programs share an SM; the wide one reads
+    the entries half as often and is taken where it still gives four programs an SM. A program computes block_n gate
+    columns and as many up columns, so that the first GEMM's width counts twice.
+
+    For 16 rows mma.sync and wgmma on swapped operands take 22 instructions a KB of weights alike. For 32 swapping takes
+    24 in place of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
+    """
+    if shape.entries_per_expert > 12:
+        swap_ab = device.arch in LARGE_SHARED_MEMORY
+        return MoeTile(32, 64, 64, 1, 4, 4, swap_ab), MoeTile(32, 128, 64, 1, 4, 4, swap_ab)
+    num_blocks = min(shape.num_entries, shape.num_experts)
+
+    def width(columns: int) -> int:
+        return 128 if num_blocks * columns >= 4 * device.num_sms * 128 else 64
+
+    return (
+        MoeTile(16, width(2 * shape.intermediate_size) // 2, 128, 1, 4, 3),
+        MoeTile(16, width(shape.hidden_size), 128, 1, 4, 3),
+    )
+
+
+def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
+    """64 rows are one wgmma; from 48 entries an expert on 128 rows halve the reads of weights."""
+    tma = device.arch in LARGE_SHARED_MEMORY
+    if shape.entries_per_expert <= 48:
+        return MoeTile(64, 64, 64, 4, 4, 4, tma=tma), MoeTile(64, 128, 64, 4, 4, 4, tma=tma)
+    narrow = MoeTile(128, 64, 64, 8, 8, 3, tma=tma), MoeTile(128, 128, 64, 8, 8, 3, tma=tma)
+    if not tma:
+        return narrow
+    # 128 x 256: a step of 64 moves 48 KB into shared memory and 80 KB out of it in the 1,024 cycles of its wgmma, all
+    # of the 128 bytes a cycle; 128 x 128 needs 160 a cycle. The copy engine leaves it with 174 registers of 254 and a
+    # third of the copies that threads issue. But the 100 registers and 96 KB of 128 x 128 let two programs share an SM,
+    # and one computes while the other drains, which counts where a row is short (768 for the second GEMM of
+    # Qwen3-30B-A3B: 12 steps).
+    wide = MoeTile(128, 128, 64, 16, 8, 4, tma=True), MoeTile(128, 256, 64, 16, 8, 4, tma=True)
+    depths = (shape.hidden_size, shape.intermediate_size)
+    first, second = (depth >= 2048 and depth % 64 == 0 for depth in depths)
+    return wide[0] if first else narrow[0], wide[1] if second else narrow[1]
+
+
+def _fitting(tile: MoeTile, arch: str) -> MoeTile:
+    """The tile as `arch` can hold it: 82 KB for 4 stages fit the 163 KB of sm_80, but not the 99 KB of consumer chips
+    beside a second program, nor the 64 KB of LDS on CDNA3, where two stages take 32 KB.
+    """
+    if arch in LARGE_SHARED_MEMORY or arch == "sm_80":
+        return tile
+    return replace(tile, num_stages=min(tile.num_stages, 2))

@@ -1,0 +1,202 @@
+"""Mixture of experts: two products an expert around a gated activation, and the sum over each token's experts."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
+from paged.kernels.common.device import device_of
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.gated_activation import check_activation
+from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.scalars import as_bool, as_int, shown
+from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks
+from paged.kernels.moe.config import MoeShape, takes_gemv
+from paged.kernels.moe.gemm import expert_gemm
+from paged.kernels.moe.gemv import moe_gemv
+from paged.kernels.moe.moe_align_block_size import check_expert_map, moe_align_block_size
+from paged.kernels.moe.ops import ops
+from paged.kernels.moe.sum import moe_sum
+from paged.kernels.moe.table import moe_tiles
+from paged.kernels.moe.torch_ops import fused_moe as torch_op
+from paged.kernels.moe.weights import ExpertLinear, MoeOptions, check_weights
+
+
+def fused_moe(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str = "silu",
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    interleaved: bool = False,
+    aligned: MoeAlignment | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sum over a token's experts of weight * (w2[e] @ act(gate, up) + w2_bias[e]), (gate, up) = w1[e] @ x + w1_bias[e].
+
+    Accumulated in float32. Between the two products the activation, and before the sum each weighted part, is rounded
+    to the dtype of hidden_states. The result is the same in every run.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size], float32, float16 or bfloat16; last dimension contiguous.
+        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows then up rows; last dimension contiguous.
+        w2: [num_experts, hidden_size, intermediate_size]; last dimension contiguous.
+        topk_weights: float32 [num_tokens, top_k], contiguous. A NaN makes its token's row NaN, and no other.
+        topk_ids: int32 [num_tokens, top_k], contiguous; ids that name no expert contribute nothing. Shared experts are
+            rows of w1 and w2 behind the others that every token names, see `route_tokens`.
+        activation: "silu" and "gelu", or "gelu_tanh" for its approximation, of the gate, times up; "swiglu_oai" for
+            min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
+        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where it lives elsewhere: it
+            costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
+            are rows.
+        out: like hidden_states, written in place; made when not given.
+        w1_bias, w2_bias: [num_experts, 2 * intermediate_size] in the order of w1's rows and [num_experts, hidden_size],
+            dtype of hidden_states or float32, contiguous.
+        interleaved: w1's gate and up rows alternate.
+        aligned: `route_and_align`'s or `moe_align_block_size`'s result for these ids and this expert_map, at
+            `moe_block_size`; made when not given.
+        w1_scale, w2_scale: of quantised weights, float32, contiguous: one an expert, one a row [num_experts, rows], or
+            one a group [num_experts, rows / group_n, columns / group_k]. float8_e4m3fn weights have groups of 128 x
+            128, the last ones may be smaller, and what they multiply is rounded to e4m3 with a scale for every 128
+            values of a token. int8 weights, and uint8 ones that hold two 4-bit values a byte, the first in the low bits
+            and all of them plus 8, have groups of one row and a multiple of 32 columns.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
+        UnsupportedError: the activation, or the size of a group, is another one, or a gradient is asked for.
+    """
+    refuse_gradients("fused_moe", hidden_states, w1, w2, topk_weights, w1_bias, w2_bias, w1_scale, w2_scale, out)
+    if torch.compiler.is_dynamo_compiling():
+        inputs = hidden_states, w1, w2, topk_weights, topk_ids
+        settings = activation, expert_map, w1_bias, w2_bias, interleaved, aligned, w1_scale, w2_scale
+        if out is None:
+            return ops.fused_moe(*inputs, *settings)
+        ops.fused_moe_out(*inputs, out, *settings)
+        return out
+    gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
+    _check(hidden_states, gate_up, down, topk_weights, topk_ids)
+    check_expert_map(expert_map, hidden_states.device)
+    check_activation(activation)
+    if out is None:
+        out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
+    check_last_dim_contiguous("out", out)
+    check_writable("out", out)
+    interleaved = as_bool("interleaved", interleaved)
+    num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
+    routes = (topk_weights, topk_ids, expert_map)
+    options: MoeOptions = {"activation": activation, "interleaved": interleaved}
+    if hidden_states.numel() == 0:
+        return out
+    if not use_triton(hidden_states):
+        return torch_op.fused_moe(hidden_states, gate_up, down, *routes, out, **options)
+    num_tokens, top_k = topk_ids.shape
+    shape = _shape(num_tokens, top_k, down, hidden_states.dtype, expert_map)
+    if takes_gemv(shape, is_quantized=bool(gate_up.format or down.format)):
+        moe_gemv(hidden_states, gate_up, down, *routes, out, **options)
+        return out
+    tiles = moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
+    if aligned is None:
+        aligned = moe_align_block_size(topk_ids, tiles.gate_up.block_m, num_experts, expert_map=expert_map)
+    else:
+        _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, num_experts)
+    activated = hidden_states.new_empty((topk_ids.numel(), intermediate_size))
+    expert_gemm(hidden_states, gate_up, activated, aligned, tiles.gate_up, entries_per_row=top_k, **options)
+    parts = hidden_states.new_empty((topk_ids.numel(), hidden_size))
+    expert_gemm(activated, down, parts, aligned, tiles.down, entry_weights=topk_weights)
+    moe_sum(parts, topk_weights, topk_ids, num_experts, expert_map, out)
+    return out
+
+
+def moe_block_size(
+    num_tokens: int,
+    top_k: int,
+    w2: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> int | None:
+    """Entries a block that `fused_moe` wants for so many tokens; None where it takes no alignment.
+
+    dtype: of hidden_states, that of w2 when not given.
+    """
+    if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
+        return None
+    check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
+    num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
+    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
+    shape = _shape(num_tokens, top_k, down, dtype, expert_map)
+    if num_tokens == 0 or not use_triton(w2) or takes_gemv(shape, is_quantized=bool(down.format)):
+        return None
+    return moe_tiles(shape, dtype, device_of(w2.device)).gate_up.block_m
+
+
+def _shape(
+    num_tokens: int, top_k: int, down: ExpertLinear, dtype: torch.dtype, expert_map: torch.Tensor | None
+) -> MoeShape:
+    num_experts, hidden_size, _ = down.w.shape
+    # The entries spread over all experts, of which a rank holds a part.
+    num_routed = num_experts if expert_map is None else expert_map.numel()
+    return MoeShape(num_tokens * top_k, num_routed, hidden_size, down.in_features, dtype.itemsize)
+
+
+def _check(
+    hidden_states: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    for name, tensor in (("hidden_states", hidden_states), ("w1", gate_up.w), ("w2", down.w)):
+        check_is_tensor(name, tensor)
+    device, dtype = hidden_states.device, hidden_states.dtype
+    check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
+    num_tokens, hidden_size = hidden_states.shape
+    check_weights("w2", down, ("num_experts", hidden_size, "intermediate_size"), dtype, device)
+    check_weights("w1", gate_up, (len(down.w), 2 * down.in_features, hidden_size), dtype, device)
+    check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
+    check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), device)
+    check_last_dim_contiguous("hidden_states", hidden_states)
+    for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+        if not tensor.is_contiguous():
+            raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
+
+
+def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
+    if not isinstance(aligned, MoeAlignment):
+        raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
+    num_entries, device = topk_ids.numel(), topk_ids.device
+    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    sizes = (num_blocks * block_size, num_blocks, 1)
+    for name, tensor in zip(aligned._fields, aligned, strict=True):
+        check_tensor(f"aligned.{name}", tensor, ("size",), (torch.int32,), device)
+        check_last_dim_contiguous(f"aligned.{name}", tensor)
+    given = tuple(tensor.numel() for tensor in aligned)
+    if given != sizes:
+        raise InvalidInputError(
+            f"aligned: sizes {given}, expected {sizes}, those of {num_entries} entries of {num_experts} experts in "
+            f"blocks of {block_size}"
+        )
+    # An entry of num_entries is a place left free, a block of -1 is not in use.
+    ranges = (0, num_entries), (-1, num_experts - 1), (0, sizes[0])
+    ids = [
+        Ids(f"aligned.{name}", each, *ends) for name, each, ends in zip(aligned._fields, aligned, ranges, strict=True)
+    ]
+    check_all_ids("fused_moe", *ids, by_triton=True)

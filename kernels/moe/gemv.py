@@ -1,0 +1,187 @@
+"""The fused MoE for a handful of tokens: matrix-vector products an entry, without sorting entries by expert.
+
+Two launches, no partial results: the second product adds up a token's experts itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.gated_activation import gated_activation
+from paged.kernels.moe.moe_align_block_size import expert_rows
+from paged.kernels.moe.weights import ExpertLinear
+
+
+@triton.jit
+def _gate_up_gemv_kernel(
+    x_ptr,  # [num_tokens, K]
+    w_ptr,  # [NUM_EXPERTS, 2 * N, K]
+    bias_ptr,  # [NUM_EXPERTS, 2 * N], or None
+    ids_ptr,  # [num_tokens, TOP_K] int32
+    expert_map_ptr,  # [num_mapped], or None
+    out_ptr,  # [num_tokens * TOP_K, N], contiguous
+    num_mapped,
+    stride_x_token,
+    stride_w_expert,
+    stride_w_row,
+    K,
+    N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N columns of one entry. Entries run side by side, so that two of one expert share its rows in the L2."""
+    entry = tl.program_id(0).to(tl.int64)
+    expert = expert_rows(tl.load(ids_ptr + entry), expert_map_ptr, num_mapped, NUM_EXPERTS).to(tl.int64)
+    if expert < 0:
+        return
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = tl.where(columns < N, columns, 0)
+    gate_rows = in_row * 2 if INTERLEAVED else in_row
+    distance: tl.constexpr = 1 if INTERLEAVED else N
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + entry // TOP_K * stride_x_token + offs_k
+    w_ptrs = w_ptr + expert * stride_w_expert + gate_rows[:, None].to(tl.int64) * stride_w_row + offs_k[None, :]
+    up_ptrs = w_ptrs + distance * stride_w_row
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask = offs_k < K - start
+        x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(w_ptrs + start, mask=mask[None, :], other=0.0).to(tl.float32) * x
+        up += tl.load(up_ptrs + start, mask=mask[None, :], other=0.0).to(tl.float32) * x
+    gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * (2 * N) + gate_rows
+        gate += tl.load(bias_ptrs).to(tl.float32)
+        up += tl.load(bias_ptrs + distance).to(tl.float32)
+    activated = gated_activation(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + entry * N + columns, activated, mask=columns < N)
+
+
+@triton.jit
+def _down_gemv_kernel(
+    x_ptr,  # [num_tokens * TOP_K, K], contiguous
+    w_ptr,  # [NUM_EXPERTS, N, K]
+    bias_ptr,  # [NUM_EXPERTS, N], or None
+    weights_ptr,  # [num_tokens, TOP_K] float32
+    ids_ptr,  # [num_tokens, TOP_K] int32
+    expert_map_ptr,  # [num_mapped], or None
+    out_ptr,  # [num_tokens, N]
+    num_mapped,
+    stride_w_expert,
+    stride_w_row,
+    stride_out_token,
+    K,
+    N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N columns of one token, all its experts side by side; they are added in the order of one fixed tree."""
+    token = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, BLOCK_E)
+    is_rank = ranks < TOP_K
+    ids = tl.load(ids_ptr + token * TOP_K + ranks, mask=is_rank, other=-1)
+    experts = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS).to(tl.int64)
+    is_here = experts >= 0
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + (token * TOP_K + ranks)[:, None] * K + offs_k[None, :]
+    row_ptrs = w_ptr + experts[:, None] * stride_w_expert + w_rows[None, :] * stride_w_row
+    w_ptrs = row_ptrs[:, :, None] + offs_k[None, None, :]
+    acc = tl.zeros((BLOCK_E, BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask = is_here[:, None] & (offs_k < K - start)[None, :]
+        x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptrs + start, mask=mask[:, None, :], other=0.0).to(tl.float32)
+        acc += w * x[:, None, :]
+    parts = tl.sum(acc, axis=2)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + experts[:, None] * N + w_rows[None, :]
+        parts += tl.load(bias_ptrs, mask=is_here[:, None], other=0.0).to(tl.float32)
+    weights = tl.load(weights_ptr + token * TOP_K + ranks, mask=is_rank, other=0.0)
+    # A NaN weight makes the row NaN even where it names no expert.
+    weights = tl.where(is_here | (weights != weights), weights, 0.0)
+    out = tl.sum(parts * weights[:, None], axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * stride_out_token + columns, out, mask=columns < N)
+
+
+def moe_gemv(
+    hidden_states: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    activation: str,
+    interleaved: bool,
+) -> None:
+    """`fused_moe` of a few tokens, into `out`."""
+    num_tokens, top_k = topk_ids.shape
+    num_experts, hidden_size, intermediate_size = down.w.shape
+    activated = hidden_states.new_empty((num_tokens * top_k, intermediate_size))
+    routes = {
+        "ids_ptr": topk_ids,
+        "expert_map_ptr": expert_map,
+        "num_mapped": 0 if expert_map is None else expert_map.numel(),
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": top_k,
+    }
+    # 64 elements a thread of 4 warps, 16 KB of bfloat16 in flight: at 3 programs an SM (127 registers) more than the
+    # 33 KB that 4.3 TB/s at a microsecond of latency ask of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
+    # programs here and 512 below, each of which has few steps: splitting the depth has nothing to add.
+    _gate_up_gemv_kernel[(num_tokens * top_k, triton.cdiv(intermediate_size, 8))](
+        x_ptr=hidden_states,
+        w_ptr=gate_up.w,
+        bias_ptr=gate_up.bias,
+        out_ptr=activated,
+        stride_x_token=hidden_states.stride(0),
+        stride_w_expert=gate_up.w.stride(0),
+        stride_w_row=gate_up.w.stride(1),
+        K=hidden_size,
+        N=intermediate_size,
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+        BLOCK_N=8,
+        BLOCK_K=512,
+        **routes,
+        num_warps=4,
+    )
+    block_e = triton.next_power_of_2(top_k)
+    block_n, block_k, num_warps = down_gemv_tile(block_e)
+    _down_gemv_kernel[(num_tokens, triton.cdiv(hidden_size, block_n))](
+        x_ptr=activated,
+        w_ptr=down.w,
+        bias_ptr=down.bias,
+        weights_ptr=topk_weights,
+        out_ptr=out,
+        stride_w_expert=down.w.stride(0),
+        stride_w_row=down.w.stride(1),
+        stride_out_token=out.stride(0),
+        K=intermediate_size,
+        N=hidden_size,
+        BLOCK_E=block_e,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        **routes,
+        num_warps=num_warps,
+    )
+
+
+def down_gemv_tile(block_e: int) -> tuple[int, int, int]:
+    """Columns, depth and warps of the second product for block_e experts a token: 64 elements a thread.
+
+    256 elements divide the depth of Qwen3-30B-A3B, 768; fewer experts leave room for more columns.
+    """
+    num_warps = 8 if block_e > 8 else 4
+    return num_warps * 32 * 64 // (block_e * 256), 256, num_warps

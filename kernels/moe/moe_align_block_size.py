@@ -1,0 +1,199 @@
+"""Routed entries sorted by expert and padded to whole blocks, so that every tile of a grouped GEMM has one expert."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import check_dtype, check_tensor
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment
+from paged.kernels.moe.ops import ops
+from paged.kernels.moe.routing import MAX_EXPERTS
+from paged.kernels.moe.torch_ops import moe_align_block_size as torch_op
+
+# Entries a tile: 16 a thread of 4 warps.
+_TILE = 2048
+# Parts the entries are cut into at the most: every program reads the counts of all parts and experts, and 16 x 512 of
+# them are still one load of 64 a thread; 16 x 128 programs fill 132 SMs.
+_MAX_CHUNKS = 16
+
+
+@triton.jit
+def expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS: tl.constexpr):
+    """Rows of the weights for expert ids, -1 for experts that are not here."""
+    if expert_map_ptr is not None:
+        ids = tl.load(expert_map_ptr + ids, mask=(ids >= 0) & (ids < num_mapped), other=-1)
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1)
+
+
+@triton.jit
+def _count_kernel(
+    topk_ids_ptr,  # [num_entries]
+    expert_map_ptr,  # [num_mapped], or None
+    counts_ptr,  # [num_chunks, NUM_EXPERTS]
+    sorted_token_ids_ptr,  # [num_places]
+    expert_ids_ptr,  # [max_num_blocks]
+    num_entries,
+    num_mapped,
+    num_places,
+    max_num_blocks,
+    chunk_size,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Count each expert's entries of one chunk, and fill a share of the results with the values of unused places."""
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, chunk_size, TILE):
+        entries = chunk * chunk_size + start + tl.arange(0, TILE)
+        ids = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1)
+        rows = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS)
+        counts += tl.histogram(rows, BLOCK_E, mask=rows >= 0)
+    tl.store(counts_ptr + chunk * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
+    for start in range(chunk * TILE, num_places, tl.num_programs(0) * TILE):
+        places = start + tl.arange(0, TILE)
+        tl.store(sorted_token_ids_ptr + places, num_entries, mask=places < num_places)
+        tl.store(expert_ids_ptr + places, -1, mask=places < max_num_blocks)
+
+
+@triton.jit
+def _place_kernel(
+    topk_ids_ptr,  # [num_entries]
+    expert_map_ptr,  # [num_mapped], or None
+    counts_ptr,  # [num_chunks, NUM_EXPERTS]
+    sorted_token_ids_ptr,  # [num_places]
+    expert_ids_ptr,  # [max_num_blocks]
+    num_tokens_post_padded_ptr,  # [1]
+    num_entries,
+    num_mapped,
+    num_chunks,
+    chunk_size,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Place one expert's entries of one chunk behind those of smaller experts and earlier chunks.
+
+    Everything is counted, nothing is claimed by an atomic, so the order is that of the entries in every run.
+    """
+    expert = tl.program_id(0)
+    chunk = tl.program_id(1)
+    num_own = tl.load(counts_ptr + chunk * NUM_EXPERTS + expert)
+    is_first = (expert == 0) & (chunk == 0)
+    if (num_own == 0) & (not is_first):
+        return
+    experts = tl.arange(0, BLOCK_E)
+    chunks = tl.arange(0, BLOCK_C)[:, None]
+    mask = (experts[None, :] < NUM_EXPERTS) & (chunks < num_chunks)
+    counts = tl.load(counts_ptr + chunks * NUM_EXPERTS + experts[None, :], mask=mask, other=0)
+    num_blocks = (tl.sum(counts, axis=0) + BLOCK_SIZE - 1) // BLOCK_SIZE
+    if is_first:
+        tl.store(num_tokens_post_padded_ptr, tl.sum(num_blocks, axis=0) * BLOCK_SIZE)
+    first_block = tl.sum(tl.where(experts < expert, num_blocks, 0), axis=0)
+    num_before = tl.sum(tl.where((experts[None, :] == expert) & (chunks < chunk), counts, 0))
+
+    # The expert's blocks that begin with an entry of this chunk.
+    end = first_block + (num_before + num_own + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for start in range(first_block + (num_before + BLOCK_SIZE - 1) // BLOCK_SIZE, end, TILE):
+        blocks = start + tl.arange(0, TILE)
+        tl.store(expert_ids_ptr + blocks, expert, mask=blocks < end)
+
+    place = first_block * BLOCK_SIZE + num_before
+    for start in range(0, chunk_size, TILE):
+        entries = chunk * chunk_size + start + tl.arange(0, TILE)
+        ids = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1)
+        chosen = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS) == expert
+        ranks = tl.cumsum(chosen.to(tl.int32), axis=0)
+        tl.store(sorted_token_ids_ptr + place + ranks - 1, entries, mask=chosen)
+        place += tl.max(ranks, axis=0)
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, *, expert_map: torch.Tensor | None = None
+) -> MoeAlignment:
+    """Each expert's entries of the flattened topk_ids in rising order, padded to whole blocks, expert after expert.
+
+    Nothing waits for the device: the results have the sizes that the worst spread of entries needs.
+
+    Args:
+        topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
+        block_size: entries a block, at least 1.
+        num_experts: at least 1.
+        expert_map: int32 [num_global_experts], contiguous: what to take in place of each id, -1 or anything else
+            outside [0, num_experts) for no expert; ids outside of it are no expert.
+
+    Returns:
+        sorted_token_ids: int32 [max_num_blocks * block_size], indices into the flattened topk_ids; topk_ids.numel()
+            where a block has room left, and in unused blocks.
+        expert_ids: int32 [max_num_blocks], each block's expert, -1 for unused blocks.
+        num_tokens_post_padded: int32 [1], block_size times the number of blocks in use.
+
+    Raises:
+        InvalidInputError: dtype, device or strides do not fit, or a size is below 1.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
+    check_dtype("topk_ids", topk_ids, torch.int32)
+    if not topk_ids.is_contiguous():
+        raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")
+    block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
+    check_sizes("num_experts", block_size, num_experts)
+    num_entries, device = topk_ids.numel(), topk_ids.device
+    check_expert_map(expert_map, device)
+    if num_entries == 0 or not use_triton(topk_ids):
+        num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+        rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)
+        return MoeAlignment(*torch_op.moe_align_block_size(rows, block_size, num_experts, num_blocks))
+    num_tiles = triton.cdiv(num_entries, _TILE)
+    chunk_size = triton.cdiv(num_tiles, _MAX_CHUNKS) * _TILE
+    num_chunks = triton.cdiv(num_entries, chunk_size)
+    counts = torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device)
+    aligned = new_alignment(num_entries, block_size, num_experts, device)
+    arguments = {
+        "topk_ids_ptr": topk_ids,
+        "expert_map_ptr": expert_map,
+        "counts_ptr": counts,
+        "sorted_token_ids_ptr": aligned.sorted_token_ids,
+        "expert_ids_ptr": aligned.expert_ids,
+        "num_entries": num_entries,
+        "num_mapped": 0 if expert_map is None else expert_map.numel(),
+        "chunk_size": chunk_size,
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "TILE": _TILE,
+        "num_warps": 4,
+    }
+    _count_kernel[(num_chunks,)](
+        **arguments, num_places=aligned.sorted_token_ids.numel(), max_num_blocks=aligned.expert_ids.numel()
+    )
+    _place_kernel[(num_experts, num_chunks)](
+        **arguments,
+        num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
+        num_chunks=num_chunks,
+        BLOCK_SIZE=block_size,
+        BLOCK_C=_MAX_CHUNKS,
+    )
+    return aligned
+
+
+def check_sizes(name: str, block_size: int, num_experts: int) -> None:
+    """Raise InvalidInputError unless blocks and experts, whose argument's name is given, are 1 to MAX_EXPERTS."""
+    if min(block_size, num_experts) < 1 or max(block_size, num_experts) > MAX_EXPERTS:
+        sizes = f"{shown(block_size)}, {shown(num_experts)}"
+        raise InvalidInputError(f"block_size, {name}: {sizes}, expected at least 1, and {MAX_EXPERTS} at most")
+
+
+def check_expert_map(expert_map: torch.Tensor | None, device: torch.device) -> None:
+    """Raise InvalidInputError unless the map can be read as int32 [num_global_experts]."""
+    if expert_map is None:
+        return
+    check_tensor("expert_map", expert_map, ("num_global_experts",), (torch.int32,), device)
+    if not expert_map.is_contiguous():
+        raise InvalidInputError(f"expert_map: strides {expert_map.stride()}, expected a contiguous tensor")

@@ -1,0 +1,218 @@
+"""From router logits to weights, ids and their alignment, for a small batch in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import check_tensor, refuse_gradients
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.moe.alignment import MoeAlignment, new_alignment
+from paged.kernels.moe.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
+from paged.kernels.moe.ops import ops
+from paged.kernels.moe.route_tokens import route_tokens
+from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
+
+# One program places all entries, from 16 counts of every expert: larger batches gain more from many programs than from
+# one launch. A tile of 16 tokens of 512 experts takes 217 registers.
+MAX_FUSED_TOKENS = 256
+_BLOCK_T = 16
+_MAX_TILES = MAX_FUSED_TOKENS // _BLOCK_T
+
+
+@triton.jit
+def _route_and_align_kernel(
+    logits_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE]
+    bias_ptr,  # [NUM_GROUPS * GROUP_SIZE] float32, or None
+    expert_map_ptr,  # [num_mapped], or None
+    weights_ptr,  # [num_tokens, TOP_K + NUM_SHARED] float32
+    ids_ptr,  # [num_tokens, TOP_K + NUM_SHARED] int32
+    ranks_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE + NUM_SHARED] int8
+    counts_ptr,  # [num_programs, NUM_GROUPS * GROUP_SIZE + NUM_SHARED] int32
+    sorted_token_ids_ptr,  # [num_places]
+    expert_ids_ptr,  # [max_num_blocks]
+    num_tokens_post_padded_ptr,  # [1]
+    ticket_ptr,  # [1] int32, 0
+    num_tokens,
+    num_mapped,
+    num_places,
+    max_num_blocks,
+    scaling_factor,
+    stride_logits_token,
+    stride_logits_expert,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    MAX_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Every program routes BLOCK_T tokens, counts them by expert and numbers those of each; the one that finishes last
+    adds up the counts, so that every entry's place is its expert's first, plus the counts before its tile, plus its
+    number there. Everything is counted, so the order is that of the entries in every run."""
+    NUM_ROUTED: tl.constexpr = NUM_GROUPS * GROUP_SIZE
+    NUM_COLUMNS: tl.constexpr = NUM_ROUTED + NUM_SHARED
+    WIDTH: tl.constexpr = TOP_K + NUM_SHARED
+    program = tl.program_id(0)
+    tokens = program.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    for start in range(program * TILE, num_places, tl.num_programs(0) * TILE):
+        places = start + tl.arange(0, TILE)
+        tl.store(sorted_token_ids_ptr + places, num_tokens * WIDTH, mask=places < num_places)
+        tl.store(expert_ids_ptr + places, -1, mask=places < max_num_blocks)
+    experts, is_chosen, is_routed = choose_experts(
+        logits_ptr,
+        bias_ptr,
+        weights_ptr,
+        ids_ptr,
+        tokens,
+        num_tokens,
+        scaling_factor,
+        stride_logits_token,
+        stride_logits_expert,
+        NUM_GROUPS,
+        TOPK_GROUPS,
+        GROUP_SIZE,
+        TOP_K,
+        NUM_SHARED,
+        RENORMALIZE,
+        SIGMOID,
+        BLOCK_G,
+        BLOCK_S,
+        BLOCK_K,
+    )
+    _number(ranks_ptr, counts_ptr, tokens, num_tokens, experts, is_chosen, NUM_COLUMNS)
+    if NUM_SHARED > 0:
+        shared = tl.arange(0, BLOCK_K)[None, :]
+        shared = tl.where(shared < NUM_SHARED, NUM_ROUTED + shared, -1)
+        _number(ranks_ptr, counts_ptr, tokens, num_tokens, shared, is_routed & (shared >= 0), NUM_COLUMNS)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.num_programs(0) > 1:
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") < tl.num_programs(0) - 1:
+            return
+        tl.store(ticket_ptr, 0)
+    columns = tl.arange(0, BLOCK_C)
+    tiles = tl.arange(0, MAX_TILES)[:, None]
+    rows = expert_rows(tl.where(columns < NUM_COLUMNS, columns, -1), expert_map_ptr, num_mapped, NUM_EXPERTS)
+    mask = (tiles < tl.num_programs(0)) & (rows >= 0)[None, :]
+    counts_ptrs = counts_ptr + tiles * NUM_COLUMNS + columns[None, :]
+    counts = tl.load(counts_ptrs, mask=mask, other=0)
+    num_blocks = (tl.sum(counts, axis=0) + BLOCK_SIZE - 1) // BLOCK_SIZE
+    first_blocks = tl.cumsum(num_blocks, axis=0) - num_blocks
+    tl.store(num_tokens_post_padded_ptr, tl.sum(num_blocks, axis=0) * BLOCK_SIZE)
+    for block in range(tl.max(num_blocks, axis=0)):
+        tl.store(expert_ids_ptr + first_blocks + block, rows, mask=block < num_blocks)
+    tl.store(counts_ptrs, first_blocks[None, :] * BLOCK_SIZE + tl.cumsum(counts, axis=0) - counts, mask=mask)
+    tl.debug_barrier()  # the first places of every tile, for all threads
+    for start in range(0, num_tokens * WIDTH, TILE):
+        entries = start + tl.arange(0, TILE)
+        token = entries // WIDTH
+        ids = tl.load(ids_ptr + entries, mask=token < num_tokens, other=-1)
+        is_here = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS) >= 0
+        first_place = tl.load(counts_ptr + token // BLOCK_T * NUM_COLUMNS + ids, mask=is_here, other=0)
+        number = tl.load(ranks_ptr + token * NUM_COLUMNS + ids, mask=is_here, other=0)
+        tl.store(sorted_token_ids_ptr + first_place + number, entries, mask=is_here)
+
+
+@triton.jit
+def _number(ranks_ptr, counts_ptr, tokens, num_tokens, columns, is_chosen, NUM_COLUMNS: tl.constexpr):
+    """Store how many earlier tokens of the tile chose each column, and how many of all did. Columns of -1 are none."""
+    chosen = is_chosen.to(tl.int32)
+    earlier = tl.cumsum(chosen, axis=0) - chosen
+    tl.store(
+        ranks_ptr + tokens * NUM_COLUMNS + columns, earlier.to(tl.int8), mask=(tokens < num_tokens) & (columns >= 0)
+    )
+    totals = tl.sum(chosen, axis=0)[None, :]
+    tl.store(counts_ptr + tl.program_id(0) * NUM_COLUMNS + columns, totals, mask=columns >= 0)
+
+
+def route_and_align(
+    router_logits: torch.Tensor,
+    routing: Routing,
+    block_size: int,
+    *,
+    expert_map: torch.Tensor | None = None,
+    num_local_experts: int | None = None,
+    ticket: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
+    """`route_tokens`, and of its ids `moe_align_block_size`: one launch up to MAX_FUSED_TOKENS tokens, three beyond.
+
+    The order of experts among the blocks is that of their ids before expert_map, so with a map it may differ from
+    moe_align_block_size's; nothing that reads an alignment depends on it.
+
+    Args:
+        router_logits: [num_tokens, num_experts], as in `route_tokens`.
+        routing: the other arguments of `route_tokens`.
+        block_size: entries a block.
+        expert_map: as in `moe_align_block_size`; shared experts are looked up in it, too.
+        num_local_experts: experts that blocks may name; all of them when there is no expert_map.
+        ticket: int32 [1] on the device, 0; it is 0 again afterwards. Calls that may overlap need one each. Made when
+            not given, which takes a second launch.
+
+    Raises:
+        InvalidInputError: as the two operations, or the ticket does not fit.
+        UnsupportedError: a gradient is asked for.
+    """
+    if not isinstance(routing, Routing):
+        raise InvalidInputError(f"routing: {shown(routing)}, expected a Routing")
+    refuse_gradients("route_and_align", router_logits, routing.correction_bias)
+    if torch.compiler.is_dynamo_compiling():
+        weights, ids, *aligned = ops.route_and_align(
+            router_logits, block_size, expert_map, num_local_experts, ticket, **vars(routing)
+        )
+        return weights, ids, MoeAlignment(*aligned)
+    check_routing(router_logits, routing)
+    num_tokens, num_routed = router_logits.shape
+    num_columns, device = num_routed + routing.num_shared_experts, router_logits.device
+    check_expert_map(expert_map, device)
+    num_experts = num_columns if num_local_experts is None else as_int("num_local_experts", num_local_experts, None)
+    block_size = as_int("block_size", block_size, None)
+    check_sizes("num_local_experts", block_size, num_experts)
+    if ticket is not None:
+        check_tensor("ticket", ticket, (1,), (torch.int32,), device)
+    if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
+        weights, ids = route_tokens(router_logits, **vars(routing))
+        return weights, ids, moe_align_block_size(ids, block_size, num_experts, expert_map=expert_map)
+    weights, ids = new_routes(router_logits, routing)
+    aligned = new_alignment(ids.numel(), block_size, num_experts, device)
+    num_programs = triton.cdiv(num_tokens, _BLOCK_T)
+    _route_and_align_kernel[(num_programs,)](
+        logits_ptr=router_logits,
+        bias_ptr=routing.correction_bias,
+        expert_map_ptr=expert_map,
+        weights_ptr=weights,
+        ids_ptr=ids,
+        ranks_ptr=torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
+        counts_ptr=torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
+        sorted_token_ids_ptr=aligned.sorted_token_ids,
+        expert_ids_ptr=aligned.expert_ids,
+        num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
+        ticket_ptr=torch.zeros(1, dtype=torch.int32, device=device) if ticket is None else ticket,
+        num_tokens=num_tokens,
+        num_mapped=0 if expert_map is None else expert_map.numel(),
+        num_places=aligned.sorted_token_ids.numel(),
+        max_num_blocks=aligned.expert_ids.numel(),
+        scaling_factor=routing.routed_scaling_factor,
+        stride_logits_token=router_logits.stride(0),
+        stride_logits_expert=router_logits.stride(1),
+        NUM_EXPERTS=num_experts,
+        BLOCK_SIZE=block_size,
+        BLOCK_T=_BLOCK_T,
+        **routing.constexprs(num_routed),
+        BLOCK_C=triton.next_power_of_2(num_columns),
+        MAX_TILES=_MAX_TILES,
+        TILE=1024,
+        num_warps=8,
+    )
+    return weights, ids, aligned

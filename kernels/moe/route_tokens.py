@@ -1,0 +1,134 @@
+"""Which experts each token goes to, and with what weight."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import refuse_gradients
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.moe.ops import ops
+from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
+from paged.kernels.moe.torch_ops import route_tokens as torch_op
+
+
+@triton.jit
+def _route_tokens_kernel(
+    logits_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE]
+    bias_ptr,  # [NUM_GROUPS * GROUP_SIZE] float32, or None
+    weights_ptr,  # [num_tokens, TOP_K + NUM_SHARED] float32
+    ids_ptr,  # [num_tokens, TOP_K + NUM_SHARED] int32
+    num_tokens,
+    scaling_factor,
+    stride_logits_token,
+    stride_logits_expert,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_T tokens a program."""
+    choose_experts(
+        logits_ptr,
+        bias_ptr,
+        weights_ptr,
+        ids_ptr,
+        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None],
+        num_tokens,
+        scaling_factor,
+        stride_logits_token,
+        stride_logits_expert,
+        NUM_GROUPS,
+        TOPK_GROUPS,
+        GROUP_SIZE,
+        TOP_K,
+        NUM_SHARED,
+        RENORMALIZE,
+        SIGMOID,
+        BLOCK_G,
+        BLOCK_S,
+        BLOCK_K,
+    )
+
+
+def route_tokens(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+    correction_bias: torch.Tensor | None = None,
+    num_expert_groups: int = 1,
+    topk_groups: int = 1,
+    routed_scaling_factor: float = 1.0,
+    num_shared_experts: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top_k experts of every token by score, ties to the smaller index, computed in float32.
+
+    Args:
+        router_logits: [num_tokens, num_experts], float32, float16 or bfloat16, any strides.
+        top_k: experts a token, 1 to the number of experts in topk_groups groups.
+        renormalize: divide a token's weights by their sum.
+        scoring: "softmax" over the experts (Shazeer et al., 2017), or "sigmoid" of each logit (DeepSeek-V3, 2024).
+        correction_bias: float32 [num_experts], contiguous, added to the scores when experts and groups are chosen; the
+            weights are scores without it (DeepSeek-V3, auxiliary-loss-free balancing).
+        num_expert_groups, topk_groups: a token's experts all come from its topk_groups best of num_expert_groups groups
+            of neighbouring experts. A group counts its best score, or with correction_bias the sum of its two best.
+        routed_scaling_factor: multiplies the weights, after they are renormalised.
+        num_shared_experts: experts num_experts, num_experts + 1, ... that every token takes with weight 1, in the last
+            columns of the results; a caller who gates them overwrites those weights.
+
+    Returns:
+        topk_weights float32 and topk_ids int32, both [num_tokens, top_k + num_shared_experts], the first top_k in
+        falling order of score. A row whose scores hold NaN routes to no expert: ids -1, weights NaN.
+
+    Raises:
+        InvalidInputError: shape, dtype, device or strides do not fit, a number is out of range, or scoring is another
+            word.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("route_tokens", router_logits, correction_bias)
+    if torch.compiler.is_dynamo_compiling():
+        options = correction_bias, num_expert_groups, topk_groups, routed_scaling_factor, num_shared_experts
+        return ops.route_tokens(router_logits, top_k, renormalize, scoring, *options)
+    routing = Routing(
+        top_k,
+        renormalize,
+        scoring,
+        correction_bias,
+        num_expert_groups,
+        topk_groups,
+        routed_scaling_factor,
+        num_shared_experts,
+    )
+    check_routing(router_logits, routing)
+    if not use_triton(router_logits):
+        return torch_op.route_tokens(router_logits, routing)
+    weights, ids = new_routes(router_logits, routing)
+    num_tokens, num_experts = router_logits.shape
+    if num_tokens == 0:
+        return weights, ids
+    constexprs = routing.constexprs(num_experts)
+    # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
+    block_t = max(1024 // (constexprs["BLOCK_G"] * constexprs["BLOCK_S"]), 1)
+    _route_tokens_kernel[(triton.cdiv(num_tokens, block_t),)](
+        logits_ptr=router_logits,
+        bias_ptr=correction_bias,
+        weights_ptr=weights,
+        ids_ptr=ids,
+        num_tokens=num_tokens,
+        scaling_factor=routing.routed_scaling_factor,
+        stride_logits_token=router_logits.stride(0),
+        stride_logits_expert=router_logits.stride(1),
+        BLOCK_T=block_t,
+        **constexprs,
+        num_warps=4,
+    )
+    return weights, ids

@@ -1,0 +1,115 @@
+"""gpt-oss (OpenAI, 2025): attention with sinks, windows in every second layer, and experts with biases."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.models.families.llama import DecoderLayer, Llama
+from paged.models.layers.config import (
+    DecoderConfig,
+    MoeConfig,
+    count_experts,
+    count_layers,
+    decoder_config,
+    is_packed,
+    layer_windows,
+    require,
+    top_k_of,
+    weights_dtype,
+)
+from paged.models.layers.rope import rope_config
+from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.mxfp4 import mxfp4_slots
+from paged.models.loading.weights import WeightSlots
+
+# What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
+_BUILT_IN: dict[str, float | str | bool] = {
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+}
+# Where config.json says nothing about the rotation, as in transformers.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class _TransposedExperts:
+    """Takes matrices of all experts that are stored with the rows and columns of `weight` exchanged."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.shape, self.dtype = weight, weight.mT.shape, weight.dtype
+
+    def copy_(self, stored: torch.Tensor) -> None:
+        # One by one: for a transposed copy to a GPU torch makes a temporary there.
+        for mine, theirs in zip(self.weight, stored, strict=True):
+            mine.T.copy_(theirs)
+
+
+class GptOssMoe(SparseMoe):
+    """Experts of a layer in one tensor a projection, plain or in MXFP4."""
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        experts = f"{prefix}.mlp.experts"
+        assert self.w1_bias is not None
+        assert self.w2_bias is not None
+        slots: WeightSlots = {
+            **self.router.weight_slots(f"{prefix}.mlp"),
+            f"{experts}.gate_up_proj_bias": self.w1_bias,
+            f"{experts}.down_proj_bias": self.w2_bias,
+        }
+        for name, weight in ((f"{experts}.gate_up_proj", self.w1), (f"{experts}.down_proj", self.w2)):
+            slots |= mxfp4_slots(name, weight) if self.config.is_mxfp4 else {name: _TransposedExperts(weight)}
+        return slots
+
+
+class GptOssLayer(DecoderLayer):
+    """Attention and experts, each behind a norm."""
+
+    moe_class = GptOssMoe
+
+
+class GptOss(Llama):
+    """Beginning with the first, every second layer has a window."""
+
+    model_type = "gpt_oss"
+    layer_class = GptOssLayer
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        for key, known in _BUILT_IN.items():
+            require(hf, key, known)
+        num_experts = count_experts(hf)
+        moe = MoeConfig(
+            num_experts=num_experts,
+            top_k=top_k_of(hf, num_experts),
+            intermediate_size=hf.integer("intermediate_size"),
+            # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.
+            renormalize=True,
+            bias=True,
+            interleaved=True,
+            stacked=True,
+            router_name="router",
+            is_mxfp4=is_packed(hf, "mxfp4"),
+        )
+        num_layers, has_bias = count_layers(hf), hf.flag("attention_bias", True)
+        return decoder_config(
+            hf,
+            quant_method="mxfp4",
+            windows=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
+            ropes=(rope_config(hf, theta=150000.0, default=_YARN),) * num_layers,
+            qkv_bias=has_bias,
+            o_bias=has_bias,
+            sinks=True,
+            activation="swiglu_oai",
+            # The published config.json names none, and of all types bfloat16 holds unpacked MXFP4 exactly.
+            dtype=weights_dtype(hf, "bfloat16"),
+            moe=(moe,) * num_layers,
+        )

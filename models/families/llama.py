@@ -1,0 +1,159 @@
+"""Llama (Touvron et al., 2023; Dubey et al., 2024) and Mistral (Jiang et al., 2023), the same with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.common.torch_ops.linear import linear, pack
+from paged.metadata import AttentionMetadata
+from paged.models.layers.config import DecoderConfig, count_layers, decoder_config
+from paged.models.layers.decoder import Attention, GatedMlp, Linear, RmsNorm, empty_parameter
+from paged.models.layers.rope import rope_table
+from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import WeightSlots
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm, on one residual stream."""
+
+    moe_class: type[SparseMoe] = SparseMoe
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config)
+        self.self_attn = Attention(config, config.windows[index])
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config)
+        moe = config.moe[index]
+        self.mlp = GatedMlp(config) if moe is None else self.moe_class(config, moe)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, metadata)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden, metadata.lora), residual
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            **self.input_layernorm.weight_slots(f"{prefix}.input_layernorm"),
+            **self.self_attn.weight_slots(f"{prefix}.self_attn"),
+            **self.post_attention_layernorm.weight_slots(f"{prefix}.post_attention_layernorm"),
+            **self.mlp.weight_slots(prefix),
+        }
+
+
+class Llama(nn.Module):
+    """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json.
+
+    model_type: what transformers calls the family; another family's name in a config.json contradicts `architectures`.
+    """
+
+    model_type = "llama"
+    layer_class: type[DecoderLayer] = DecoderLayer
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = empty_parameter(config.vocab_size, config.hidden_size)
+        layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_layers))
+        self.layers = cast("Sequence[DecoderLayer]", layers)
+        self.norm = RmsNorm(config.hidden_size, config)
+        self._packed_embedding: torch.Tensor | None = None
+        self.lm_head = None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size)
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        """The configuration of this family's checkpoints. A key that it does not read from `hf` counts as unknown, and
+        one of `COMPUTATION_KEYS` must then be neutral."""
+        return decoder_config(hf, mlp_bias=hf.flag("mlp_bias"))
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Give the weights a type, but for those of norms that are to stay float32."""
+        self.to(dtype)
+        for module in self.modules():
+            if isinstance(module, RmsNorm) and module.is_zero_centred:
+                module.float()
+
+    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
+        """Give every layer its cache, and positions below max_seq_len their rotation."""
+        config, device = self.config, self.embed_tokens.device
+        tables = {rope: rope_table(rope, config.head_dim, max_seq_len, device) for rope in set(config.ropes)}
+        for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
+            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rope])
+
+    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Give every layer the k_scale and v_scale of its cache; one that is not there stands for 1."""
+        for layer, found in zip(self.layers, scales, strict=True):
+            layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
+
+    def pack(self) -> None:
+        """Let a CPU multiply faster, see `kernels.common.torch_ops.linear.pack`.
+
+        Packed weights take the place of the plain ones, but for a tied head: the embedding stays as it is.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.lm_head is None:
+            self._packed_embedding = pack(self.embed_tokens)
+        else:
+            self.lm_head = nn.Parameter(pack(self.lm_head), requires_grad=False)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the first layer, [num_tokens, hidden_size]."""
+        return functional.embedding(input_ids, self.embed_tokens)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""
+        hidden = self.embed(input_ids)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, positions, metadata)
+        normed: torch.Tensor = self.norm(hidden, residual)[0]
+        return normed
+
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits in the weights' dtype, [num_rows, vocab_size]; written to `out` where given."""
+        tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
+        weight = tied if self.lm_head is None else self.lm_head
+        if out is not None and not weight.is_mkldnn:
+            return torch.mm(hidden, weight.T, out=out)
+        logits = linear(hidden, weight)
+        return logits if out is None else out.copy_(logits)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [num_rows, vocab_size]."""
+        return self.head(hidden).float()
+
+    def weight_slots(self) -> WeightSlots:
+        """Every tensor a checkpoint must hold, by name, and the parameter slice it fills."""
+        slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, **self.norm.weight_slots("model.norm")}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"model.layers.{index}")
+        if self.lm_head is not None:
+            slots["lm_head.weight"] = self.lm_head
+        return slots
+
+
+class Mistral(Llama):
+    """Llama whose layers all see the last `sliding_window` tokens; null there means all of them."""
+
+    model_type = "mistral"
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        # transformers takes an absent key for 4096, as the first Mistral published it.
+        window = hf.optional_integer("sliding_window", 4096)
+        return decoder_config(hf, windows=(window,) * count_layers(hf), qkv_bias=False, o_bias=False)

@@ -1,0 +1,29 @@
+"""The tokens that end an answer, as a checkpoint says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paged.errors import CheckpointError
+from paged.models.loading.hf_config import HfConfig
+from paged.printable import one_line
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, as in transformers; either may hold one id or several.
+
+    Raises:
+        CheckpointError: a file is malformed, or holds something else.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        found = HfConfig.read(folder, name).values.get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            given = one_line(repr(found), 200)
+            raise CheckpointError(f"{folder / name}: eos_token_id = {given}, expected one token id or a list of them")
+        return tuple(ids)
+    return ()

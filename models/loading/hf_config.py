@@ -1,0 +1,106 @@
+"""config.json of a checkpoint, read with errors that name the key and the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paged.errors import CheckpointError
+from paged.kernels.common.scalars import shown
+from paged.models.loading.checkpoint_files import read_json
+
+_REQUIRED: Any = object()
+# Sizes beyond any model's; products of two still fit into 64 bits.
+_MAX_INTEGER = 2**31 - 1
+
+
+class HfConfig:
+    """The values of a config.json, or of a section of one. A key that is absent or null takes the default.
+
+    read_keys: those that were asked for; what they say is honoured, or known to mean nothing.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+        self.read_keys: set[str] = set()
+
+    @classmethod
+    def read(cls, folder: Path, name: str = "config.json") -> HfConfig:
+        """The folder's config.json, or another file of its kind.
+
+        Raises:
+            CheckpointError: it is missing, or not a JSON object.
+        """
+        file = folder / name
+        return cls(read_json(file), str(file))
+
+    def value(self, key: str) -> Any:
+        """Whatever it is, or None."""
+        self.read_keys.add(key)
+        return self.values.get(key)
+
+    def integer(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = _MAX_INTEGER) -> int:
+        """An integer in least..most."""
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        value = self._get(key, default, expected, int)
+        if not least <= value:
+            raise self._wrong(key, value, expected)
+        if value > most:
+            raise self._wrong(key, value, f"at most {most}")
+        return int(value)
+
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """A positive integer; None where null, the default where absent."""
+        if key not in self.values:
+            self.read_keys.add(key)
+            return default
+        return None if self.value(key) is None else self.integer(key)
+
+    def number(self, key: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
+        """A positive number that is finite."""
+        expected = "a number of at least 0" if may_be_zero else "a positive number"
+        given = self._get(key, default, expected, int, float)
+        try:
+            value = float(given)
+        except OverflowError:
+            value = math.inf
+        if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+            raise self._wrong(key, given, expected)
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false."""
+        return bool(self._get(key, default, "true or false", bool))
+
+    def text(self, key: str, default: str = _REQUIRED) -> str:
+        """A string."""
+        return str(self._get(key, default, "a string", str))
+
+    def items(self, key: str, kind: type) -> list[Any]:
+        """A list of values of one kind; empty where absent."""
+        values = self._get(key, [], "a list", list)
+        if not all(type(value) is kind for value in values):
+            raise self._wrong(key, values, f"a list of {kind.__name__}")
+        return list(values)
+
+    def section(self, key: str) -> HfConfig | None:
+        """An object within, or None."""
+        values = self._get(key, None, "an object", dict)
+        return None if values is None else HfConfig(values, f"{self.source}: {key}")
+
+    def _get(self, key: str, default: Any, expected: str, *kinds: type) -> Any:
+        value = self.value(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise CheckpointError(f"{self.source}: {key} is missing, expected {expected}")
+            return default
+        # bool is a kind of int in Python; JSON knows better.
+        if type(value) not in kinds:
+            raise self._wrong(key, value, expected)
+        return value
+
+    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {key} = {shown(value)}, expected {expected}")

@@ -1,0 +1,240 @@
+"""Streams a checkpoint's tensors into the parameter slices they belong to. Only safetensors; nothing is unpickled."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paged.errors import CheckpointError
+from paged.kernels.common.scalars import shown
+from paged.models.loading.checkpoint_files import read_json, regular_size
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
+_KV_SCALE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:([kv])_scale|([kv])_proj\.(?:\3_scale|output_scale))")
+FLOATING = ("F64", "F32", "F16", "BF16")
+# Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
+_MAX_HEADER_BYTES = 16 << 20
+_MAX_SHOWN = 200
+
+
+class Slot(Protocol):
+    """Where a tensor of a checkpoint goes: a parameter or a slice of one, or what makes one of the tensor.
+
+    dtype: uint8 where the tensor holds packed numbers, else any floating point.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def copy_(self, stored: torch.Tensor, /) -> object: ...
+
+
+# Checkpoint name of a tensor -> where it goes.
+WeightSlots = dict[str, Slot]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header of a file says of a tensor; dtype as safetensors names it."""
+
+    file: Path
+    shape: list[int]
+    dtype: str
+
+
+# Checkpoint name -> where it is.
+StoredTensors = dict[str, StoredTensor]
+
+
+def read_headers(folder: Path) -> StoredTensors:
+    """Every tensor of a checkpoint, from the headers of its files alone.
+
+    Raises:
+        CheckpointError: a tensor is there twice or not where the index says, or a file is missing, unreadable,
+            truncated or outside of the folder.
+    """
+    stored: StoredTensors = {}
+    for file, promised in _files(folder).items():
+        found = read_header(file)
+        if absent := sorted(promised - found.keys()):
+            raise CheckpointError(f"{plain(absent[0])}: not in {file}, where the index says it is")
+        if repeated := sorted(found.keys() & stored.keys()):
+            raise CheckpointError(f"{plain(repeated[0])}: there twice, again in {file}")
+        stored |= found
+    return stored
+
+
+def read_header(file: Path) -> StoredTensors:
+    """Every tensor of one file.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or truncated.
+    """
+    with open_tensors(file) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
+        return {name: StoredTensor(file, part.get_shape(), str(part.get_dtype())) for name, part in slices.items()}
+
+
+def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path) -> None:
+    """See that every slot has a tensor of its name and shape that it can take, and every tensor a slot.
+
+    Tensors without a slot are errors, but for the `rotary_emb.inv_freq` buffers of old files, scales of the KV cache
+    (see `load_kv_scales`) and, with tied_head, an lm_head.weight.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, misshapen or of another dtype.
+    """
+    for name, tensor in sorted(stored.items()):
+        if name in slots:
+            slot = slots[name]
+            check_shape(name, tensor, list(slot.shape))
+            check_dtype(name, tensor, ("U8",) if slot.dtype == torch.uint8 else FLOATING)
+        elif not (
+            name.endswith("rotary_emb.inv_freq")
+            or _KV_SCALE.fullmatch(name)
+            or (tied_head and name == "lm_head.weight")
+        ):
+            raise CheckpointError(f"{plain(name)}: unexpected tensor in {tensor.file}")
+    if missing := slots.keys() - stored.keys():
+        raise CheckpointError(f"{min(missing)}: missing in {folder} ({len(missing)} of {len(slots)} tensors are)")
+
+
+def load_weights(stored: StoredTensors, slots: Mapping[str, Slot]) -> None:
+    """Fill every slot, converting to its dtype and device, with the tensor of its name.
+
+    stored: as `check_weights` has found them to fit.
+
+    Raises:
+        CheckpointError: a file became unreadable; the slots then hold anything.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name in sorted(slots):
+        by_file.setdefault(stored[name].file, []).append(name)
+    for file, names in by_file.items():
+        with open_tensors(file) as tensors:
+            for name in names:
+                slots[name].copy_(tensors.get_tensor(name))
+
+
+def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
+    """One tensor, on the CPU.
+
+    Raises:
+        CheckpointError: its file became unreadable.
+    """
+    with open_tensors(stored[name].file) as tensors:
+        tensor: torch.Tensor = tensors.get_tensor(name)
+        return tensor
+
+
+def load_kv_scales(
+    stored: StoredTensors, num_layers: int, num_kv_heads: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """`k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads]: value = stored * scale.
+
+    Raises:
+        CheckpointError: a scale is there twice, of a layer that is not, of another size, no floating point number, or
+            not finite and above 0.
+    """
+    scales: list[dict[str, torch.Tensor]] = [{} for _ in range(num_layers)]
+    for name, tensor in sorted(stored.items()):
+        match = _KV_SCALE.fullmatch(name)
+        if match is None:
+            continue
+        layer, kind = int(match[1]), f"{match[2] or match[3]}_scale"
+        if layer >= num_layers or kind in scales[layer]:
+            problem = "unexpected tensor in" if layer >= num_layers else f"a second {kind}, again in"
+            raise CheckpointError(f"{name}: {problem} {tensor.file}")
+        check_dtype(name, tensor, FLOATING)
+        if math.prod(tensor.shape) not in (1, num_kv_heads):
+            raise CheckpointError(f"{name}: shape {tensor.shape} in {tensor.file}, expected 1 or {num_kv_heads} values")
+        scale = read_tensor(stored, name).float().flatten()
+        if not (scale.isfinite() & (scale > 0)).all():
+            raise CheckpointError(f"{name}: {scale.tolist()} in {tensor.file}, expected numbers above 0")
+        scales[layer][kind] = scale.to(device)
+    return scales
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file.
+
+    Raises:
+        CheckpointError: it is missing, no regular file, unreadable or truncated.
+    """
+    size = regular_size(file)
+    try:
+        with file.open("rb") as opened:
+            header_size = int.from_bytes(opened.read(min(size, 8)), "little")
+        if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files of /proc have size 0, and reading may wait
+            raise CheckpointError(f"{file}: missing, unreadable or truncated (a header of {header_size} bytes)")
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: no address space for the file
+        raise CheckpointError(f"{file}: missing, unreadable or truncated ({plain(str(error))})") from error
+
+
+def check_shape(name: str, tensor: StoredTensor, expected: list[int]) -> None:
+    """Raise CheckpointError unless a tensor has this shape."""
+    if tensor.shape != expected:
+        raise CheckpointError(f"{name}: shape {shown(tensor.shape)} in {tensor.file}, expected {expected}")
+
+
+def check_dtype(name: str, tensor: StoredTensor, expected: tuple[str, ...]) -> None:
+    """Raise CheckpointError unless a tensor has one of these dtypes."""
+    if tensor.dtype not in expected:
+        raise CheckpointError(f"{name}: dtype {tensor.dtype} in {tensor.file}, expected {', '.join(expected)}")
+
+
+def plain(text: str) -> str:
+    """What a file says, for a message: cut short, or its repr where it would do something to a terminal."""
+    return text if len(text) <= _MAX_SHOWN and text.isprintable() else shown(text)
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The files of a checkpoint, each with the tensors an index promises there."""
+    if (folder / _SINGLE).is_file():
+        return {folder / _SINGLE: set()}
+    index = folder / _INDEX
+    if not index.is_file():
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        reason = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "neither is there"
+        raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except CheckpointError as error:
+        raise CheckpointError(f"{index}: unreadable, or without a weight_map object ({error})") from error
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: unreadable, or without a weight_map object")
+    files: dict[Path, set[str]] = {}
+    for name, entry in weight_map.items():
+        files.setdefault(_inside(folder, name, entry, index), set()).add(name)
+    return files
+
+
+def _inside(folder: Path, name: str, entry: Any, index: Path) -> Path:
+    """The file an index entry names. A plain name may be a symlink, as the Hub's cache makes them."""
+    name = plain(name)
+    if not isinstance(entry, str) or "\0" in entry or Path(entry).is_absolute():
+        raise CheckpointError(f"{name}: {shown(entry)} in {index} is no relative file name")
+    file = folder / entry
+    if Path(entry).name != entry:
+        try:
+            is_inside = file.resolve().is_relative_to(folder.resolve())
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+            raise CheckpointError(f"{name}: {shown(entry)} in {index} leads nowhere ({error})") from error
+        if not is_inside:
+            raise CheckpointError(f"{name}: {shown(entry)} in {index} lies outside of the folder")
+    return file

@@ -1,0 +1,243 @@
+"""The low-rank adapters that a model runs with: which are loaded, where their weights lie, which sequence has which."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import CheckpointError, InvalidInputError
+from paged.kernels.lora.batch import LoraBatch
+from paged.kernels.lora.weights import LoraWeights
+from paged.models.layers.decoder import Linear
+from paged.models.loading.load_options import as_folder
+from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
+from paged.seq_id import SeqId
+from paged.staging import to_device
+
+
+class HasModules(Protocol):
+    """A network whose `Linear` modules can be adapted."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+
+
+@dataclass
+class LoadedAdapter:
+    """slot: where its weights lie in every layer. num_tokens: how many it has run."""
+
+    slot: int
+    rank: int
+    num_bytes: int
+    num_tokens: int = 0
+
+
+class LoraAdapters:
+    """Up to max_loras adapters beside the base model, all of them in one batch.
+
+    A sequence's adapter is that of its cache namespace, which is the adapter's name or a tuple that begins with it: so
+    no sequence finds K/V that another adapter computed, and a fork keeps its adapter. Nothing published under a name
+    outlives the adapter.
+
+    Weights lie in one stack a linear layer, max_loras times max_rank large. It is made when the first adapter changes
+    the layer and stays where it is; adapters come and go inside of it. Thread-safe.
+    """
+
+    def __init__(
+        self, network: HasModules, kv_manager: PagedKvCacheManager, *, max_loras: int = 8, max_rank: int = 64
+    ) -> None:
+        for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
+            if value < 1:
+                raise InvalidInputError(f"{name}: {value}, expected at least 1")
+        self.max_loras, self.max_rank = max_loras, max_rank
+        self._network, self._kv_manager = network, kv_manager
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._lock = RLock()
+
+    def names(self) -> tuple[str, ...]:
+        """The loaded adapters, in the order they were loaded."""
+        return tuple(self._loaded)
+
+    def load(self, name: str, path: str | Path) -> None:
+        """Read an adapter from a folder that PEFT saved; sequences can take it as soon as this returns.
+
+        Raises:
+            InvalidInputError: the name is empty or taken, sequences without an adapter use it as their namespace, all
+                slots are taken, or a rank is above max_rank.
+            CheckpointError, UnsupportedError: as `read_adapter`; or a weight is no finite number in the model's dtype.
+        """
+        with self._lock:
+            self._check_new(name)
+            linears = _adaptable(self._network)
+            shapes = {key: (linear.sizes[part], linear.weight.shape[1]) for key, (linear, part) in linears.items()}
+            folder = as_folder("path", path)
+            changes = read_adapter(folder, shapes)
+            rank = max(change.rank for change in changes.values())
+            if rank > self.max_rank:
+                raise InvalidInputError(
+                    f"adapter {name!r}: rank {rank}, expected at most max_lora_rank {self.max_rank}"
+                )
+            dtype = next(iter(linears.values()))[0].weight.dtype
+            for key, change in changes.items():
+                if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
+                    raise CheckpointError(f"{key}: not all finite as {dtype} in {folder / WEIGHTS_FILE}")
+            slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self._loaded.values()})
+            with torch.no_grad():
+                self._write(slot, {linears[key]: change for key, change in changes.items()})
+            self._forget_prefixes(name)
+            num_elements = sum(change.a.numel() + change.b.numel() for change in changes.values())
+            self._loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
+
+    def unload(self, name: str) -> None:
+        """Give an adapter's slot up.
+
+        Raises:
+            InvalidInputError: it is not loaded, or sequences hold it.
+        """
+        with self._lock:
+            self._check_loaded(name)
+            if holders := self._holders(name):
+                raise InvalidInputError(
+                    f"adapter {name!r}: {len(holders)} sequences hold it, first {holders[0].cache_id!r}"
+                )
+            self._forget_prefixes(name)
+            del self._loaded[name]
+
+    def choose(self, cache_id: SeqId, name: str | None) -> None:
+        """Say which adapter a sequence runs with, None for none; one that does not exist begins here.
+
+        Raises:
+            InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
+        """
+        with self._lock:
+            if name is not None:
+                self._check_loaded(name)
+            handle = self._kv_manager.get_handle(cache_id)
+            if handle is None:
+                if name is not None:
+                    self._kv_manager.allocate(cache_id, namespace=name)
+                return
+            owner = _owner(handle.namespace)
+            if name != owner and (name is not None or owner in self._loaded):
+                raise InvalidInputError(
+                    f"adapter {name!r} for cache {cache_id!r}: its namespace {handle.namespace!r} says another"
+                )
+
+    def batch(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> LoraBatch | None:
+        """The rows of a forward over `counts` tokens of each sequence; None where none has an adapter."""
+        if not self._loaded:
+            return None
+        adapters = [self._loaded.get(_owner(handle.namespace)) for handle in handles]
+        slots = [-1 if adapter is None else adapter.slot for adapter in adapters]
+        if max(slots, default=-1) < 0:
+            return None
+        grouped = LoraBatch.group(torch.from_numpy(np.repeat(np.array(slots, np.int32), counts)))
+        return LoraBatch(*to_device((grouped.rows.numpy(), grouped.slots.numpy()), self._kv_manager.device))
+
+    def count(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> None:
+        """A forward over these tokens has succeeded."""
+        if self._loaded:
+            for handle, count in zip(handles, counts, strict=True):
+                adapter = self._loaded.get(_owner(handle.namespace))
+                if adapter is not None:
+                    adapter.num_tokens += count
+
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """Slots, bytes of the stacks, and of every adapter its slot, rank, bytes, live sequences and tokens run."""
+        with self._lock:
+            stacks = {linear.adapters for linear, _ in _adaptable(self._network).values() if linear.adapters}
+            return {
+                "max_loras": self.max_loras,
+                "max_lora_rank": self.max_rank,
+                "free_slots": self.max_loras - len(self._loaded),
+                "reserved_bytes": sum(stack.a.nbytes + stack.b.nbytes for stack in stacks),
+                "adapters": {
+                    name: {
+                        "slot": adapter.slot,
+                        "rank": adapter.rank,
+                        "bytes": adapter.num_bytes,
+                        "sequences": len(self._holders(name)),
+                        "tokens": adapter.num_tokens,
+                    }
+                    for name, adapter in self._loaded.items()
+                },
+            }
+
+    def _check_new(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise InvalidInputError(f"name: {name!r}, expected a text that is not empty")
+        if name in self._loaded:
+            raise InvalidInputError(f"adapter {name!r}: loaded already")
+        if len(self._loaded) == self.max_loras:
+            raise InvalidInputError(f"adapter {name!r}: all {self.max_loras} slots are taken (max_loras)")
+        holders = [handle for handle in self._holders(name) if handle.num_tokens]
+        if holders:
+            raise InvalidInputError(
+                f"adapter {name!r}: the namespace of {len(holders)} sequences without it, first {holders[0].cache_id!r}"
+            )
+
+    def _check_loaded(self, name: str) -> None:
+        if name not in self._loaded:
+            raise InvalidInputError(f"adapter {name!r}: not loaded, loaded are {list(self._loaded)}")
+
+    def _holders(self, name: str) -> list[KvCacheHandle]:
+        return [handle for handle in self._kv_manager.handles() if _owner(handle.namespace) == name]
+
+    def _forget_prefixes(self, name: str) -> None:
+        for namespace in self._kv_manager.namespaces():
+            if _owner(namespace) == name:
+                self._kv_manager.forget_namespace(namespace)
+
+    def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
+        """Fill the slot in every stack; in those that the adapter leaves alone its ranks are 0."""
+        for linear in {linear for linear, _ in changes}:
+            if linear.adapters is None:
+                linear.adapters = self._empty_stack(linear)
+        for linear in dict.fromkeys(linear for linear, _ in _adaptable(self._network).values()):
+            stack = linear.adapters
+            if stack is None:
+                continue
+            ranks, scales, first = [0] * len(linear.sizes), [0.0] * len(linear.sizes), 0
+            for part, size in enumerate(linear.sizes):
+                change = changes.get((linear, part))
+                if change is not None:
+                    ranks[part], scales[part] = change.rank, change.scale
+                    stack.a[slot, part, : change.rank] = change.a
+                    stack.b[slot, : change.rank, first : first + size] = change.b.T
+                first += size
+            stack.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+            stack.scales[slot] = torch.tensor(scales)
+
+    def _empty_stack(self, linear: Linear) -> LoraWeights:
+        out_features, in_features = linear.weight.shape
+        num_parts, dtype, device = len(linear.sizes), linear.weight.dtype, linear.weight.device
+        return LoraWeights(
+            a=torch.empty((self.max_loras, num_parts, self.max_rank, in_features), dtype=dtype, device=device),
+            b=torch.empty((self.max_loras, self.max_rank, out_features), dtype=dtype, device=device),
+            ranks=torch.zeros((self.max_loras, num_parts), dtype=torch.int32, device=device),
+            scales=torch.zeros((self.max_loras, num_parts), device=device),
+            part_sizes=linear.sizes,
+        )
+
+
+def _owner(namespace: Hashable) -> Any:
+    return namespace[0] if isinstance(namespace, tuple) and namespace else namespace
+
+
+def _adaptable(network: HasModules) -> dict[str, tuple[Linear, int]]:
+    """Checkpoint name of each projection that can be adapted -> its layer and which of its parts it is."""
+    found = {}
+    for path, module in network.named_modules():
+        if isinstance(module, Linear):
+            parent = path.rpartition(".")[0]
+            for part, name in enumerate(module.parts):
+                if name in TARGET_MODULES:
+                    found[f"model.{parent}.{name}"] = (module, part)
+    return found

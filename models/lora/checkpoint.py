@@ -1,0 +1,190 @@
+"""Reads a low-rank adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.scalars import shown
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import FLOATING, check_dtype, open_tensors, plain, read_header
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+# Settings that are read here, or that say nothing about what the adapter computes. Any other that is set would.
+_KNOWN_SETTINGS = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+# The other ways to begin training (pissa, olora, corda, loftq, ...) change the base weights too.
+_INITIAL_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Beyond any adapter's; 16-bit floats end there.
+_MAX_SCALE = 65504.0
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What a projection gains: scale * b @ a, with a [rank, in_features] and b [out_features, rank], on the CPU."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
+    """The projections that an adapter changes, by their names in the base checkpoint.
+
+    The scale is lora_alpha / r, with rsLoRA lora_alpha / sqrt(r) (Kalajdzievski, 2023).
+
+    Args:
+        folder: as `save_pretrained` of PEFT leaves it.
+        shapes: (out_features, in_features) of every projection that can be adapted, by name.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, malformed, unexpected, misshapen or of another rank than the
+            configuration says, or a scale is absurd. What the tensors hold is not read here.
+        UnsupportedError: a setting, or a module that the adapter changes, is not known here.
+    """
+    hf = HfConfig.read(folder, CONFIG_FILE)
+    _check_settings(hf)
+    patterns = _Patterns(hf)
+    file = folder / WEIGHTS_FILE
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled and not file.exists():
+        raise CheckpointError(f"{file}: missing; {plain(pickled[0])} is pickled, and never loaded")
+    stored = read_header(file)
+    found: dict[str, set[str]] = {}
+    for key, tensor in sorted(stored.items()):
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise CheckpointError(f"{plain(key)}: unexpected tensor in {file}")
+        name, which = match[1], match[2]
+        _check_module(name, key, shapes, file)
+        check_dtype(key, tensor, FLOATING)
+        rank, (out_features, in_features) = patterns.rank(name), shapes[name]
+        expected = [rank, in_features] if which == "A" else [out_features, rank]
+        if tensor.shape != expected:
+            given = shown(tensor.shape)
+            raise CheckpointError(f"{name}.lora_{which}: shape {given} in {file}, expected {expected} for rank {rank}")
+        found.setdefault(name, set()).add(which)
+    if missing := _promised(hf, shapes) - found.keys():
+        raise CheckpointError(f"{min(missing)}: no tensors in {file}, though target_modules names it")
+    if not found:
+        raise CheckpointError(f"{file}: holds no tensors")
+    for name, kinds in found.items():
+        if absent := {"A", "B"} - kinds:
+            raise CheckpointError(f"{name}: no lora_{min(absent)} in {file}")
+    with open_tensors(file) as tensors:
+        pairs = {
+            name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
+            for name in found
+        }
+    return {name: LowRank(a, b, patterns.scale(name)) for name, (a, b) in pairs.items()}
+
+
+def _check_settings(hf: HfConfig) -> None:
+    for key, known in (("peft_type", "LORA"), ("bias", "none")):
+        value = hf.text(key) if key == "peft_type" else hf.text(key, known)
+        if value != known:
+            raise UnsupportedError(f"{hf.source}: {key} {shown(value)}, known is {known!r}")
+    initial = hf.value("init_lora_weights")
+    if initial not in _INITIAL_WEIGHTS:
+        raise UnsupportedError(f"{hf.source}: init_lora_weights {shown(initial)}, which changes the base weights too")
+    for key, value in hf.values.items():
+        if value and key not in _KNOWN_SETTINGS:
+            raise UnsupportedError(f"{hf.source}: {plain(key)} = {shown(value)} is not supported")
+    for target in _targets(hf) or ():
+        if target.rpartition(".")[2] not in TARGET_MODULES:
+            raise UnsupportedError(
+                f"{hf.source}: target_modules {shown(target)}, known are {', '.join(TARGET_MODULES)}"
+            )
+
+
+def _targets(hf: HfConfig) -> list[str] | None:
+    """The names of target_modules; None where it is a pattern, or absent."""
+    if hf.value("target_modules") is None or isinstance(hf.value("target_modules"), str):
+        return None
+    return hf.items("target_modules", str)
+
+
+def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], file: Path) -> None:
+    if name in shapes:
+        return
+    if ".experts." in name or name.rpartition(".")[2] not in TARGET_MODULES:
+        raise UnsupportedError(f"{plain(key)}: in {file}; adapters of {plain(name)} are not supported")
+    raise CheckpointError(f"{plain(key)}: unexpected tensor in {file}, the model has no {plain(name)}")
+
+
+def _promised(hf: HfConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
+    """The modules a plain list of targets names; patterns, and lists that other settings narrow, promise nothing."""
+    narrowed = hf.value("exclude_modules") or hf.value("layers_to_transform") is not None
+    targets = set() if narrowed else set(_targets(hf) or ())
+    return {name for name in shapes if not targets.isdisjoint(_suffixes(name))}
+
+
+def _suffixes(name: str) -> list[str]:
+    """`a.b.c`, `b.c`, `c`: what a setting can call a module."""
+    parts = name.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
+
+
+class _Patterns:
+    """Rank and scale of each module: its own in rank_pattern and alpha_pattern, else those of all.
+
+    Patterns proper are not run. Of several names that fit, the first one counts, as in PEFT.
+    """
+
+    def __init__(self, hf: HfConfig) -> None:
+        """Raises CheckpointError and UnsupportedError as `read_adapter`."""
+        self._hf = hf
+        self._rank, self._alpha = hf.integer("r"), hf.number("lora_alpha", may_be_zero=True)
+        self._takes_root = hf.flag("use_rslora")
+        self._ranks = {name: section.integer(name) for name, section in self._names("rank_pattern")}
+        self._alphas = {name: section.number(name, may_be_zero=True) for name, section in self._names("alpha_pattern")}
+
+    def rank(self, name: str) -> int:
+        return next((self._ranks[one] for one in self._fitting(self._ranks, name)), self._rank)
+
+    def scale(self, name: str) -> float:
+        """alpha / rank or alpha / sqrt(rank).
+
+        Raises:
+            CheckpointError: it is beyond any adapter's.
+        """
+        alpha = next((self._alphas[one] for one in self._fitting(self._alphas, name)), self._alpha)
+        rank = self.rank(name)
+        scale = alpha / (math.sqrt(rank) if self._takes_root else rank)
+        if scale > _MAX_SCALE:
+            source = self._hf.source
+            raise CheckpointError(
+                f"{source}: lora_alpha {alpha} for rank {rank}, a scale of at most {_MAX_SCALE} expected"
+            )
+        return scale
+
+    def _names(self, key: str) -> list[tuple[str, HfConfig]]:
+        section = self._hf.section(key) or HfConfig({}, self._hf.source)
+        for name in section.values:
+            if not re.fullmatch(r"[\w.]+", name):
+                raise UnsupportedError(f"{self._hf.source}: {key} {shown(name)}, known are names of modules")
+        return [(name, section) for name in section.values]
+
+    @staticmethod
+    def _fitting(values: Mapping[str, float], name: str) -> list[str]:
+        """Those of the names that fit a module, in the order in which they stand."""
+        suffixes = set(_suffixes(name)) & values.keys()
+        return list(suffixes) if len(suffixes) < 2 else [one for one in values if one in suffixes]

@@ -1,0 +1,210 @@
+"""Which blocks are free, how many sequences hold each of the others, and which free ones still hold useful K/V."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
+from itertools import count as count_from
+from itertools import islice, repeat
+
+from paged.cache.blocks.ages import BlockAges
+from paged.cache.blocks.undo_log import UndoLog
+from paged.errors import OutOfBlocksError, PagedError
+
+
+class BlockPool:
+    """References to blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it.
+
+    A block that is not free has one reference and those counted in a dictionary: nearly all have just one, and handing
+    out or taking back a hundred of them is then a matter of slices.
+
+    Free blocks that `published` contains are handed out last, least recently used first, after `on_evict` was told;
+    until then `share` revives them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        published: Set[int] = frozenset(),
+        on_evict: Callable[[list[int]], None] = lambda blocks: None,
+        undo: UndoLog | None = None,
+    ) -> None:
+        """undo: where every change says first how to take it back; None where nobody will."""
+        self.num_blocks = num_blocks
+        self.num_refused = 0
+        self.ages = BlockAges()
+        self._published = published
+        self._on_evict = on_evict
+        self._undo = UndoLog(is_kept=False) if undo is None else undo
+        self._extra_references: dict[int, int] = {}
+        self._free = list(range(num_blocks, 0, -1))
+        # Free and published, least recently used first, each with a number that rises in that order.
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        self._ticks = count_from()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, evictable ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that are published."""
+        return len(self._cached)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Free blocks that are published, least recently used first."""
+        return tuple(self._cached)
+
+    @property
+    def shared(self) -> KeysView[int]:
+        """Blocks with more than one reference; a view that changes with the pool."""
+        return self._extra_references.keys()
+
+    def ref_count(self, block: int) -> int:
+        """How many references `block` has; 0 for a free one. Slow, as it looks through the free blocks."""
+        if block in self._cached or block in self._free:
+            return 0
+        return 1 + self._extra_references.get(block, 0)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` free blocks with one reference each.
+
+        Raises:
+            OutOfBlocksError: fewer are free; none was taken.
+        """
+        free = self._free
+        if count > len(free):
+            self.require(count)
+            self.evict(count - len(free))
+        split = len(free) - count
+        blocks = free[split:]
+        self._undo.add((self._set_free, split, blocks.copy()))
+        blocks.reverse()
+        del free[split:]
+        self.ages.taken(blocks)
+        return blocks
+
+    def require(self, count: int) -> None:
+        """Raise OutOfBlocksError unless `count` blocks can be handed out; `num_refused` counts the refusals."""
+        if count > self.num_free:
+            self.num_refused += 1
+            raise OutOfBlocksError(count, self.num_free)
+
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are cached: free, and revived when shared."""
+        return list(map(self._cached.__contains__, blocks)).count(True)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each of `blocks`, which are in use or cached."""
+        cached, extra = self._cached, self._extra_references
+        revived = {block: cached[block] for block in blocks if block in cached}
+        more = [block for block in blocks if block not in revived] if revived else blocks
+        self._undo.add((self._unshare, revived, {block: extra.get(block, 0) for block in more}))
+        for block in revived:
+            del cached[block]
+        for block in more:
+            extra[block] = extra.get(block, 0) + 1
+        if revived:
+            self.ages.revived(revived)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each of `blocks`, which differ but for zeros: those stand where a sequence has no block
+        any more, and are passed over. Blocks left without any reference are free. Of unpublished ones `blocks[0]` is
+        reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
+        """
+        if 0 in blocks:
+            blocks = [block for block in blocks if block]
+        extra, published = self._extra_references, self._published
+        freed = blocks[::-1]
+        shared: dict[int, int] = {}
+        if extra and not extra.keys().isdisjoint(freed):
+            shared = {block: extra[block] for block in blocks if block in extra}
+            freed = [block for block in freed if block not in shared]
+        cached = [block for block in freed if block in published] if published else ()
+        self._undo.add((self._take_back, len(self._free), cached, shared))
+        for block, count in shared.items():
+            if count == 1:
+                del extra[block]
+            else:
+                extra[block] = count - 1
+        for block, tick in zip(cached, self._ticks, strict=False):  # half the time of OrderedDict.update
+            self._cached[block] = tick
+        if len(cached) < len(freed):
+            self._free += [block for block in freed if block not in published] if cached else freed
+        self.ages.freed(freed)
+
+    def evict(self, count: int) -> int:
+        """Withdraw up to `count` cached blocks, least recently used first; how many there were."""
+        count = min(count, len(self._cached))
+        if count <= 0:
+            return 0
+        evicted = dict(islice(self._cached.items(), count))
+        blocks = list(evicted)
+        self._undo.add((self._set_free, len(self._free), []))
+        self._undo.add((self._restore_cached, evicted))
+        self._on_evict(blocks)
+        deque(map(self._cached.popitem, repeat(False, count)), maxlen=0)
+        self._free += blocks
+        return count
+
+    def unpublished(self, block: int) -> None:
+        """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
+        if block in self._cached:
+            self._undo.add((self._set_free, len(self._free), []))
+            self._undo.add((self._restore_cached, {block: self._cached[block]}))
+            del self._cached[block]
+            self._free.append(block)
+
+    def _set_free(self, start: int, blocks: list[int]) -> None:
+        """Undo: from `start` on, the free blocks were these."""
+        self._free[start:] = blocks
+
+    def _restore_cached(self, ticks: dict[int, int]) -> None:
+        """Undo: these blocks were cached, with these numbers."""
+        self._cached.update(ticks)
+        for block in sorted(self._cached, key=self._cached.__getitem__):
+            self._cached.move_to_end(block)
+
+    def _set_extra(self, counts: dict[int, int]) -> None:
+        for block, count in counts.items():
+            if count:
+                self._extra_references[block] = count
+            else:
+                self._extra_references.pop(block, None)
+
+    def _unshare(self, revived: dict[int, int], counts: dict[int, int]) -> None:
+        """Undo `share`: these were cached, and these had so many references more than one."""
+        self._set_extra(counts)
+        if revived:
+            self._restore_cached(revived)
+
+    def _take_back(self, num_free: int, cached: Iterable[int], shared: dict[int, int]) -> None:
+        """Undo `release`: so many blocks were free, these were not cached, these had so many references more."""
+        del self._free[num_free:]
+        for block in cached:
+            self._cached.pop(block, None)
+        self._set_extra(shared)
+
+    def check(self, references: Mapping[int, int]) -> None:
+        """Compare with the references that the holders of blocks count.
+
+        Raises:
+            PagedError: names the first contradiction.
+        """
+        listed = [*self._free, *self._cached]
+        free = set(listed)
+        if len(free) != len(listed):
+            raise PagedError("the free lists hold a block twice")
+        if 0 in free or references.get(0) or 0 in self._extra_references:
+            raise PagedError("block 0 is in use or in a free list")
+        for block in range(1, self.num_blocks + 1):
+            held = references.get(block, 0)
+            counted = 0 if block in free else 1 + self._extra_references.get(block, 0)
+            if held != counted:
+                raise PagedError(f"block {block}: reference count {counted}, but {held} references are held")
+            if block in free and block in self._extra_references:
+                raise PagedError(f"block {block} is free and shared")
+            if block in free and (block in self._cached) != (block in self._published):
+                raise PagedError(f"block {block} is free; cached: {block in self._cached}, published otherwise")

@@ -1,0 +1,140 @@
+"""What the cache tells others: how full it is, and which published blocks come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
+from threading import RLock
+
+from paged.cache.blocks.undo_log import UndoLog
+
+_LOG = logging.getLogger("paged")
+
+
+class MemoryPressure(Enum):
+    """How much of the pool can still be handed out, evictable cached blocks included."""
+
+    LOW = "low"
+    HIGH = "high"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True)
+class BlocksStored:
+    """Blocks became findable: their chained hashes, the hash they follow, and their token ids."""
+
+    hashes: tuple[int | bytes, ...]
+    parent_hash: int | bytes
+    token_ids: tuple[int, ...]
+    namespace: Hashable
+
+
+@dataclass(frozen=True)
+class BlockRemoved:
+    """A block is no longer findable."""
+
+    hash: int | bytes
+
+
+@dataclass(frozen=True)
+class CacheCleared:
+    """No block is findable any more."""
+
+
+CacheEvent = BlocksStored | BlockRemoved | CacheCleared
+
+
+class Notifier:
+    """The cache's lock as a context manager, and what happens when its outermost holder leaves it: by an exception, all
+    that `undo` knows of is taken back; otherwise callbacks are told.
+
+    Every listener hears of everything in order: whoever leaves the lock while a delivery is under way adds to it. An
+    error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
+    does, is raised again once everything is delivered.
+    """
+
+    def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
+        self._lock = RLock()
+        self._depth = 0
+        self.undo = UndoLog()
+        self._events: list[CacheEvent] = []
+        self._pressure = pressure
+        self._last_pressure = MemoryPressure.LOW
+        self._pressure_listeners: list[Callable[[MemoryPressure], None]] = []
+        self._event_listeners: list[Callable[[CacheEvent], None]] = []
+        self._calls: deque[tuple[Callable[..., None], object]] = deque()
+        self._is_delivering = False
+
+    @property
+    def has_event_listeners(self) -> bool:
+        """Whether events need to be made at all."""
+        return bool(self._event_listeners)
+
+    def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
+        """Call back with every level that differs from the one before, from now on."""
+        with self._lock:
+            if not self._pressure_listeners:
+                self._last_pressure = self._pressure()
+            self._pressure_listeners.append(callback)
+
+    def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
+        """Call back with every event from now on."""
+        with self._lock:
+            self._event_listeners.append(callback)
+
+    def add(self, event: CacheEvent) -> None:
+        """Tell of an event with the lock held, unless the call fails."""
+        self._events.append(event)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        deliver = False
+        try:
+            if self._depth == 1:
+                if exc_type is not None:
+                    self._events.clear()
+                    self.undo.undo()
+                else:
+                    self.undo.clear()
+                self._queue()
+                deliver = bool(self._calls) and not self._is_delivering
+                self._is_delivering |= deliver
+        finally:
+            self._depth -= 1
+            self._lock.release()
+        if deliver:
+            self._deliver()
+
+    def _queue(self) -> None:
+        """What listeners are to hear after this call."""
+        if self._events:
+            self._calls.extend((callback, event) for event in self._events for callback in self._event_listeners)
+            self._events.clear()
+        if self._pressure_listeners:
+            level = self._pressure()
+            if level is not self._last_pressure:
+                self._last_pressure = level
+                self._calls.extend((callback, level) for callback in self._pressure_listeners)
+
+    def _deliver(self) -> None:
+        ending: BaseException | None = None
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._is_delivering = False
+                    break
+                callback, argument = self._calls.popleft()
+            try:
+                callback(argument)
+            except Exception:
+                _LOG.exception("a callback of the KV cache failed on %r", argument)
+            except BaseException as error:
+                ending = error
+        if ending is not None:
+            raise ending

@@ -1,0 +1,197 @@
+"""The sequences of a cache by their names, and those that a call means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.batch import KvSlotRequest, UnifiedBatchItem
+from paged.cache.block_table import BlockTable
+from paged.cache.blocks.pool import BlockPool
+from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
+from paged.cache.slot_reservation import SequenceState
+from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
+from paged.kernels.common.scalars import as_int, shown
+from paged.seq_id import SeqId, as_seq_id
+from paged.token_ids import MAX_TOKEN_IDS
+
+_ID_TYPES = {str, int}
+_LENGTH_TYPES = {int, type(None)}
+_NO_LENGTH = {type(None)}
+_HANDLE_TYPES = {KvCacheHandle}
+
+
+class LiveSequences:
+    """handles: of all sequences by name, oldest first. table: their block ids."""
+
+    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
+        self.handles: dict[SeqId, KvCacheHandle] = {}
+        self.table = BlockTable()
+        self._pool = pool
+        self._undo = undo
+        self._block_size = config.block_size
+        self._max_seq_len = config.max_seq_len
+
+    def add(self, state: SequenceState) -> KvCacheHandle:
+        """The handle of a new sequence."""
+        handle = KvCacheHandle(state, self._pool, self._block_size)
+        self._undo.add((self._forget, state))
+        self.table.add(state)
+        self.handles[state.request_id] = handle
+        return handle
+
+    def remove(self, state: SequenceState) -> None:
+        """Forget a sequence; its handle says so from now on."""
+        state.remember(self._undo)
+        self._undo.add((self._bring_back, state))
+        state.is_valid = False
+        self.table.remove(state)
+        del self.handles[state.request_id]  # last, as the order of sequences is not brought back
+
+    def _forget(self, state: SequenceState) -> None:
+        """Undo `add`, as far as it was done."""
+        self.handles.pop(state.request_id, None)
+        if state.row >= 0:
+            self.table.remove(state)
+
+    def _bring_back(self, state: SequenceState) -> None:
+        """Undo `remove`, as far as it was done."""
+        if state.row < 0:
+            self.table.add(state)
+
+    def new_name(self, request_id: object) -> SeqId:
+        """The name of a sequence to come; InvalidInputError if one has it, or it can be none."""
+        name = as_seq_id("request_id", request_id)
+        if name in self.handles:
+            raise InvalidInputError(f"request_id: {shown(name)} names a live sequence")
+        return name
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise SequenceTooLongError if no sequence may be that long."""
+        if self._max_seq_len is not None and num_tokens > self._max_seq_len:
+            raise SequenceTooLongError(f"{num_tokens} tokens, max_seq_len is {self._max_seq_len}")
+
+    def state(self, handle: KvCacheHandle, *, may_be_swapped: bool = False) -> SequenceState:
+        """The sequence of a handle.
+
+        Raises:
+            StaleHandleError: it has been freed, or is swapped out and may not be.
+            InvalidInputError: it belongs to another manager.
+        """
+        if not isinstance(handle, KvCacheHandle):
+            raise InvalidInputError(f"handle: {shown(handle)}, expected a KvCacheHandle")
+        state = handle._state
+        if not state.is_valid:
+            raise StaleHandleError(f"handle: {state.request_id!r} has been freed")
+        if self.handles.get(state.request_id) is not handle:
+            raise InvalidInputError(f"handle: {state.request_id!r} belongs to another manager")
+        if state.host_blocks is not None and not may_be_swapped:
+            raise StaleHandleError(f"handle: {state.request_id!r} is swapped out")
+        return state
+
+    def requested(self, requests: Iterable[KvSlotRequest]) -> tuple[list[SequenceState], list[int], list[int] | None]:
+        """The sequences of requests that are well formed, their target lengths, and those that are checked for fit,
+        None where they are the same.
+
+        Raises:
+            InvalidInputError, StaleHandleError, SequenceTooLongError: one is not.
+        """
+        handles, longest = self.handles, self._max_seq_len
+        cache_ids, targets, admissions = _columns(requests)
+        states = []
+        for cache_id, target, admission in zip(cache_ids, targets, admissions, strict=True):
+            handle = handles.get(cache_id)
+            if handle is None:
+                raise InvalidInputError(f"cache_id: {shown(cache_id)} names no live sequence")
+            state = handle._state
+            if state.host_blocks is not None:
+                self.state(handle)
+            highest = target if admission is None else admission
+            if not state.num_tokens <= target <= highest:
+                raise InvalidInputError(
+                    f"target_len, admission_target_len: {shown(target)}, {shown(admission)} for {cache_id!r}, "
+                    f"expected {state.num_tokens} <= target_len <= admission_target_len"
+                )
+            if longest is not None and highest > longest:
+                self.check_length(highest)
+            states.append(state)
+        if len(set(map(id, states))) != len(states):
+            raise InvalidInputError(f"cache_id: {Counter(cache_ids).most_common(1)[0][0]!r} is given twice")
+        if set(map(type, admissions)) <= _NO_LENGTH:
+            return states, targets, None
+        pairs = zip(targets, admissions, strict=True)
+        return states, targets, [target if admission is None else admission for target, admission in pairs]
+
+    def of_step(
+        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]], *, any_swapped: bool
+    ) -> tuple[list[SequenceState], NDArray[np.int64]]:
+        """The sequences of a step, all of them able to run, and how many tokens each gets.
+
+        any_swapped: whether there are sequences that are swapped out; else none is looked for.
+
+        Raises:
+            InvalidInputError, StaleHandleError: one is unknown, freed, swapped out, given twice or gets less than none.
+        """
+        handles, counts = as_pairs("items", items, self._item_tokens)
+        states = [handle._state for handle in handles]
+        is_owned = self.table.owns(states)
+        if not is_owned or any_swapped:
+            for handle in handles:
+                self.state(handle)
+        if not is_owned:
+            raise InvalidInputError("items: a sequence is given twice")
+        if not set(map(type, counts)) <= {int} or min(counts, default=0) < 0 or max(counts, default=0) > MAX_TOKEN_IDS:
+            counts = [as_int("items: new tokens", count, high=MAX_TOKEN_IDS) for count in counts]
+        return states, np.array(counts, np.int64)
+
+    def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
+        handle = item.kv_cache or self.handles.get(item.seq_id)
+        if handle is None:
+            raise InvalidInputError(f"items: {item.seq_id!r} names no live sequence")
+        return handle, len(item.q_tokens)
+
+
+def as_pairs(
+    name: str, items: Iterable[Any], convert: Callable[[UnifiedBatchItem], Any] | None = None
+) -> tuple[list[KvCacheHandle], list[Any]]:
+    """The handles, and what comes with each, of pairs; `convert` makes pairs of batch items, where all are that.
+
+    Raises:
+        InvalidInputError: one is no pair that begins with a handle.
+    """
+    try:
+        pairs = list(items)
+        if convert is not None and pairs and isinstance(pairs[0], UnifiedBatchItem):
+            pairs = list(map(convert, pairs))
+        handles, others = [handle for handle, _ in pairs], [other for _, other in pairs]
+    except (PagedError, MemoryError):
+        raise
+    except Exception as error:
+        raise InvalidInputError(f"{name}: {shown(items)}, expected pairs that begin with a handle") from error
+    if not set(map(type, handles)) <= _HANDLE_TYPES:
+        raise InvalidInputError(f"{name}: {shown(items)}, expected pairs that begin with a handle")
+    return handles, others
+
+
+def _columns(requests: Iterable[KvSlotRequest]) -> tuple[list[SeqId], list[int], list[int | None]]:
+    """Ids, target and admission lengths of requests, each of the type it should be."""
+    try:
+        rows = list(requests)
+        cache_ids, targets, admissions = map(list, zip(*rows, strict=True)) if rows else ([], [], [])
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(f"requests: {shown(requests)}, expected KvSlotRequests") from error
+    # One look at the types of all: a step has a request for each of hundreds of sequences.
+    if not set(map(type, cache_ids)) <= _ID_TYPES:
+        cache_ids = [as_seq_id("cache_id", one) for one in cache_ids]
+    if not set(map(type, targets)) <= {int}:
+        targets = [as_int("target_len", one) for one in targets]
+    if not set(map(type, admissions)) <= _LENGTH_TYPES:
+        admissions = [None if one is None else as_int("admission_target_len", one) for one in admissions]
+    return cache_ids, targets, admissions

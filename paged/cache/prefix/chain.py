@@ -1,0 +1,82 @@
+"""What is known of one sequence's tokens, and the chain of published blocks that they lead to."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.cache.blocks.undo_log import UndoLog
+from paged.errors import InvalidInputError
+
+Hash = int | bytes
+TokenArray = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class TokenChain:
+    """ids: the token ids at positions 0.., as far as they are known.
+
+    hashes, serials: of the publications that the first full blocks of `ids` lead to, which other sequences may have
+    made; a serial number tells apart what has the same hash.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[Hash] = field(default_factory=list)
+    serials: list[int] = field(default_factory=list)
+
+    def copy(self, num_tokens: int, num_blocks: int) -> TokenChain:
+        """What is known of the first `num_tokens` positions, and published of the first `num_blocks` blocks."""
+        return TokenChain(self.ids[:num_tokens], self.hashes[:num_blocks], self.serials[:num_blocks])
+
+    def cut(self, num_tokens: int, num_blocks: int, undo: UndoLog) -> None:
+        """Keep what `copy` would copy."""
+        tails = self.ids[num_tokens:], self.hashes[num_blocks:], self.serials[num_blocks:]
+        undo.add((self._restore, num_tokens, num_blocks, *tails))
+        del self.ids[num_tokens:]
+        del self.hashes[num_blocks:], self.serials[num_blocks:]
+
+    def withdraw(self, num_blocks: int, undo: UndoLog) -> None:
+        """No more than the first `num_blocks` blocks are published."""
+        self.cut(len(self.ids), num_blocks, undo)
+
+    def publish(self, hashes: Sequence[Hash], serials: Sequence[int], undo: UndoLog) -> None:
+        """The next full blocks lead to these publications."""
+        undo.add((self._restore, len(self.ids), len(self.serials), (), (), ()))
+        self.hashes += hashes
+        self.serials += serials
+
+    def _restore(
+        self, num_tokens: int, num_blocks: int, ids: Sequence[int], hashes: Sequence[Hash], serials: Sequence[int]
+    ) -> None:
+        self.ids[num_tokens:] = ids
+        self.hashes[num_blocks:] = hashes
+        self.serials[num_blocks:] = serials
+
+
+def forget_new_ids(chains: Sequence[TokenChain], lengths: Sequence[int]) -> None:
+    """Undo what was appended to the ids of these chains, which were so long."""
+    for chain, length in zip(chains, lengths, strict=True):
+        del chain.ids[length:]
+
+
+def pack(token_ids: list[int]) -> TokenArray:
+    """The ids as an array.
+
+    Raises:
+        InvalidInputError: one is not an integer of 32 bits.
+    """
+    try:  # twice as fast as numpy's own conversions
+        return np.frombuffer(_layout(len(token_ids)).pack(*token_ids), np.int32)
+    except struct.error as error:
+        raise InvalidInputError(f"token_ids: expected integers of 32 bits, {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _layout(count: int) -> struct.Struct:
+    """That of `count` integers: made anew it takes 13 of the 45 us for 4,096."""
+    return struct.Struct(f"{count}i")

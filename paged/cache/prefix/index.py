@@ -1,0 +1,352 @@
+"""Full blocks by the chain of tokens that leads to them: what lets a prompt start from K/V computed before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Hashable, Iterable, KeysView, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import mul
+
+import numpy as np
+
+from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
+from paged.errors import PagedError
+
+_MASK = (1 << 64) - 1
+# Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
+# Knuth's, for multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
+_CHAIN_FACTOR = 6364136223846793005
+_CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
+# Up to this many blocks plain integers are faster than setting up arrays.
+_FEW_BLOCKS = 4
+# A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
+# Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
+_LOOKUP_GROWTH = 256
+
+
+class ChainHash:
+    """h(i) = F h(i - 1) + sum_j M(j) (token(i, j) + 1) modulo 2^64, with odd factors M: fast, and not cryptographic.
+
+    Unrolled, h(i) = F^(i + 1) (h(-1) + sum_k F^-(k + 1) c(k)) with c(k) the sum over block k, so a whole prompt takes a
+    matrix product and a running sum.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
+        self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
+        self._factor_array = np.array(self._factors, np.uint64)
+        self._factor_sum = sum(self._factors) & _MASK  # of the ones in token + 1
+        self._powers = np.empty(0, np.uint64)
+        self._inverse_powers = np.empty(0, np.uint64)
+
+    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
+        """Hashes of `blocks` [n, block_size], which follow the block with hash `previous`."""
+        assert isinstance(previous, int)
+        if len(blocks) <= _FEW_BLOCKS:
+            hashes: list[Hash] = []
+            for block in blocks.tolist():
+                content = sum(map(mul, block, self._factors)) + self._factor_sum
+                previous = (_CHAIN_FACTOR * previous + content) & _MASK
+                hashes.append(previous)
+            return hashes
+        while len(self._powers) < len(blocks):
+            self._grow()
+        sums = blocks.astype(np.uint64) @ self._factor_array
+        sums += np.uint64(self._factor_sum)
+        sums *= self._inverse_powers[: len(blocks)]
+        sums.cumsum(out=sums)
+        sums += np.uint64(previous)
+        sums *= self._powers[: len(blocks)]
+        chain: list[Hash] = sums.tolist()
+        return chain
+
+    def _grow(self) -> None:
+        size = max(64, 2 * len(self._powers))
+        self._powers = np.cumprod(np.full(size, _CHAIN_FACTOR, np.uint64), dtype=np.uint64)
+        self._inverse_powers = np.cumprod(np.full(size, _CHAIN_INVERSE, np.uint64), dtype=np.uint64)
+
+    def root(self, namespace: Hashable) -> Hash:
+        """What the first block of a namespace follows; the same in every process."""
+        return int.from_bytes(hashlib.sha256(repr(namespace).encode()).digest()[:8], "little")
+
+
+class Sha256Chain:
+    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties."""
+
+    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
+        """As `ChainHash.extend`."""
+        assert isinstance(previous, bytes)
+        hashes: list[Hash] = []
+        for block in blocks:
+            previous = hashlib.sha256(previous + block.tobytes()).digest()
+            hashes.append(previous)
+        return hashes
+
+    def root(self, namespace: Hashable) -> Hash:
+        """As `ChainHash.root`."""
+        return hashlib.sha256(repr(namespace).encode()).digest()
+
+
+@dataclass(eq=False, slots=True)
+class _Root:
+    """What the first block of a namespace follows. num_blocks: published ones that do; without one it is gone."""
+
+    namespace: Hashable
+    hash: Hash
+    serial: int
+    num_blocks: int = 0
+
+
+class PrefixIndex:
+    """Published blocks. A hit compares the token ids again, and the serial number of the block before it, which only
+    that publication has, so that two chains whose hashes collide can never serve each other's K/V, nor two namespaces.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, algorithm: str, undo: UndoLog | None = None) -> None:
+        """undo: where every change says first how to take it back; None where nobody will."""
+        self._undo = UndoLog(is_kept=False) if undo is None else undo
+        self._block_size = block_size
+        self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
+        self._block_of: dict[Hash, int] = {}
+        self._hash_of: dict[int, Hash] = {}
+        # What was published with each block; rows of blocks that are not published are stale.
+        self._tokens = np.zeros((num_blocks + 1, block_size), np.int32)
+        self._serials = np.zeros(num_blocks + 1, np.int64)
+        self._parents = np.zeros(num_blocks + 1, np.int64)
+        self._last_serial = 0
+        self._roots: dict[Hashable, _Root] = {}
+        self._root_of: dict[int, _Root] = {}  # the same, by serial number
+
+    @property
+    def published(self) -> KeysView[int]:
+        """The published blocks; a view that changes with the index."""
+        return self._hash_of.keys()
+
+    def hash_of(self, block: int) -> Hash:
+        """The hash under which `block` is published."""
+        return self._hash_of[block]
+
+    @property
+    def namespaces(self) -> KeysView[Hashable]:
+        """Those in which a prompt can begin with a published block; a view that changes with the index."""
+        return self._roots.keys()
+
+    def forget_root(self, namespace: Hashable) -> None:
+        """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
+        from this one never match, though their hashes may."""
+        root = self._roots.get(namespace)
+        if root is not None:
+            self._undo.add((self._set_root, root))
+            self._drop_root(root)
+
+    def root_hash(self, namespace: Hashable) -> Hash:
+        """What the first block of a namespace follows."""
+        root = self._roots.get(namespace)
+        return self._chain.root(namespace) if root is None else root.hash
+
+    def match(self, token_ids: list[int], namespace: Hashable) -> tuple[list[int], TokenChain]:
+        """The longest published chain of full blocks that `token_ids` begins with: block ids, and the chain.
+
+        Raises:
+            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return [], TokenChain()
+        previous, parent = root.hash, root.serial
+        found: list[int] = []
+        hashes: list[Hash] = []
+        wanted = b""
+        num_blocks, size = len(token_ids) // self._block_size, 1
+        while len(found) == len(hashes) < num_blocks:
+            tokens = self._pack(token_ids, len(hashes), min(len(hashes) + size, num_blocks))
+            wanted += tokens.tobytes()
+            hashes += self._chain.extend(previous, tokens)
+            with suppress(KeyError):  # what comes before the first miss stays in the list
+                found.extend(map(self._block_of.__getitem__, hashes[len(found) :]))
+            previous = hashes[-1]
+            size *= _LOOKUP_GROWTH
+        if not found:
+            return [], TokenChain()
+        ids = np.array(found, np.int64)
+        tokens = self._tokens.take(ids, axis=0)
+        serials, parents = self._serials.take(ids).tolist(), self._parents.take(ids).tolist()
+        length, wanted = len(found), wanted[: tokens.nbytes]
+        # As lists and bytes: NumPy's comparisons take longer, as their code has mostly left the processor's caches.
+        if parents != [parent, *serials[:-1]] or tokens.tobytes() != wanted:
+            is_same = (tokens == np.frombuffer(wanted, np.int32).reshape(tokens.shape)).all(axis=1)
+            is_next = np.array(parents) == [parent, *serials[:-1]]
+            length = int((is_same & is_next).argmin())
+        del found[length:], hashes[length:], serials[length:]
+        return found, TokenChain(token_ids[: length * self._block_size], hashes, serials)
+
+    def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
+        """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
+
+        Where a chain's tokens are published already that publication stays, and the chain goes on from it. Where
+        another content has the same hash that one stays too, and the chain ends, as nothing behind could be found; only
+        one that cannot be found itself, as what it follows is gone, gives way.
+
+        Returns:
+            what gave way, and those of `blocks` that were published with what they held before, with their hashes.
+
+        Raises:
+            InvalidInputError: an id is not an integer of 32 bits.
+        """
+        if not blocks:
+            return []
+        first = len(chain.serials)
+        tokens = self._pack(chain.ids, first, first + len(blocks))
+        if first:
+            previous_hash, previous = chain.hashes[-1], chain.serials[-1]
+        else:
+            root = self._roots.get(namespace) or _Root(namespace, self._chain.root(namespace), self._next_serial())
+            self._undo.add((self._reset_root, root, root.num_blocks))
+            self._set_root(root)
+            previous_hash, previous = root.hash, root.serial
+        hashes = self._chain.extend(previous_hash, tokens)
+        serials: Sequence[int]
+        displaced: list[tuple[int, Hash]] = []
+        if len(blocks) > _FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
+            # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
+            self._undo.add((self._remove, blocks, hashes))
+            present = list(map(self._block_of.setdefault, hashes, blocks))
+            if present == list(blocks):
+                serials = self._publish_new(blocks, tokens, hashes, previous)
+            else:
+                serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+        else:
+            serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+        if not first:
+            self._reset_root(root, root.num_blocks)
+        chain.publish(hashes[: len(serials)], serials, self._undo)
+        return displaced
+
+    def _publish_new(
+        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
+    ) -> Sequence[int]:
+        """What a new prompt mostly is, all of it at once: no hash was taken, and `_block_of` has them. The serials."""
+        first = self._last_serial + 1
+        self._last_serial += len(blocks)
+        ids = np.array(blocks, np.int64)
+        serials = np.arange(first, first + len(blocks))
+        self._tokens[ids], self._serials[ids] = tokens, serials
+        self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
+        self._hash_of.update(zip(blocks, hashes, strict=True))
+        self._follow([previous], 1)
+        return range(first, first + len(blocks))
+
+    def _publish_each(
+        self, blocks: Sequence[int], tokens: TokenArray, hashes: Sequence[Hash], previous: int
+    ) -> tuple[list[int], list[tuple[int, Hash]]]:
+        """One block after the other: the serials, up to the first collision, and what `publish` returns.
+
+        What was the next block of publications that gave way here is dead with them, without looking for its parent.
+        """
+        serials: list[int] = []
+        displaced: list[tuple[int, Hash]] = []
+        dead: set[int] = set()
+        for block, row, hash_ in zip(blocks, tokens, hashes, strict=True):
+            present = self._block_of.get(hash_)
+            if present is not None and present in self._hash_of:
+                if self._parents[present] == previous and (self._tokens[present] == row).all():
+                    previous = int(self._serials[present])
+                    serials.append(previous)
+                    continue
+                if present != block:
+                    if int(self._parents[present]) not in dead and self._is_findable(present):
+                        break
+                    dead.add(int(self._serials[present]))
+                    displaced.append((present, self.forget([present])[0]))
+            if block in self._hash_of:  # with what it held before its sequence was told to advance over it
+                displaced.append((block, self.forget([block])[0]))
+            # The same content keeps its number, so that longer chains which go on from it are found again: the tail of
+            # a whole prompt is withdrawn while its last token is computed.
+            is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
+            serial = int(self._serials[block]) if is_same else self._next_serial()
+            self._undo.add((self._remove, (block,), (hash_,)))
+            self._block_of[hash_], self._hash_of[block] = block, hash_
+            self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
+            self._follow([previous], 1)
+            previous = serial
+            serials.append(previous)
+        for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
+            if block in self._hash_of:
+                displaced.append((block, self.forget([block])[0]))
+            elif self._block_of.get(hash_) == block:
+                del self._block_of[hash_]
+        return serials, displaced
+
+    def _is_findable(self, block: int) -> bool:
+        """Whether what a published block follows is there: a root, or another published block. Slow."""
+        parent = int(self._parents[block])
+        return parent in self._root_of or bool((self._serials[list(self._hash_of)] == parent).any())
+
+    def check(self) -> None:
+        """Both directions of the index say the same.
+
+        Raises:
+            PagedError: names the first contradiction.
+        """
+        for block, hash_ in self._hash_of.items():
+            if self._block_of.get(hash_) != block:
+                raise PagedError(f"block {block} is published under a hash that leads to {self._block_of.get(hash_)}")
+        if len(self._block_of) != len(self._hash_of):
+            raise PagedError(f"{len(self._block_of)} hashes lead to {len(self._hash_of)} published blocks")
+
+    def forget(self, blocks: Sequence[int]) -> list[Hash]:
+        """Withdraw the publications of `blocks`; their hashes."""
+        hashes = list(map(self._hash_of.__getitem__, blocks))
+        self._undo.add((self._restore, blocks, hashes))
+        deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
+        deque(map(self._block_of.__delitem__, hashes), maxlen=0)
+        parents = self._parents.take(blocks).tolist() if hashes else []
+        if not self._root_of.keys().isdisjoint(parents):
+            self._follow(parents, -1)
+        return hashes
+
+    def _follow(self, parents: Iterable[int], step: int) -> None:
+        """For each of `parents` that is a root, one block more, or less, is published that follows it."""
+        for serial in parents:
+            root = self._root_of.get(serial)
+            if root is not None:
+                self._undo.add((self._reset_root, root, root.num_blocks))
+                self._reset_root(root, root.num_blocks + step)
+
+    def _reset_root(self, root: _Root, num_blocks: int) -> None:
+        root.num_blocks = num_blocks
+        if num_blocks:
+            self._set_root(root)
+        else:
+            self._drop_root(root)
+
+    def _set_root(self, root: _Root) -> None:
+        self._roots[root.namespace] = self._root_of[root.serial] = root
+
+    def _drop_root(self, root: _Root) -> None:
+        self._roots.pop(root.namespace, None)
+        self._root_of.pop(root.serial, None)
+
+    def _remove(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
+        """Undo what was published, as far as it was."""
+        for block, hash_ in zip(blocks, hashes, strict=True):
+            self._hash_of.pop(block, None)
+            if self._block_of.get(hash_) == block:
+                del self._block_of[hash_]
+
+    def _restore(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
+        """Undo `forget`."""
+        self._hash_of.update(zip(blocks, hashes, strict=True))
+        self._block_of.update(zip(hashes, blocks, strict=True))
+
+    def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
+        """Blocks `first` up to `last`, [n, block_size]."""
+        size = self._block_size
+        return pack(token_ids[first * size : last * size]).reshape(-1, size)
+
+    def _next_serial(self) -> int:
+        self._last_serial += 1
+        return self._last_serial

@@ -1,0 +1,165 @@
+"""What sequences begin with: full blocks published in an index, which a pool keeps until their room is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paged.cache.blocks.pool import BlockPool
+from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.prefix.chain import forget_new_ids, pack
+from paged.cache.prefix.index import PrefixIndex
+from paged.cache.slot_reservation import SequenceState
+from paged.errors import InvalidInputError
+
+
+class PrefixCache:
+    """A pool and the index of its published blocks. Every change of the index is told to `guard`, whose lock the caller
+    holds.
+    """
+
+    def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.undo)
+        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.undo)
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_hit_tokens = 0
+        self.num_evictions = 0
+        self._guard = guard
+        self._block_size = config.block_size
+        self._is_enabled = config.enable_prefix_cache
+
+    def begin(self, state: SequenceState, token_ids: list[int], num_blocks: int) -> None:
+        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_blocks`.
+
+        Raises:
+            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
+            OutOfBlocksError: the pool cannot supply the others.
+        """
+        matched, chain = self.index.match(token_ids, state.namespace)
+        length = min(len(matched) * self._block_size, max(len(token_ids) - 1, 0))
+        fresh = max(0, num_blocks - len(matched))
+        if fresh + len(matched) > self.pool.num_free:
+            # Free blocks that are revived can no longer be handed out.
+            self.pool.require(fresh + self.pool.count_cached(matched))
+        self.pool.share(matched)
+        state.blocks = (*matched, *self.pool.allocate(fresh))
+        state.num_tokens = state.num_cached_tokens = state.num_written = length
+        chain.cut(length, length // self._block_size, self._guard.undo)
+        state.chain = chain
+        self._remember_counts()
+        self.num_hits += length > 0
+        self.num_misses += length == 0
+        self.num_hit_tokens += length
+
+    def commit(self, state: SequenceState, token_ids: list[int]) -> None:
+        """Publish the full blocks; `token_ids` are those at positions 0.., as far as they are known.
+
+        Raises:
+            InvalidInputError: they are not those the sequence was given before, or one is not an integer of 32 bits.
+        """
+        known, given = state.chain.ids, token_ids[: state.num_tokens]
+        num_known = len(known)
+        if given[:num_known] != known[: len(given)]:
+            raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
+        if len(given) % self._block_size:  # a last, partial block; the others are checked when published
+            pack(given[-(len(given) % self._block_size) :])
+        self._guard.undo.add((forget_new_ids, [state.chain], [num_known]))
+        known += given[num_known:]
+        self.publish(state)
+
+    def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:
+        """`token_ids` are those at the last positions of each; nothing happens where earlier ones are not all known."""
+        chains = [state.chain for state in states]
+        self._guard.undo.add((forget_new_ids, chains, [len(chain.ids) for chain in chains]))
+        for state, chain, ids in zip(states, chains, token_ids, strict=True):
+            if len(chain.ids) + len(ids) == state.num_tokens:
+                chain.ids += ids
+                if state.num_tokens // self._block_size > len(chain.serials):
+                    self.publish(state)
+
+    def publish(self, state: SequenceState) -> None:
+        """Make the full blocks findable whose token ids are known and that are not published yet."""
+        chain, block_size = state.chain, self._block_size
+        first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
+        if last <= first or not self._is_enabled:
+            return
+        blocks = state.blocks[first:last]
+        if 0 in blocks:  # behind the sliding window: the chain is broken
+            return
+        displaced = self.index.publish(blocks, chain, state.namespace)
+        for block, _ in displaced:
+            self.pool.unpublished(block)
+        if self._guard.has_event_listeners:
+            hashes = tuple(chain.hashes[first:])
+            for _, hash_ in displaced:
+                if hash_ not in hashes:
+                    self._guard.add(BlockRemoved(hash_))
+            if hashes:
+                parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
+                token_ids = tuple(chain.ids[first * block_size : (first + len(hashes)) * block_size])
+                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+
+    def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
+        """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""
+        if giver is taker:
+            raise InvalidInputError("target: the same sequence as source")
+        if giver.namespace != taker.namespace:
+            raise InvalidInputError(f"target: namespace {taker.namespace!r}, expected {giver.namespace!r}")
+        if taker.num_tokens > 0:
+            raise InvalidInputError(f"target: holds {taker.num_tokens} tokens, expected an empty sequence")
+        num_tokens = num_blocks * self._block_size
+        if num_tokens > giver.num_tokens:
+            full = giver.num_tokens // self._block_size
+            raise InvalidInputError(f"num_blocks: {num_blocks}, expected at most the {full} full blocks of source")
+        shared, dropped = giver.blocks[:num_blocks], taker.blocks[:num_blocks]
+        if 0 in shared:
+            raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
+        taker.remember(self._guard.undo)
+        taker.settle()
+        self.pool.share(shared)
+        self.pool.release(dropped)
+        taker.blocks = shared + taker.blocks[num_blocks:]
+        taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
+        taker.chain = giver.chain.copy(num_tokens, num_blocks)
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """`blocks` can no longer be found."""
+        hashes = self.index.forget(blocks)
+        if self._guard.has_event_listeners:
+            for hash_ in hashes:
+                self._guard.add(BlockRemoved(hash_))
+
+    def clear(self, states: Iterable[SequenceState]) -> None:
+        """Withdraw everything; `states` are all sequences there are."""
+        published = list(self.index.published)
+        self.index.forget(published)
+        for block in published:
+            self.pool.unpublished(block)
+        for state in states:
+            state.chain.withdraw(0, self._guard.undo)
+        if self._guard.has_event_listeners:
+            self._guard.add(CacheCleared())
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """K/V are about to be written to `blocks`: those that a failed call had evicted before stay evicted."""
+        self._guard.undo.add_after((self._drop_cached, blocks))
+
+    def _drop_cached(self, blocks: Sequence[int]) -> None:
+        evicted = [block for block in blocks if block in self.index.published and not self.pool.ref_count(block)]
+        self._forget_evicted(evicted)
+        for block in evicted:
+            self.pool.unpublished(block)
+
+    def _remember_counts(self) -> None:
+        counts = self.num_hits, self.num_misses, self.num_hit_tokens, self.num_evictions
+        self._guard.undo.add((self._set_counts, *counts))
+
+    def _set_counts(self, num_hits: int, num_misses: int, num_hit_tokens: int, num_evictions: int) -> None:
+        self.num_hits, self.num_misses = num_hits, num_misses
+        self.num_hit_tokens, self.num_evictions = num_hit_tokens, num_evictions
+
+    def _forget_evicted(self, blocks: list[int]) -> None:
+        self._remember_counts()
+        self.num_evictions += len(blocks)
+        self.withdraw(blocks)

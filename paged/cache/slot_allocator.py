@@ -1,0 +1,178 @@
+"""Room that sequences can write to: new blocks at their ends, copies in place of shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paged.cache.events import Notifier
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.prefix_cache import PrefixCache
+from paged.cache.sliding_window import SlidingWindow
+from paged.cache.slot_reservation import KvSlotReservation, SequenceState, Undo
+from paged.cache.tensors import KvCacheTensors
+from paged.errors import InvalidInputError
+from paged.seq_id import SeqId
+
+Span = tuple[SequenceState, int, int]
+"""A sequence, the first position that will be written, and the end of those."""
+
+_Need = tuple[SequenceState, list[int], list[int], int]
+"""A sequence; indices of the shared blocks a span writes to, of the published ones; blocks missing at its end."""
+
+
+class KvSlotAllocator:
+    """Sees that positions can be written. The caller holds `guard`, which the reservations made here take as well.
+
+    num_copies: blocks copied since the start, because they were shared and about to be written.
+    """
+
+    def __init__(
+        self,
+        config: PagedKvCacheConfig,
+        guard: Notifier,
+        prefixes: PrefixCache,
+        tensors: KvCacheTensors,
+        window: SlidingWindow,
+    ) -> None:
+        self.num_copies = 0
+        self._block_size = config.block_size
+        self._is_publishing = config.enable_prefix_cache
+        self._guard = guard
+        self._prefixes = prefixes
+        self._index, self._pool = prefixes.index, prefixes.pool
+        self._tensors = tensors
+        self._window = window
+
+    def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
+        """Raise OutOfBlocksError unless there is room for every sequence up to its target length; nothing is taken."""
+        spans = [(state, state.num_tokens, target) for state, target in zip(states, targets, strict=True)]
+        self._pool.require(_blocks_needed(self._needs(spans)))
+
+    def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> KvSlotReservation:
+        """Room for every sequence up to its target length, for all of them or for none.
+
+        Raises:
+            OutOfBlocksError: the pool cannot supply the room.
+        """
+        undo = self._make_room(self._unready(states, targets))
+        for state in states:
+            if state.reservation is not None:
+                state.reservation.settle(state)
+        return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit)
+
+    def make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
+        """See that every sequence can be written from its length to its target without new room, and make it so where
+        a block is shared or published.
+
+        Raises:
+            InvalidInputError: a sequence has no room up to its target.
+            OutOfBlocksError: a shared block would have to be copied, and none is free.
+        """
+        reservation = states[0].reservation if states else None
+        if reservation is not None and reservation.covers(states, targets):
+            return
+        unready = self._unready(states, targets)
+        for state, _, target in unready:
+            if target > len(state.blocks) * self._block_size:
+                raise InvalidInputError(
+                    f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
+                )
+        self.make_exclusive(unready)
+
+    def make_exclusive(self, spans: Sequence[Span]) -> None:
+        """See that the spans can be written, and that no other sequence holds, and nobody finds, what is written.
+
+        Raises:
+            OutOfBlocksError: the pool cannot supply the room, or the copies of shared blocks.
+        """
+        for undo in self._make_room(spans).values():
+            self._pool.release(list(undo.replaced.values()))
+
+    def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
+        """The spans from each sequence's length to its target that cannot be written yet.
+
+        Only the block that the length lies in can be shared or published: those after it hold no tokens.
+        """
+        block_size, shared, published = self._block_size, self._pool.shared, self._index.published
+        unready = []
+        for state, target in zip(states, targets, strict=True):
+            start, blocks = state.num_tokens, state.blocks
+            if target > start:
+                if target > len(blocks) * block_size:
+                    unready.append((state, start, target))
+                elif state.reservation is None:  # an open one has seen to it
+                    tail = blocks[start // block_size]
+                    if tail in shared or tail in published:
+                        unready.append((state, start, target))
+        return unready
+
+    def _needs(self, spans: Iterable[Span]) -> list[_Need]:
+        """What must change before the spans can be written; sequences that are ready are left out."""
+        block_size, published = self._block_size, self._index.published
+        needs = []
+        for state, start, end in spans:
+            if start >= end:
+                continue
+            blocks = state.blocks
+            num_blocks = len(blocks)
+            last = (end - 1) // block_size
+            shared: list[int] = []
+            stale: list[int] = []
+            for i in range(start // block_size, min(last + 1, num_blocks)):
+                if blocks[i] in self._pool.shared:
+                    shared.append(i)
+                elif blocks[i] in published:
+                    stale.append(i)
+            if last >= num_blocks or shared or stale:
+                needs.append((state, shared, stale, max(0, last + 1 - num_blocks)))
+        return needs
+
+    def _make_room(self, spans: Iterable[Span]) -> dict[SeqId, Undo]:
+        """Give every sequence room up to its span's end, copies in place of the shared blocks the span writes to, and
+        withdraw published blocks that are about to change.
+
+        Returns, for every sequence whose blocks changed, what takes that back; the references of replaced blocks are
+        now the caller's.
+        """
+        needs = self._needs(spans)
+        if not needs:
+            return {}
+        taken = self._pool.allocate(_blocks_needed(needs))
+        used = 0
+        pairs: list[tuple[int, int]] = []
+        grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
+        for state, shared, _, fresh in needs:
+            if shared or fresh:
+                undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in shared})
+                blocks = list(state.blocks)
+                for index, copy in zip(shared, taken[used:], strict=False):
+                    blocks[index] = copy
+                    pairs.append((state.blocks[index], copy))
+                used += len(shared) + fresh
+                blocks += taken[used - fresh : used]
+                grown.append((state, tuple(blocks), undo))
+        log = self._guard.undo
+        if pairs:
+            self._prefixes.overwrite(taken)
+            self._tensors.copy(pairs)
+            log.add((setattr, self, "num_copies", self.num_copies))
+        for state, shared, stale, _ in needs:
+            if shared or stale:
+                self._prefixes.withdraw([state.blocks[index] for index in stale])
+                # A copy is not published, and neither is what will change: the chain goes on from before them.
+                state.chain.withdraw(min([*shared, *stale]), log)
+        for state, new_blocks, _ in grown:
+            state.remember(log)
+            state.blocks = new_blocks
+        self.num_copies += len(pairs)
+        return {state.request_id: undo for state, _, undo in grown}
+
+    def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
+        """After a reservation was committed: publish first, as blocks behind the window are given back then."""
+        if token_ids is not None and self._is_publishing:
+            self._prefixes.append(states, token_ids)
+        self._window.drop_unseen(states)
+
+
+def _blocks_needed(needs: Iterable[_Need]) -> int:
+    return sum(len(shared) + fresh for _, shared, _, fresh in needs)

@@ -1,0 +1,252 @@
+"""Room that a whole batch holds until its forward has succeeded or failed, and the state of the sequences it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import sub
+from types import TracebackType
+from typing import Any
+
+from paged.cache.blocks.pool import BlockPool
+from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.events import Notifier
+from paged.cache.prefix.chain import TokenChain, pack
+from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import shown
+from paged.seq_id import SeqId
+from paged.token_ids import as_token_ids
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """What the manager knows of one sequence; callers see it through a KvCacheHandle.
+
+    num_written: positions below it were written through write_kv, without a gap after num_tokens.
+    blocks is replaced, never changed in place, so an old value can be kept to go back to.
+    chain: what is known of the tokens, and published of them.
+    host_blocks: while swapped out, the host block by index in `blocks`, where 0 stands meanwhile.
+    row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks that stand there.
+    """
+
+    request_id: SeqId
+    namespace: Hashable
+    blocks: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_written: int = 0
+    is_valid: bool = True
+    reservation: KvSlotReservation | None = None
+    chain: TokenChain = field(default_factory=TokenChain)
+    host_blocks: dict[int, int] | None = None
+    row: int = -1
+    row_blocks: tuple[int, ...] = ()
+
+    def remember(self, undo: UndoLog) -> None:
+        """How to bring all of this back, but for the chain's lists and the row, whose own methods see to them."""
+        written = self.num_tokens, self.num_cached_tokens, self.num_written
+        undo.add((self._restore, self.blocks, written, self.is_valid, self.reservation, self.chain, self.host_blocks))
+
+    def _restore(
+        self,
+        blocks: tuple[int, ...],
+        written: tuple[int, int, int],
+        is_valid: bool,
+        reservation: KvSlotReservation | None,
+        chain: TokenChain,
+        host_blocks: dict[int, int] | None,
+    ) -> None:
+        self.num_tokens, self.num_cached_tokens, self.num_written = written
+        self.blocks, self.is_valid, self.reservation = blocks, is_valid, reservation
+        self.chain, self.host_blocks = chain, host_blocks
+
+    def settle(self) -> None:
+        """Take the sequence out of the open reservation it is in, as it stands."""
+        if self.reservation is not None:
+            self.reservation.settle(self)
+
+
+@dataclass(slots=True)
+class Undo:
+    """What takes back what a reservation changed of one sequence.
+
+    replaced: shared block by its index in `blocks`, where a copy stands now; the reservation keeps the reference.
+    """
+
+    num_blocks: int
+    num_written: int
+    replaced: dict[int, int]
+
+
+class KvSlotReservation:
+    """Room for a whole batch, as a context manager.
+
+    `commit()` moves every sequence to its target length. `rollback()`, or leaving by an exception, takes the room back
+    and undoes copies. Leaving normally without either keeps the room and leaves the lengths alone. A sequence that
+    another call changes meanwhile is settled as if left normally; commit and rollback pass it over.
+    """
+
+    def __init__(
+        self,
+        guard: Notifier,
+        pool: BlockPool,
+        states: Sequence[SequenceState],
+        targets: Sequence[int],
+        undo: dict[SeqId, Undo],
+        on_commit: Callable[[Sequence[SequenceState], Sequence[list[int]] | None], None],
+    ) -> None:
+        self._guard = guard
+        self._pool = pool
+        self._states = states
+        self._targets = targets
+        self._undo = undo
+        self._on_commit = on_commit
+        self._is_open = True
+        self._is_whole = True
+        self._starts = [state.num_tokens for state in states]
+        guard.undo.add((self._abandon,))
+        for state, target in zip(states, targets, strict=True):
+            if target > state.num_tokens:
+                state.reservation = self
+            else:  # one that grows by nothing has nothing to keep or to take back
+                self._is_whole = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or rolled back."""
+        return self._is_open
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is open, all of its sequences grow by it, and no other call has changed one of them since."""
+        return self._is_whole
+
+    @property
+    def kept_blocks(self) -> list[int]:
+        """Shared blocks that copies replaced, kept to go back to."""
+        return [block for undo in self._undo.values() for block in undo.replaced.values()]
+
+    def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
+        """Whether exactly these sequences have room for exactly these lengths, and none has changed since."""
+        return self._is_whole and states == self._states and targets == self._targets
+
+    def commit(self, token_ids: Iterable[Iterable[int]] | None = None) -> None:
+        """Every sequence now holds valid K/V up to its target length.
+
+        token_ids: the ids of each sequence's new tokens, in the order of the requests: full blocks are published.
+
+        Raises:
+            InvalidInputError: committed, rolled back or left before; token_ids are not as many as the new tokens of
+                each sequence, or not integers of 32 bits. The reservation stays as it is.
+        """
+        with self._guard:
+            if not self._is_open:
+                raise InvalidInputError("commit: the reservation is closed")
+            new_ids = None if token_ids is None else self._new_ids(token_ids)
+            grown, starts, targets = self._states, self._starts, self._targets
+            if not self._is_whole:
+                is_ours = [state.reservation is self for state in self._states]
+                grown, starts = list(compress(grown, is_ours)), list(compress(starts, is_ours))
+                targets = list(compress(targets, is_ours))
+                new_ids = None if new_ids is None else list(compress(new_ids, is_ours))
+            self._guard.undo.add((self._set_lengths, grown, starts))
+            self._set_lengths(grown, targets)
+            self._close()
+            self._on_commit(grown, new_ids)
+
+    def rollback(self) -> None:
+        """Blocks, reference counts and lengths of sequences that were to grow are again as before the reservation. Does
+        nothing once it is closed.
+        """
+        with self._guard:
+            for state in self._states:
+                undo = self._undo.get(state.request_id) if state.reservation is self else None
+                if undo is None:
+                    continue
+                state.remember(self._guard.undo)
+                blocks = list(state.blocks)
+                dropped = blocks[undo.num_blocks :]
+                for index, original in undo.replaced.items():
+                    dropped.append(blocks[index])
+                    blocks[index] = original
+                self._guard.undo.add((setattr, undo, "replaced", undo.replaced))
+                undo.replaced = {}
+                state.blocks = tuple(blocks[: undo.num_blocks])
+                state.num_written = undo.num_written
+                self._pool.release(dropped)
+            self._close()
+
+    def settle(self, state: SequenceState) -> None:
+        """Leave one sequence as it stands: its room stays, and so does its length."""
+        self._guard.undo.add((self._reopen, [state], self._undo.copy(), self._is_whole))
+        state.reservation = None
+        self._is_whole = False
+        undo = self._undo.pop(state.request_id, None)
+        if undo is not None:
+            self._pool.release(list(undo.replaced.values()))
+
+    def _close(self) -> None:
+        if self._is_open:
+            ours = self._states if self._is_whole else [one for one in self._states if one.reservation is self]
+            self._guard.undo.add((self._reopen, ours, self._undo, self._is_whole))
+            for state in ours:
+                state.reservation = None
+            for undo in self._undo.values():
+                if undo.replaced:  # seldom, and 16 calls that release nothing are 2 % of a decode step of 256 sequences
+                    self._pool.release(list(undo.replaced.values()))
+            self._undo = {}
+            self._is_open = self._is_whole = False
+
+    def _new_ids(self, token_ids: Iterable[Iterable[int]]) -> list[list[int]]:
+        """`token_ids` as lists, once they are known to fit."""
+        try:
+            rows: list[Any] = list(token_ids)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(f"token_ids: {shown(token_ids)}, expected one list a sequence") from error
+        # One look at the ids of all, as a decode step has hundreds of lists with one each.
+        if not set(map(type, rows)) <= {list}:
+            rows = [as_token_ids("token_ids", row) for row in rows]
+        flat = rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
+        if not set(map(type, flat)) <= {int}:
+            rows = [as_token_ids("token_ids", row) for row in rows]
+            flat = list(chain.from_iterable(rows))
+        counts = list(map(sub, self._targets, self._starts))
+        if list(map(len, rows)) != counts:
+            given = [len(row) for row in rows]
+            raise InvalidInputError(f"token_ids: {shown(given)} of them, expected {shown(counts)} as in the requests")
+        pack(flat)
+        return rows
+
+    def _abandon(self) -> None:
+        """Undo: it was never made."""
+        self._undo = {}
+        self._is_open = self._is_whole = False
+        for state in self._states:
+            if state.reservation is self:
+                state.reservation = None
+
+    def _reopen(self, states: Iterable[SequenceState], undo: dict[SeqId, Undo], is_whole: bool) -> None:
+        """Undo: it is open, and holds `states` again."""
+        for state in states:
+            state.reservation = self
+        self._undo, self._is_open, self._is_whole = undo, True, is_whole
+
+    @staticmethod
+    def _set_lengths(states: Iterable[SequenceState], lengths: Iterable[int]) -> None:
+        for state, length in zip(states, lengths, strict=True):
+            state.num_tokens = length
+
+    def __enter__(self) -> KvSlotReservation:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._guard:
+            if exc_type is not None:
+                self.rollback()
+            else:
+                self._close()

@@ -1,0 +1,94 @@
+"""Host memory that sequences are moved to, and back from."""
+
+from __future__ import annotations
+
+from paged.cache.blocks.pool import BlockPool
+from paged.cache.events import Notifier
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.prefix_cache import PrefixCache
+from paged.cache.slot_reservation import SequenceState
+from paged.cache.tensors import KvCacheTensors
+
+
+class SwapSpace:
+    """The pool of host blocks, and what moves K/V between them and the device's.
+
+    num_sequences: swapped out at present; num_blocks_out, num_blocks_in: moved since the start.
+    """
+
+    def __init__(
+        self, config: PagedKvCacheConfig, guard: Notifier, prefixes: PrefixCache, tensors: KvCacheTensors
+    ) -> None:
+        self.pool = BlockPool(config.num_swap_blocks, undo=guard.undo)
+        self._undo = guard.undo
+        self.num_sequences = 0
+        self.num_blocks_out = 0
+        self.num_blocks_in = 0
+        self._config = config
+        self._prefixes = prefixes
+        self._tensors = tensors
+
+    def swap_out(self, state: SequenceState) -> None:
+        """Move the blocks that nobody else holds to the host; nothing happens where they are there already.
+
+        Raises:
+            OutOfBlocksError: the host pool has too few blocks.
+        """
+        if state.host_blocks is not None:
+            return
+        pool = self._prefixes.pool
+        # An open reservation may hold a block that ours replaced: that makes no difference to what we hold.
+        kept = self._config.blocks_for(state.num_tokens)
+        moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
+        host_blocks = self.pool.allocate(len(moved))
+        self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
+        self._remember(state)
+        state.settle()
+        blocks = list(state.blocks[:kept])
+        dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
+        for i in moved:
+            blocks[i] = 0
+        state.blocks, state.host_blocks = tuple(blocks), dict(zip(moved, host_blocks, strict=True))
+        state.num_written = state.num_tokens
+        pool.release(dropped)
+        self.num_sequences += 1
+        self.num_blocks_out += len(moved)
+
+    def swap_in(self, state: SequenceState) -> None:
+        """Bring the blocks back; nothing happens to a sequence that is not swapped out.
+
+        Raises:
+            OutOfBlocksError: the device's pool has too few blocks.
+        """
+        if state.host_blocks is None:
+            return
+        pool = self._prefixes.pool
+        moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
+        taken = pool.allocate(len(moved))
+        self._prefixes.overwrite(taken)
+        self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
+        self._remember(state)
+        blocks = list(state.blocks)
+        for i, block in zip(moved, taken, strict=True):
+            blocks[i] = block
+        state.blocks = tuple(blocks)
+        self.discard(state)
+        self.num_blocks_in += len(moved)
+        # What it had published may have been evicted meanwhile.
+        state.chain.withdraw(min(moved, default=len(blocks)), self._undo)
+        self._prefixes.publish(state)
+
+    def discard(self, state: SequenceState) -> None:
+        """Give up a sequence's host blocks; nothing happens to one that is not swapped out."""
+        if state.host_blocks is not None:
+            self._remember(state)
+            self.pool.release(list(state.host_blocks.values()))
+            state.host_blocks = None
+            self.num_sequences -= 1
+
+    def _remember(self, state: SequenceState) -> None:
+        state.remember(self._undo)
+        self._undo.add((self._set_counts, self.num_sequences, self.num_blocks_out, self.num_blocks_in))
+
+    def _set_counts(self, num_sequences: int, num_blocks_out: int, num_blocks_in: int) -> None:
+        self.num_sequences, self.num_blocks_out, self.num_blocks_in = num_sequences, num_blocks_out, num_blocks_in

@@ -1,0 +1,168 @@
+"""The cache's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.errors import InvalidInputError
+from paged.kernels.cache.copy_blocks import copy_blocks
+from paged.kernels.cache.torch_ops.reshape_and_cache import scaled_cast
+from paged.kernels.common.checks import check_shape
+from paged.kernels.common.scalars import as_int, shown
+
+
+class KvCacheTensors:
+    """One storage [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim], K at 0 and V at 1 of axis 1."""
+
+    def __init__(self, config: PagedKvCacheConfig) -> None:
+        dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type")
+        self._num_layers = config.num_layers
+        per_block = (config.block_size, config.num_kv_heads, config.head_dim)
+        shape = config.num_layers, 2, config.num_blocks + 1, *per_block
+        try:
+            self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
+            self._host = torch.empty(
+                (config.num_layers, 2, config.num_swap_blocks + 1, *per_block),
+                dtype=dtype,
+                device="cpu",
+                pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
+            where = "" if config.device is None else f" on {shown(config.device)}"
+            raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
+        self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
+        # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
+        self._bytes = self.storage.view(torch.uint8)
+        self._caches: list[torch.Tensor] = [cache for layer in self.storage for cache in layer]
+
+    def k_cache(self, layer: int) -> torch.Tensor:
+        """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
+
+        Raises:
+            InvalidInputError: there is no such layer.
+        """
+        return self._caches[2 * self.layer(layer)]
+
+    def v_cache(self, layer: int) -> torch.Tensor:
+        """Values of one layer, as `k_cache`."""
+        return self._caches[2 * self.layer(layer) + 1]
+
+    @property
+    def block_size(self) -> int:
+        """Positions in a block."""
+        return self.storage.shape[3]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        return self._bytes.numel() // self.storage.shape[2]
+
+    def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block `source` to `destination` for every pair, K and V of all layers."""
+        if block_pairs:
+            copy_blocks(self._caches, block_pairs)
+
+    def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
+        """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""
+        if start < end:
+            self._bytes.flatten(2, 3).index_fill_(2, self._slots(blocks, start, end), 0)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device block to host block for every pair, K and V of all layers."""
+        self._swap(self.storage, self._host, pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host block to device block for every pair."""
+        self._swap(self._host, self.storage, pairs)
+
+    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """One asynchronous copy for each run of neighbouring blocks, cache and layer, on a stream of its own.
+
+        That stream begins after the forward in flight, and the next forward after it: the blocks may be written again.
+        """
+        if self._swap_stream is None:
+            _copy_runs(source, target, pairs)
+            return
+        computing = torch.cuda.current_stream(self.storage.device)
+        self._swap_stream.wait_stream(computing)
+        with torch.cuda.stream(self._swap_stream):
+            _copy_runs(source, target, pairs)
+        computing.wait_stream(self._swap_stream)
+
+    def layer(self, layer: int) -> int:
+        """`layer` as an int; InvalidInputError unless there is such a layer."""
+        return as_int("layer", layer, high=self._num_layers - 1)
+
+    def rows(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both as [num_tokens, num_kv_heads, head_dim], which one token's may do without the first axis.
+
+        Raises:
+            InvalidInputError: they are no tensors, or not of these shapes and the same num_tokens.
+        """
+        for name, rows in (("key", key), ("value", value)):
+            if not isinstance(rows, torch.Tensor) or rows.is_complex() or rows.is_meta:
+                raise InvalidInputError(f"{name}: {shown(rows)}, expected a tensor of real numbers")
+        if key.dim() == 2 and value.dim() == 2:
+            key, value = key[None], value[None]
+        check_shape("key", key, ("num_tokens", *self.storage.shape[-2:]))
+        check_shape("value", value, key.shape)
+        return key, value
+
+    def write(
+        self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor, undo: UndoLog
+    ) -> None:
+        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
+        the sequence in `blocks` on.
+        """
+        index = self._slots(blocks, start, start + len(key))
+        caches = [cache.flatten(0, 1) for cache in self._bytes[layer]]
+        written = []
+        for rows in (key, value):
+            # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
+            stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
+            written.append(stored.clone(memory_format=torch.contiguous_format).view(torch.uint8))
+        for cache, rows in zip(caches, written, strict=True):
+            undo.add((cache.index_copy_, 0, index, cache[index]))
+            cache.index_copy_(0, index, rows)
+
+    def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V at positions start..end of the sequence in `blocks`, each [end - start, num_kv_heads,
+        head_dim].
+        """
+        index = self._slots(blocks, start, end)
+        key, value = (cache.flatten(0, 1)[index].view(self.storage.dtype) for cache in self._bytes[layer])
+        return key, value
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """int64 [end - start], where these positions stand in a cache whose blocks are laid end to end."""
+        indices, within = np.divmod(np.arange(start, end), self.block_size)
+        slots = np.array(blocks, np.int64)[indices] * self.block_size + within
+        return torch.from_numpy(slots).to(self.storage.device)
+
+
+def _copy_runs(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    for first_source, first_target, length in _runs(pairs):
+        for from_layer, to_layer in zip(source, target, strict=True):
+            for from_cache, to_cache in zip(from_layer, to_layer, strict=True):
+                run = from_cache[first_source : first_source + length]
+                to_cache[first_target : first_target + length].copy_(run, non_blocking=True)
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs as (source, target, length) wherever both ids rise by one together."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in sorted(pairs):
+        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs
