@@ -19,7 +19,7 @@ demo: $(VENV)/installed-cli
 
 test: check $(VLLM)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/vllm
-	PYTHONPATH=$(VLLM) $(BIN)/python -m pytest tests/vllm tests/bench/test_moe_peer_vllm.py tests/kernels/test_compile.py -k 'vllm or peer'
+	PYTHONPATH=$(VLLM) $(BIN)/python -m pytest tests/vllm tests/bench/moe/test_peer_vllm.py tests/kernels/test_compile.py -k 'vllm or peer'
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CHECKED)

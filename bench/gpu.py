@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Compiling is most of the tests' time; 8 processes keep 8 cores busy with it and share the GPU.
 _TEST_PROCESSES = 8
 # Ahead-of-time compilation needs no GPU, and kernels with faults may end the device's context for all tests after them.
-_CPU_ONLY_TESTS = ("tests/kernels/test_compile.py", "tests/kernels/test_mutations.py")
+_CPU_ONLY_TESTS = ("tests/kernels/test_compile.py", "tests/kernels/attention/test_mutations.py")
 # A benchmark starts no case this long before its end: the slowest takes as long with its compilation.
 _LAST_CASE_SECONDS = 30.0
 

@@ -18,7 +18,7 @@ from paged.executors.requests.sampling_params import SamplingParams
 from tests.executors.oracle import batch, prompt, step
 from tests.executors.test_llm_executor import Parrot, other_executor
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 FRENCH = Adapter(("q_proj", "k_proj", "gate_proj", "down_proj"), seed=1)
 IDS = tokens(12)

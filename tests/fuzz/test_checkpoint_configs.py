@@ -15,7 +15,7 @@ from tests.fuzz.checkpoint_folders import load_changed, load_changed_adapter
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import JSON, value
 from tests.models.families import FAMILIES, save_checkpoint
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 FAMILY_NAMES = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen2_yarn_window_in_one_layer", "qwen3_moe")
 FIELDS = sorted(

@@ -18,7 +18,7 @@ from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import value
 from tests.models.families import FAMILIES, save_checkpoint
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 NORM = "model.norm.weight"

@@ -20,7 +20,7 @@ from paged.models.graph_recorder import CallRecorder, CudaGraphRecorder, graph_r
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 pytestmark = pytest.mark.usefixtures("_fast")
 

@@ -11,7 +11,7 @@ import torch
 
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
-from tests.kernels.attention_problem import with_rounded_weights
+from tests.kernels.attention.problem import with_rounded_weights
 from tests.tolerance import assert_close
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")

@@ -12,7 +12,7 @@ import torch
 import paged.kernels.attention.launches
 import paged.kernels.attention.tile_kernels
 from paged.bench.attention.problem import Problem
-from tests.kernels.attention_problem import check
+from tests.kernels.attention.problem import check
 
 SOURCE = Path(paged.kernels.attention.tile_kernels.__file__ or "").read_text()
 

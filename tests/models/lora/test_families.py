@@ -12,7 +12,7 @@ from paged.batch import UnifiedBatchItem
 from paged.errors import UnsupportedError
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 pytestmark = pytest.mark.usefixtures("_fast")
 

@@ -27,7 +27,7 @@ from paged.bench.attention.run import main
 from paged.bench.limits import Ceilings
 from paged.bench.verification.check import WrongResultError, compare
 from paged.kernels.attention.config import DECODE_MAX_ROWS
-from tests.bench.test_bench_kernels import run_command
+from tests.bench.kernels.test_run import run_command
 
 CPU = torch.device("cpu")
 LIMITS = Ceilings(copy=4e12, read=4.2e12, matmul=8e14)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paged.bench.attention.problem import Problem
-from tests.kernels.attention_problem import check
+from tests.kernels.attention.problem import check
 from tests.tolerance import GPU_DTYPES
 
 LENGTHS = (((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)))

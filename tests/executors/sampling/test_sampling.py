@@ -16,7 +16,7 @@ from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import NO_TOKEN, Completion, Request
 from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
-from tests.executors.statistics import chi_square_p
+from tests.executors.sampling.statistics import chi_square_p
 
 VOCAB = 12
 ANY = SamplingParams(max_tokens=1000, seed=0)

@@ -16,7 +16,7 @@ from paged.errors import CheckpointError, InvalidInputError, PagedError, Unsuppo
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {

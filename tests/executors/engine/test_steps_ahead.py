@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from paged import Engine, EngineConfig, PagedAttentionExecutor, RequestOutput, SamplingParams
 from paged.cache.kv_cache import KvCacheHandle
 from paged.forward_step import PreparedStep
+from tests.executors.engine.test_engine import PROMPTS, TEN, expected_tokens, spy
 from tests.executors.engine_cases import check_empty, run, tokens_of
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import make_executor, prompt
-from tests.executors.test_engine import PROMPTS, TEN, expected_tokens, spy
 
 AHEAD = EngineConfig(prepare_ahead=True)
 

@@ -13,7 +13,7 @@ from paged.bench.moe.formats import FORMATS, quantize
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.fused_moe import moe_block_size
-from tests.kernels.test_fused_moe import Inputs, make_inputs
+from tests.kernels.moe.test_fused_moe import Inputs, make_inputs
 from tests.tolerance import assert_close
 
 

@@ -27,9 +27,9 @@ from paged.executors.sampling.operations import draw, rejection_sample
 from paged.executors.sampling.sampler import Drafts, Sampler
 from tests.executors.engine_cases import check_pool_empty, tokens_of
 from tests.executors.oracle import make_executor
-from tests.executors.statistics import chi_square_p
+from tests.executors.sampling.statistics import chi_square_p
+from tests.executors.sampling.test_sampling import completion
 from tests.executors.test_llm_executor import Parrot, other_executor, parrot_logits
-from tests.executors.test_sampling import completion
 
 NUM, VOCAB, WIDTH = 8_000, 6, 3
 

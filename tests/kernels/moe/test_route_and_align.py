@@ -10,7 +10,7 @@ import torch
 from paged import InvalidInputError, Routing, route_and_align
 from paged.kernels.moe import reference
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
-from tests.kernels.test_moe_align_block_size import assert_aligned
+from tests.kernels.moe.test_moe_align_block_size import assert_aligned
 from tests.tolerance import assert_close
 
 

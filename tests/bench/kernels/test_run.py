@@ -22,7 +22,7 @@ from paged.bench.kernels.run import check, main
 from paged.bench.limits import Ceilings, Cost, attention_cost, moe_cost
 from paged.bench.verification.check import WrongResultError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "block_size": 16, "element_size": 2}
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

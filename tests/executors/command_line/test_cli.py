@@ -23,7 +23,7 @@ from paged import ChatTokenizer
 from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
 from paged.models.recall.task import RecallPrompt, sample_prompts
-from tests.models.lora_folders import Adapter
+from tests.models.lora.folders import Adapter
 
 Generate = Callable[..., dict[str, Any]]
 

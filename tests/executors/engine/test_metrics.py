@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paged import Engine, EngineConfig, UnsupportedError, prometheus_text
 from paged.executors.engine.metrics import Histogram
+from tests.executors.engine.test_engine import PROMPTS, TEN
 from tests.executors.oracle import make_executor
-from tests.executors.test_engine import PROMPTS, TEN
 
 
 def test_figures_of_a_run(device: torch.device) -> None:

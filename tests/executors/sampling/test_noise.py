@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from paged.executors.sampling.noise import Stream, exponential, hash_seeds, noise_keys, split_keys, uniform
-from tests.executors.statistics import chi_square_p
+from tests.executors.sampling.statistics import chi_square_p
 
 
 def _keys(seeds: list[int], positions: list[int], stream: Stream = Stream.TOKEN) -> torch.Tensor:

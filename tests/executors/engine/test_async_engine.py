@@ -11,9 +11,9 @@ import torch
 
 from paged import AsyncEngine, Engine, InvalidInputError, RequestOutput, SamplingParams
 from paged.executors.engine.async_engine import EngineStoppedError
+from tests.executors.engine.test_engine import PROMPTS, TEN, expected_tokens, spy
 from tests.executors.engine_cases import check_empty
 from tests.executors.oracle import make_executor
-from tests.executors.test_engine import PROMPTS, TEN, expected_tokens, spy
 
 
 async def collect(

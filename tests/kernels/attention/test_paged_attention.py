@@ -13,7 +13,7 @@ from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import batches as attention_batches
-from tests.kernels.attention_problem import check
+from tests.kernels.attention.problem import check
 from tests.tolerance import assert_close, dtypes
 
 PROBLEMS = (
