@@ -78,9 +78,8 @@ def test_interop_is_a_leaf() -> None:
 
 
 def test_block_bookkeeping_takes_no_torch() -> None:
-    assert not {"torch", "numpy"} & {
-        name.split(".")[0] for name in _imports(ROOT / "paged" / "cache" / "blocks" / "pool.py")
-    }
+    pool = ROOT / "paged" / "cache" / "blocks" / "pool.py"
+    assert not {"torch", "numpy"} & {name.split(".")[0] for name in _imports(pool)}
 
 
 def test_layout_leaves_top_level_names_alone() -> None:

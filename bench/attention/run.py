@@ -7,7 +7,7 @@ A GPU runs bfloat16 at full size, in turns with the peers out of CUDA graphs; a 
 sizes. Block tables are shuffled; each call reads another layer's tensors than the last, more than the cache can hold.
 
 A row is of a call whose plan was made before, as for all layers of a step but the first; `planning_us` is what making
-it adds. `host_us` is the host's time in a call outside a graph. A row that differs from `kernels/reference.py` is
+it adds. `host_us` is the host's time in a call outside a graph. A row that differs from the float64 reference is
 refused; a peer that does, or that differs from ours, gets no ratio. Peers that are missing say so: vLLM's files come on
 PYTHONPATH.
 """

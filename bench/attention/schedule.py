@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python -m bench.attention.schedule [--sms 132 ...] [--heads 32/8 ...] [--only NAME]
 
 The planning kernel runs in Triton's interpreter as if on a chip of so many SMs. Its programs, items times KV heads, are
-then dealt to SMs in grid order, each to the first free place, as the hardware does; `bench.attention.schedule_model` says what
-they are assumed to cost. No time in the table is measured.
+then dealt to SMs in grid order, each to the first free place, as the hardware does; `schedule_model` says what they are
+assumed to cost. No time in the table is measured.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Work:
     """One operation on tensors of its own.
 
     call: runs it and returns the tensors that it made or changed.
-    expected: the same tensors from `kernels/reference.py`; to be called first, as operations work in place.
+    expected: the same tensors from the float64 reference; to be called first, as operations work in place.
     """
 
     call: Call

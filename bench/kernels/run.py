@@ -5,7 +5,7 @@
 
 A GPU runs the Triton kernels in bfloat16 from a CUDA graph, a CPU their PyTorch twins in float32 at small sizes. Inputs
 are random and rotated so that they do not sit in the cache (rows of tiny operations, where they do, say "warm"); block
-tables are shuffled. An operation that differs from `kernels/reference.py` gets no row. Run without TRITON_INTERPRET.
+tables are shuffled. An operation that differs from the float64 reference gets no row. Run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

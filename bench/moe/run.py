@@ -11,7 +11,7 @@ both products and the sum, not the router; where e4m3 weights want their inputs 
 A limit counts weights as they are stored, quantised ones with their scales, and all products at the rate measured in
 `matmul_dtype`: e4m3 on a chip that multiplies 8 bits at twice that rate may take more than 100 % of it.
 
-A token of each case is compared with `kernels/reference.py`; a row that differs is refused, and a peer that differs
+A token of each case is compared with the float64 reference; a row that differs is refused, and a peer that differs
 anywhere from ours gets no ratio. vLLM's kernels come from its package on PYTHONPATH, with the table that it ships for
 the device.
 """

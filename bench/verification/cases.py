@@ -1,6 +1,6 @@
 """What `paged verify` checks: every public kernel at the benchmarks' sizes, then options and edges of each.
 
-A check yields pairs of tensors: what an operation gave, and what `kernels/reference.py` or a closed form says.
+A check yields pairs of tensors: what an operation gave, and what the float64 reference or a closed form says.
 """
 
 from __future__ import annotations

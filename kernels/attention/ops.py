@@ -38,8 +38,15 @@ def _attention(q: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tens
     return like_the_first(q), _lse(q)
 
 
-@define("paged_attention_out", "paged.kernels.attention.paged_attention", _ATTENTION.format("Tensor(a!) out, "), "Tensor lse",
-        mutates=("out",), prepare=_with_lse, results=lambda both: both[1])  # fmt: skip
+@define(
+    "paged_attention_out",
+    "paged.kernels.attention.paged_attention",
+    _ATTENTION.format("Tensor(a!) out, "),
+    "Tensor lse",
+    mutates=("out",),
+    prepare=_with_lse,
+    results=lambda both: both[1],
+)
 def _attention_out(q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     return _lse(q)
 

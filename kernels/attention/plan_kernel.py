@@ -5,7 +5,8 @@ from __future__ import annotations
 from paged.kernels.common.compat import tl, triton
 
 # Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads
-# on 8 KV heads (`bench.attention.schedule`), the worst of five mixed batches ends 8 % after perfect balance, with 8 shares 13 %.
+# on 8 KV heads (`bench.attention.schedule`), the worst of five mixed batches ends 8 % after perfect balance, with 8
+# shares 13 %.
 _SHARES = tl.constexpr(16)
 # Lanes and warps of the planning program: one pass over 512 tiles. Of 256, 512 and 1,024 lanes compiled by Triton 3.6.0
 # and 3.7.1 for sm_80, sm_90 and sm_100, the most that do not spill (95 to 101 registers).

@@ -11,7 +11,7 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Backend for operations on `tensor`: True for the Triton kernels, False for `kernels/torch_ops`.
+    """Backend for operations on `tensor`: True for the Triton kernels, False for the PyTorch twins.
 
     CUDA and ROCm tensors take Triton; CPU tensors take PyTorch, or Triton's interpreter when TRITON_INTERPRET=1 was set
     before the first import. The environment variable PAGED_BACKEND (`triton` or `torch`) overrides both.

@@ -1,6 +1,6 @@
-"""What several operations share once more in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
+"""What several operations share in float64: what tests, benchmarks and self-checks compare with.
 
-Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+Slow and obviously right, with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
 All functions return new float64 (or integer) tensors on the CPU and change nothing.
 """
 

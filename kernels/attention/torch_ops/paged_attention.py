@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
-    """Twin of `kernels.attention.paged_attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
+    """Twin of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
     q, out, lse = call.q, call.out, call.lse
     num_kv_heads = call.k_cache.shape[2]
     # Scores that nobody asks for, PyTorch's fused attention never writes: a third of the time for a long chunk.

@@ -26,7 +26,7 @@ def qk_norm_rope_and_cache(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Twin of `kernels.cache.qk_norm_rope_and_cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
+    """Twin of `kernels.cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
     wide = torch.cat((q, k), 1).float()
     wide_q, wide_k = wide.split((q.shape[1], k.shape[1]), 1)
     if q_weight is not None and k_weight is not None:

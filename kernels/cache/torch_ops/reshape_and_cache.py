@@ -17,7 +17,7 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Twin of `kernels.cache.reshape_and_cache.reshape_and_cache`."""
+    """Twin of `kernels.cache.reshape_and_cache`."""
     slots, block_size = slot_mapping, k_cache.shape[1]
     if len(slots) == 0:
         return

@@ -33,7 +33,7 @@ def fused_moe(
     activation: str,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Twin of `kernels.moe.fused_moe.fused_moe`: entries sorted by expert, one product an expert in use in each projection.
+    """Twin of `kernels.moe.fused_moe`: entries sorted by expert, one product an expert in use in each projection.
 
     Entries are gathered, activated and summed all at once: beside the products, the number of operations is fixed.
     """
