@@ -11,13 +11,7 @@ import torch
 import paged
 from paged import LoraBatch, LoraWeights, Routing
 from paged.bench.attention_problem import Problem, make
-
-OPERATIONS = [
-    name
-    for module, names in paged._EXPORTS.items()
-    for name in names
-    if module.startswith("paged.kernels.") and name.islower()
-]
+from tests.operations import OPERATIONS
 
 Arguments = dict[str, Any]
 
