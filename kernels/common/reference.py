@@ -1,6 +1,7 @@
 """What several operations share in float64: what tests, benchmarks and self-checks compare with.
 
-Slow and obviously right, with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
+Slow and obviously right, with Python loops over the formula's own indices, never sharing code with the kernels or their
+PyTorch twins.
 All functions return new float64 (or integer) tensors on the CPU and change nothing.
 """
 

@@ -13,17 +13,11 @@ import pytest
 import torch
 
 import paged
-<<<<<<< HEAD
 from paged.bench.verification.cases import CHECKS
 from paged.bench.verification.check import WrongResultError, error_shares
 from paged.executors import paged_attention_executor
 from paged.executors.command_line import cli
-=======
-from paged.bench.check import WrongResultError, error_shares
-from paged.bench.verify_cases import CHECKS
-from paged.executors import cli, paged_attention_executor
 from tests.operations import OPERATIONS
->>>>>>> main
 
 NAN, INF = float("nan"), float("inf")
 Verify = Callable[..., tuple[int, dict[str, Any]]]

@@ -19,11 +19,8 @@ from paged.bench.kernels import run as bench_kernels
 from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.run import check, main
 from paged.bench.limits import Ceilings, Cost, attention_cost, moe_cost
-<<<<<<< HEAD:tests/bench/kernels/test_run.py
 from paged.bench.verification.check import WrongResultError
-=======
 from tests.operations import OPERATIONS
->>>>>>> main:tests/bench/test_bench_kernels.py
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
