@@ -37,6 +37,18 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
+def _typing_imports(path: Path) -> set[str]:
+    blocks = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)]
+    return {
+        f"{node.module}.{alias.name}"
+        for block in blocks
+        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
 def _package_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] != "paged":
@@ -69,6 +81,42 @@ def test_no_file_imports_itself_through_others() -> None:
     }
     assert "paged.kernels.common.custom_ops" in graph["paged.kernels.layers.ops"]
     TopologicalSorter(graph).prepare()  # its CycleError names the files
+
+
+def _room(module: str) -> str:
+    """The folder of a file, which holds its PyTorch twins too; a file at the top of its package stands for itself."""
+    parts = [part for part in module.split(".")[1:] if part != "torch_ops"]
+    depth = 2 if parts[0] in ("kernels", "models", "executors", "bench") else 1
+    return ".".join(parts[:depth] if len(parts) > depth else parts)
+
+
+def _rooms() -> dict[str, set[str]]:
+    """Each folder, and those that its files import when they run, not for a type checker alone."""
+    files = {_module(path): _imports(path) - _typing_imports(path) for _, path in SOURCES if path not in FORWARDERS}
+    rooms: dict[str, set[str]] = {}
+    for name, imports in files.items():
+        found = {each if each in files else each.rpartition(".")[0] for each in imports} & files.keys()
+        rooms.setdefault(_room(name), set()).update({_room(each) for each in found} - {_room(name)})
+    return rooms
+
+
+def test_no_folder_imports_itself_through_others() -> None:
+    rooms = _rooms()
+    assert "executors.requests" in rooms["executors.sampling"]
+    TopologicalSorter(rooms).prepare()
+
+
+def test_families_of_kernels_stand_side_by_side() -> None:
+    rooms = {name: imports for name, imports in _rooms().items() if name.startswith("kernels.")}
+    assert rooms.pop("kernels.common") == set()
+    assert set(rooms) == {f"kernels.{family}" for family in ("attention", "cache", "layers", "lora", "moe")}
+    assert all(imports <= {"kernels.common"} for imports in rooms.values())
+
+
+def test_folders_show_few_files() -> None:
+    """A first look at a folder takes in some fourteen names; 16 is what `kernels/common` holds."""
+    folders = [path.parent for _, path in SOURCES]
+    assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > 16} == {}
 
 
 def test_interop_is_a_leaf() -> None:

@@ -22,10 +22,10 @@ from paged.bench.attention.cases import (
 )
 from paged.bench.attention.goals import goals
 from paged.bench.attention.peers import Peer
+from paged.bench.check import WrongResultError, compare
 from paged.bench.environment import INTERPRETING, benchmark_dtype
 from paged.bench.limits import Ceilings, speed
 from paged.bench.timing import Call, cache_bytes, host_seconds, sampler
-from paged.bench.verification.check import WrongResultError, compare
 from paged.kernels.common.compat import interpreting
 
 # Calls whose host time is taken: four kernels each, together far below the 1,024 launches that a device queues.

@@ -27,11 +27,11 @@ import torch
 from paged.bench.attention.cases import CASES, AttentionCase
 from paged.bench.attention.measurement import Measurement
 from paged.bench.attention.peers import PEERS, Peer
+from paged.bench.check import WrongResultError
 from paged.bench.environment import DEVICE, benchmark_dtype, environment, parse_options
 from paged.bench.goal import verdict
 from paged.bench.limits import Ceilings
 from paged.bench.timing import ceilings
-from paged.bench.verification.check import WrongResultError
 
 REPEATS = {"cuda": 50, "cpu": 10}
 MIN_REPEATS = 10

@@ -23,10 +23,10 @@ from unittest import mock
 import torch
 
 from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, ours
+from paged.bench.check import compare
 from paged.bench.environment import benchmark_dtype, environment, save
 from paged.bench.limits import Ceilings, speed
 from paged.bench.timing import cache_bytes, ceilings, sampler
-from paged.bench.verification.check import compare
 from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.config import AttentionTile
 

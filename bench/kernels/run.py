@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from paged.bench.check import compare
 from paged.bench.environment import DEVICE, INTERPRETING, SCALE, benchmark_dtype, environment, parse_options
 from paged.bench.kernels.cases import CASES, Case, Work
 from paged.bench.limits import Ceilings, Speed, speed
 from paged.bench.timing import cache_bytes, ceilings, sampler
-from paged.bench.verification.check import compare
 from paged.kernels.common.compat import interpreting
 
 REPEATS = {"cuda": 100, "cpu": 20}

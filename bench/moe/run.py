@@ -30,13 +30,13 @@ from typing import Any
 import torch
 
 import paged
+from paged.bench.check import WrongResultError, compare
 from paged.bench.environment import benchmark_dtype, environment, parse_options
 from paged.bench.goal import at_least
 from paged.bench.limits import Ceilings, speed
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeBatch, MoeCase, MoeLayer
 from paged.bench.moe.peers import PEERS
 from paged.bench.timing import Call, cache_bytes, ceilings, sampler
-from paged.bench.verification.check import WrongResultError, compare
 from paged.kernels.moe import reference
 
 REPEATS = {"cuda": 30, "cpu": 5}

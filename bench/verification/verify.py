@@ -125,7 +125,7 @@ def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: b
 def _row(check: Check, device: torch.device, dtype: torch.dtype) -> Row:
     import torch
 
-    from paged.bench.verification.check import error_shares
+    from paged.bench.check import error_shares
 
     torch.manual_seed(0)
     name, start = str(dtype).removeprefix("torch."), time.perf_counter()

@@ -15,7 +15,7 @@ from paged.bench.attention import run as bench_attention
 from paged.bench.engine import run as bench_engine
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.moe import run as bench_moe
-from paged.bench.report.build import build as report
+from paged.bench.report import build as report
 
 
 def _python(code: str) -> list[str]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import paged
+from paged.bench.check import WrongResultError, error_shares
 from paged.bench.verification.cases import CHECKS
-from paged.bench.verification.check import WrongResultError, error_shares
 from paged.executors import paged_attention_executor
 from paged.executors.command_line import cli
 from tests.operations import OPERATIONS

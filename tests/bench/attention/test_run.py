@@ -24,8 +24,8 @@ from paged.bench.attention.goals import goals
 from paged.bench.attention.measurement import Measurement, check
 from paged.bench.attention.peers import PEERS, Peer
 from paged.bench.attention.run import main
+from paged.bench.check import WrongResultError, compare
 from paged.bench.limits import Ceilings
-from paged.bench.verification.check import WrongResultError, compare
 from paged.kernels.attention.config import DECODE_MAX_ROWS
 from tests.bench.kernels.test_run import run_command
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import paged
+from paged.bench.check import WrongResultError
 from paged.bench.kernels import cases as kernel_cases
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.kernels.cases import CASES, Case
 from paged.bench.kernels.run import check, main
 from paged.bench.limits import Ceilings, Cost, attention_cost, moe_cost
-from paged.bench.verification.check import WrongResultError
 from tests.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("triton", reason="vLLM's kernels need triton")
 
 import paged
+from paged.bench.check import compare
 from paged.bench.moe import peer_vllm as moe_peer_vllm
 from paged.bench.moe.cases import MODELS, MoeCase
 from paged.bench.moe.formats import Format
 from paged.bench.moe.peer_vllm import vllm_call
-from paged.bench.verification.check import compare
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM's Python files are not on the path"
