@@ -145,7 +145,8 @@ class LiveSequences:
                 self.state(handle)
         if not is_owned:
             raise InvalidInputError("items: a sequence is given twice")
-        if not set(map(type, counts)) <= {int} or min(counts, default=0) < 0 or max(counts, default=0) > MAX_TOKEN_IDS:
+        different = set(counts) if set(map(type, counts)) <= {int} else None  # a decode step: all are 1
+        if different is None or min(different, default=0) < 0 or max(different, default=0) > MAX_TOKEN_IDS:
             counts = [as_int("items: new tokens", count, high=MAX_TOKEN_IDS) for count in counts]
         return states, np.array(counts, np.int64)
 
@@ -174,7 +175,7 @@ def as_pairs(
         pairs = list(items)
         if convert is not None and pairs and isinstance(pairs[0], UnifiedBatchItem):
             pairs = list(map(convert, pairs))
-        handles, others = [handle for handle, _ in pairs], [other for _, other in pairs]
+        handles, others = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
     except (PagedError, MemoryError):
         raise
     except Exception as error:
