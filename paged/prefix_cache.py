@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from paged.block_pool import BlockPool
 from paged.cache_events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.errors import InvalidInputError
+from paged.kernels.scalars import shown
 from paged.kv_cache import PagedKvCacheConfig
 from paged.kv_slot_reservation import SequenceState
 from paged.prefix_index import PrefixIndex
+from paged.seq_id import given_namespace
 from paged.token_chain import forget_new_ids, pack
 
 
@@ -98,14 +100,14 @@ class PrefixCache:
             if hashes:
                 parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
                 token_ids = tuple(chain.ids[first * block_size : (first + len(hashes)) * block_size])
-                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, given_namespace(state.namespace)))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""
         if giver is taker:
             raise InvalidInputError("target: the same sequence as source")
         if giver.namespace != taker.namespace:
-            raise InvalidInputError(f"target: namespace {taker.namespace!r}, expected {giver.namespace!r}")
+            raise InvalidInputError(f"target: namespace {shown(taker.namespace)}, expected {shown(giver.namespace)}")
         if taker.num_tokens > 0:
             raise InvalidInputError(f"target: holds {taker.num_tokens} tokens, expected an empty sequence")
         num_tokens = num_blocks * self._block_size
