@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
+from paged.executors.isolation import for_future
 from paged.executors.lora_loader import lora_loader
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
@@ -32,7 +33,7 @@ class AsyncModelExecutor:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-executor")
 
     async def _call(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await asyncio.wrap_future(self._worker.submit(method, *args, **kwargs))
+        return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
 
     async def info(self) -> ModelInfo:
         return await self._call(self.executor.info)

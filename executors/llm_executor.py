@@ -14,7 +14,7 @@ import torch
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.executors.isolation import describe, quietly
+from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.progress import tracked
 from paged.executors.row_batches import cache_id_of, is_decode_step
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
@@ -268,7 +268,8 @@ class LlmExecutor(UnifiedExecutor):
                 if length is not None:
                     self.model.truncate_kv(cache_id, length)
                     continue
-            except Exception as error:
+            except BaseException as error:
+                raise_exit(error)
                 # How many tokens it holds nobody knows now, so it is given up: its handle says so.
                 _LOG.warning("sequence %r is given up: %s", cache_id, describe(error))
             quietly(self._release, cache_id)

@@ -30,7 +30,7 @@ class _NoBar:
 
 def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
     """A bar over `total` units of work, on stderr."""
-    if shown:
+    if shown and sys.stderr is not None:  # None where the process was started without one
         try:
             from tqdm import tqdm
         except ImportError:

@@ -41,6 +41,8 @@ _ROW_OPTIONS = {**_ROW_OPTIONS, **dict.fromkeys(("per_sequence_bound_us", "plann
 _FILE_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "refused": (dict,), "growth": (dict,), "not_run": (list,)}
 # Of anything measured, in any unit: what is beyond it, or below its inverse, overflows in some ratio.
 _LARGEST = 1e30
+# The largest results have 200 KB; a file may be /dev/zero, and Python makes up to 30 bytes of every byte of JSON.
+_MAX_BYTES = 16 << 20
 _CEILINGS = ("copy_gb_per_s", "read_gb_per_s", "matmul_tflop_per_s")
 
 
@@ -141,7 +143,13 @@ def _labels(paths: Sequence[Path], found: Sequence[Json]) -> list[str]:
 
 def _checked(path: Path) -> Json:
     try:
-        results = _shown(json.loads(path.read_text(encoding="utf-8")))
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise ResultsError(f"{path}: more than {_MAX_BYTES} bytes, which no benchmark writes")
+        results = _shown(json.loads(text.decode()))
+    except ResultsError:
+        raise
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

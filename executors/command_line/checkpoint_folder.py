@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.models.loading.checkpoint_files import is_there
 
 # Never code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
@@ -42,7 +43,7 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
 
 def missing_files(folder: Path) -> list[str]:
     """What a folder lacks of that which running takes."""
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    missing = [name for name in ("config.json", "tokenizer.json") if not is_there(folder / name)]
     return missing if any(folder.glob("*.safetensors")) else [*missing, "*.safetensors"]
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from paged.errors import PagedError
+from paged.errors import InvalidInputError, PagedError
 from paged.executors.engine.engine import Engine
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
-from paged.executors.isolation import describe
+from paged.executors.isolation import describe, for_future
 from paged.executors.requests.output import Mark, RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.seq_id import SeqId
@@ -28,10 +28,10 @@ class EngineStoppedError(PagedError):
 class AsyncEngine:
     """Streams of a synchronous `Engine`; whoever awaits one never blocks the event loop.
 
-    Steps run as long as there are requests; calls wait for the step in between. Use it from one event loop. A stream
-    that is left, by `aclose`, an exception or a cancelled task, aborts its request; one that is read slowly, or never,
-    holds no more than its newest state. `async with` shuts down at its end. After `shutdown` every method but that one
-    raises EngineStoppedError.
+    Steps run as long as there are requests; calls wait for the step in between. Use it from one event loop at a
+    time. A stream that is left, by `aclose`, an exception or a cancelled task, aborts its request; one that is read
+    slowly, or never, holds no more than its newest state. `async with` shuts down at its end. After `shutdown` every
+    method but that one raises EngineStoppedError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,6 +43,7 @@ class AsyncEngine:
         self._may_run.set()
         self._is_accepting = True
         self._is_stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -84,8 +85,12 @@ class AsyncEngine:
                 self._worker.submit(self.engine.discard, stream.output)
 
     async def abort(self, request_id: SeqId) -> bool:
-        """End a request: its stream yields once more, finished. False if there is none of that name."""
+        """End a request: its stream yields once more, finished, also where this call is cancelled. False if there is
+        none of that name.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._abort(request_id)))
 
+    async def _abort(self, request_id: SeqId) -> bool:
         def abort() -> RequestOutput | None:
             output = self.engine.find(request_id)
             self.engine.abort(request_id)
@@ -122,8 +127,14 @@ class AsyncEngine:
         Requests are accepted and wait, and can be aborted; their timeouts are looked at when steps run again.
         """
         self._check_accepting()
+        was_running = self._may_run.is_set()
         self._may_run.clear()
-        await self._call(lambda: None)  # behind the step that runs
+        try:
+            await self._call(lambda: None)  # behind the step that runs
+        except asyncio.CancelledError:  # nobody knows of it, who would resume
+            if was_running:
+                self._may_run.set()
+            raise
 
     async def resume(self) -> None:
         """Run steps again; harmless where they do."""
@@ -170,7 +181,8 @@ class AsyncEngine:
                 self.engine.discard(output)
 
         self._check_accepting()
-        added = self._worker.submit(add)
+        self._check_loop()
+        added = self._worker.submit(for_future, add)
         try:
             stream = await asyncio.wrap_future(added)
         except asyncio.CancelledError:
@@ -183,7 +195,19 @@ class AsyncEngine:
     async def _call(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if self._is_stopped:
             raise EngineStoppedError("the engine was shut down")
-        return await asyncio.wrap_future(self._worker.submit(method, *args, **kwargs))
+        self._check_loop()
+        return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
+
+    def _check_loop(self) -> None:
+        """One loop's streams are not woken by what another's does."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise InvalidInputError("AsyncEngine: called from another event loop than before, which still runs")
+            may_run, self._may_run = self._may_run, asyncio.Event()
+            if may_run.is_set():
+                self._may_run.set()
+            self._loop, self._steps = loop, None
 
     def _check_accepting(self) -> None:
         if not self._is_accepting:
@@ -203,19 +227,29 @@ class AsyncEngine:
     async def _run_steps(self) -> None:
         try:
             while self.engine.num_unfinished:
-                await self._may_run.wait()
+                while not self._may_run.is_set():  # may be cleared again before this task has its turn
+                    await self._may_run.wait()
                 for stream, output in await self._call(self._step):
                     stream.put(output)
         except Exception as error:
-            for stream in list(self._streams.values()):
-                stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
-                stopped.__cause__ = error
-                stream.fail(stopped)
+            self._fail_streams(error)
+
+    def _fail_streams(self, error: BaseException) -> None:
+        for stream in list(self._streams.values()):
+            stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
+            stopped.__cause__ = error
+            stream.fail(stopped)
 
     def _start_steps(self) -> asyncio.Task[None]:
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._run_steps())
+            self._steps.add_done_callback(self._note_cancelled)
         return self._steps
+
+    def _note_cancelled(self, steps: asyncio.Task[None]) -> None:
+        """Somebody cancelled what runs the steps, perhaps before it began, as the end of an event loop does."""
+        if steps.cancelled():
+            self._fail_streams(asyncio.CancelledError("the task that runs steps was cancelled"))
 
     async def _steps_end(self) -> None:
         await asyncio.wait([self._start_steps()])

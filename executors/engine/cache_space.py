@@ -73,7 +73,7 @@ class BlockSpace:
             handle = self._manager.allocate(completion.seq_id, token_ids=completion.tokens, namespace=request.namespace)
             completion.hold(handle)
             if request.first_token is None:
-                request.output.num_cached_tokens = handle.num_tokens
+                request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
 
     def _growth_of(self, completion: Completion) -> int:
         """Blocks between its room and its admission_target_len."""

@@ -18,7 +18,7 @@ from paged.executors.engine.scheduler import Plan, Scheduler
 from paged.executors.engine.step_pacer import StepPacer
 from paged.executors.engine.step_runner import Ran, StepRunner
 from paged.executors.engine.steps_ahead import StepsAhead
-from paged.executors.isolation import describe, quietly
+from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.deadlines import Deadlines
 from paged.executors.requests.output import RequestOutput
@@ -77,23 +77,44 @@ class EngineCore:
         self._deadlines = Deadlines()
         self._sampled = 0.0
         self._changed: dict[SeqId, RequestOutput] = {}
+        self._is_stepping = False
+        self._leaving: list[Request] = []
 
     def step(self) -> list[RequestOutput]:
         """One forward over what can run; the requests that gained tokens or ended. Empty when there is none.
 
         What goes wrong with one completion ends it alone, with finish_reason "error".
 
+        What it calls, a tokenizer or an executor, may add requests, abort and discard; those end when the step has.
+
         Raises:
             ExecutorShutDownError: nothing can run any more; every request has ended, so it is raised once.
+            UnsupportedError: it is called by what a step calls.
         """
+        if self._is_stepping:
+            raise UnsupportedError("step: called within a step")
         self._changed = {}
+        self._is_stepping = True
         try:
             self._step()
-        except Exception as error:  # not of one request: those of its own end it
+        except BaseException as error:  # not of one request: those of its own end it
             for request in list(self._requests.values()):
                 self._end(request, "error", describe(error))
             raise
+        finally:
+            self._is_stepping = False
+            while self._leaving:
+                self._end(self._leaving.pop(), "abort")
         return list(self._changed.values())
+
+    def _abort(self, request: Request) -> None:
+        """End a request, now or, within a step that may be at work on it, behind that: a stream that is collected as
+        garbage may ask for it at any time.
+        """
+        if self._is_stepping:
+            self._leaving.append(request)
+        else:
+            self._end(request, "abort")
 
     def _step(self) -> None:
         started = perf_counter()
@@ -148,7 +169,8 @@ class EngineCore:
                 drafted = aligned_drafts(drafts, plan.decodes, completions)
                 num_rows = sum(len(ids) + 1 for ids in drafted.token_ids)
                 sampled = self._sampler.verify(self._logits(ran, num_rows), completions, drafted)
-        except Exception as error:
+        except BaseException as error:
+            raise_exit(error)
             self._sampler.reset()
             if len(completions) == 1:
                 self._fail(completions[0], describe(error))
@@ -185,7 +207,7 @@ class EngineCore:
         request = completion.request
         self._scheduler.to_decoding(completion)
         if request.first_token is None:
-            self.metrics.cached_tokens += request.output.num_cached_tokens
+            self.metrics.cached_tokens += request.num_cached_tokens
         forks = request.completions[request.num_begun :]
         request.num_begun += len(forks)
         started = [completion]
@@ -194,7 +216,8 @@ class EngineCore:
             self._scheduler.add_decoding(fork)
             try:
                 self._blocks.fork(completion, fork)
-            except Exception as error:
+            except BaseException as error:
+                raise_exit(error)
                 self._fail(fork, describe(error))
             else:
                 started.append(fork)
@@ -229,24 +252,28 @@ class EngineCore:
     ) -> None:
         """The drafts that stayed and the token after them, until one of them ends it; the others leave the cache."""
         ran_to = completion.item.pos_offset + len(completion.item.q_tokens)
-        count, is_done = 0, False
+        before, count, is_done = len(completion.token_ids), 0, False
         while not is_done and count < len(token_ids):
             is_done = completion.advance(token_ids[count]) and self._end_if_done(completion)
             count += 1
-        if completion.output.logprobs is not None:
-            completion.output.logprobs.extend(logprobs[:count])
+        # One that was no token is there no more.
+        count = len(completion.token_ids) - before
+        if completion.output.growth.logprobs is not None:
+            completion.output.growth.logprobs.extend(logprobs[:count])
         self.metrics.generated_tokens += count
-        self.metrics.accepted_tokens += count - 1
+        self.metrics.accepted_tokens += max(count - 1, 0)
         if not is_done and completion.cached < ran_to:
             try:
                 self.executor.truncate_kv(completion.handle, completion.cached)
-            except Exception as error:
+            except BaseException as error:
+                raise_exit(error)
                 self._fail(completion, describe(error))
 
     def _end_if_done(self, completion: Completion) -> bool:
         try:
             reason = completion.finish_reason()
-        except Exception as error:  # of its tokenizer
+        except BaseException as error:  # of its tokenizer
+            raise_exit(error)
             self._fail(completion, describe(error))
             return True
         if reason == "error":
@@ -262,7 +289,8 @@ class EngineCore:
             try:
                 if self._proposer.make_room(manager):
                     return True
-            except Exception as error:
+            except BaseException as error:
+                raise_exit(error)
                 _LOG.warning("drafts gave no room: %s", describe(error))
         victim = self._scheduler.preempt(spared)
         if victim is None:
@@ -298,9 +326,10 @@ class EngineCore:
         if request.first_token is not None and completion.token_ids:
             request.generating_s += self._sampled - request.first_token
         self._changed[request.request_id] = output
-        output.finished = all(one.state is State.FINISHED for one in request.completions)
+        request.num_left -= 1
+        output.finished = request.num_left == 0
         if output.finished:
-            del self._requests[request.request_id]
+            self._requests.pop(request.request_id, None)
             self.metrics.finished[reason] += 1
             quietly(self._measure_mean_token, request)
 
@@ -316,9 +345,13 @@ def _note_begun(completions: Iterable[Completion]) -> None:
     """The times that requests waited in the queue."""
     now = perf_counter()
     for completion in completions:
-        output = completion.request.output
-        if output.metrics.queued_s is None:
-            output.metrics = replace(output.metrics, queued_s=now - completion.request.arrived)
+        if not completion.request.has_begun:
+            completion.request.has_begun = True
+            quietly(_measure_queued, completion.request, now)
+
+
+def _measure_queued(request: Request, now: float) -> None:
+    request.output.metrics = replace(request.output.metrics, queued_s=now - request.arrived)
 
 
 def _num_rows(completions: Iterable[Completion]) -> int:

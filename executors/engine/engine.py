@@ -10,7 +10,7 @@ from typing import Any
 from paged.errors import InvalidInputError
 from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
-from paged.executors.engine.intake import Intake, as_request_id
+from paged.executors.engine.intake import Intake
 from paged.executors.engine.metrics import EngineStatus
 from paged.executors.lora_loader import lora_loader
 from paged.executors.model_executor import ModelExecutor
@@ -19,7 +19,7 @@ from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.speculation.proposer import Proposer
 from paged.executors.text.detokenizer import Tokenizer
-from paged.seq_id import SeqId
+from paged.seq_id import SeqId, as_seq_id
 
 _DEFAULT_PARAMS = SamplingParams()
 
@@ -100,7 +100,7 @@ class Engine(EngineCore):
             SequenceTooLongError: prompt and max_tokens are longer than the model allows.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
-        request_id = None if request_id is None else as_request_id(request_id)
+        request_id = None if request_id is None else as_seq_id("request_id", request_id)
         if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         params = _DEFAULT_PARAMS if params is None else params
@@ -125,21 +125,21 @@ class Engine(EngineCore):
         Raises:
             InvalidInputError: it is neither a text nor an int.
         """
-        request = self._requests.get(as_request_id(request_id))
+        request = self._requests.get(as_seq_id("request_id", request_id))
         if request is not None:
-            self._end(request, "abort")
+            self._abort(request)
         return request is not None
 
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """The output of a request that is not done."""
-        request = self._requests.get(as_request_id(request_id))
+        request = self._requests.get(as_seq_id("request_id", request_id))
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; one that is done is left alone, and so is another that took its id."""
         request = self._requests.get(output.request_id)
         if request is not None and request.output is output:
-            self._end(request, "abort")
+            self._abort(request)
 
     def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
@@ -151,7 +151,7 @@ class Engine(EngineCore):
         seen = 0
         try:
             while True:
-                length = sum(len(one.token_ids) for one in output.outputs)
+                length = sum(one.mark.token_ids for one in output.outputs)
                 if length > seen or output.finished:
                     seen = length
                     yield output.copy()

@@ -76,10 +76,12 @@ class Intake:
         """A request with its completions, none of them begun; see `Engine.add_request`."""
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
+        params = params.snapshot()
         metadata = _checked_metadata(metadata)
         check_adapter(self._executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
+        cache_salt = None if cache_salt is None else str.__str__(cache_salt)
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         now = perf_counter()
         deadline = math.inf
@@ -114,6 +116,7 @@ class Intake:
         seed = self._seed + arrival if params.seed is None else params.seed
         hashed = hash_seeds(np.array([seed & _MASK], np.uint64))
         seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
+        request.num_left = params.n
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
         return request
 
@@ -121,7 +124,8 @@ class Intake:
         """The new tokens it may have, after checking that it can run at all."""
         if not prompt:
             raise InvalidInputError(f"{name}: an empty prompt, expected at least one token")
-        self._check_ids(name, [min(prompt), max(prompt), *params.token_ids])
+        ids = params.token_ids
+        self._check_ids(name, [min(prompt), max(prompt), *((min(ids), max(ids)) if ids else ())])
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError(f"{name}: stop strings, and the engine has no tokenizer")
         # The last new token is never run, so it takes no room.
@@ -142,18 +146,17 @@ class Intake:
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
 
 
-def as_request_id(request_id: Any) -> SeqId:
-    """The id as text or a plain int, which names one request: 1 and "1" are two.
-
-    Raises:
-        InvalidInputError: it is anything else; True and 1.0 would be taken for 1.
-    """
-    return request_id if isinstance(request_id, str) else as_int("request_id", request_id, low=-(1 << 63))
-
-
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
     if metadata is None:
         return {}
-    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+    try:
+        items: dict[Any, Any] = dict(metadata) if isinstance(metadata, Mapping) else {None: None}
+    except Exception as error:
+        raise InvalidInputError(f"metadata: {shown(metadata)}, which cannot be read") from error
+    if not all(isinstance(key, str) for key in items):
         raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
-    return dict(metadata)
+    # The adapter's name is compared with those of others.
+    checked: dict[str, Any] = {str.__str__(key): value for key, value in items.items()}
+    if isinstance(name := checked.get("lora_adapter"), str):
+        checked["lora_adapter"] = str.__str__(name)
+    return checked

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from paged.executors.engine.config import EngineConfig
-from paged.executors.isolation import describe, quietly
+from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.requests.request import Completion, State
 
 _LOG = logging.getLogger("paged")
@@ -174,7 +175,8 @@ class Scheduler:
                 self._has_begun = True
             try:
                 is_admitted = self._space.admit(first, is_alone=self.num_running == 0)
-            except Exception as error:  # of whatever it asks for: those behind it do not wait for ever
+            except BaseException as error:  # of whatever it asks for: those behind it do not wait for ever
+                raise_exit(error)
                 self._fail(first, describe(error))
                 continue
             if not is_admitted:
@@ -198,7 +200,8 @@ class Scheduler:
     def _swap_out(self, completion: Completion) -> bool:
         try:
             return self._space.swap_out(completion)
-        except Exception as error:
+        except BaseException as error:
+            raise_exit(error)
             _LOG.warning("%r was not swapped out: %s", completion, describe(error))
             return False
 
@@ -211,4 +214,5 @@ class Scheduler:
                 del self.waiting[place]
         elif completion.state is not State.FINISHED:
             running = self.prefilling if completion.state is State.PREFILL else self.decoding
-            running.remove(completion)
+            with suppress(ValueError):  # after an error that came while it was on its way there it is in none
+                running.remove(completion)

@@ -10,7 +10,7 @@ import torch
 from paged.errors import OutOfBlocksError
 from paged.executors.engine.batch_runner import BatchRunner, WrongResultsError
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.isolation import describe, quietly
+from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ExecutorShutDownError
 from paged.executors.requests.request import Completion, State
 
@@ -75,7 +75,8 @@ class StepRunner:
             except WrongResultsError as error:
                 self._metrics.failed_forwards += 1
                 self._fail_all(group, error)
-            except Exception as error:
+            except BaseException as error:
+                raise_exit(error)
                 self._metrics.failed_forwards += 1
                 self._start_over(group)
                 if len(group) == 1:
@@ -99,6 +100,6 @@ class StepRunner:
                 quietly(self._give_up, completion)
                 completion.start_over()
 
-    def _fail_all(self, group: Sequence[Completion], error: Exception) -> None:
+    def _fail_all(self, group: Sequence[Completion], error: BaseException) -> None:
         for completion in group:
             self._fail(completion, describe(error))

@@ -6,7 +6,7 @@ import logging
 
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Scheduler
-from paged.executors.isolation import describe
+from paged.executors.isolation import describe, raise_exit
 from paged.executors.requests.request import Completion
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
@@ -36,7 +36,8 @@ class StepsAhead:
             self._completions = self._scheduler.foresee()
             handles = [completion.handle for completion in self._completions if completion.handle is not None]
             self._prepared = self._executor.prepare_step(handles) if handles else None
-        except Exception as error:
+        except BaseException as error:
+            raise_exit(error)
             _LOG.warning("the next step was not prepared: %s", describe(error))
 
     def leave(self, completion: Completion) -> None:

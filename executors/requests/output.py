@@ -33,6 +33,7 @@ class Mark(NamedTuple):
 class CompletionOutput:
     """One completion as far as it has come; a copy keeps the moment, and costs the same however long the text is.
 
+    Lists that it gives are the reader's own: to change one changes no output.
     token_ids: the new tokens, an end token included. logprobs: for each of them log probability by token id, the chosen
     one first; None unless asked for.
     finish_reason: "stop", "length", "abort", "timeout", "error", or None while it runs.
@@ -59,9 +60,8 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        if self.end is None:
-            return self.growth.token_ids
-        return self.growth.token_ids[self.begin.token_ids : self.end.token_ids]
+        end = None if self.end is None else self.end.token_ids
+        return self.growth.token_ids[self.begin.token_ids : end]
 
     @property
     def text(self) -> str:
@@ -70,10 +70,8 @@ class CompletionOutput:
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
-        found = self.growth.logprobs
-        if found is None or self.end is None:
-            return found
-        return found[self.begin.token_ids : self.end.token_ids]
+        found, end = self.growth.logprobs, None if self.end is None else self.end.token_ids
+        return None if found is None else found[self.begin.token_ids : end]
 
     @property
     def mark(self) -> Mark:

@@ -9,6 +9,9 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paged.batch import FullLogits, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.executors.requests.output import RequestOutput
@@ -45,6 +48,7 @@ class Request:
     arrived, deadline, first_token: seconds of `perf_counter`.
     name: of its sequences in the executor, unlike any other's. cache_salt: requests of another share no K/V with it.
     num_begun: completions that are in the engine's hands; the others wait for the first one's prompt, to fork from it.
+    has_begun: whether one has run. num_left: completions that are not done. num_cached_tokens: the output's.
     generating_s: over all completions that have ended, from the first token to the last one's.
     """
 
@@ -62,6 +66,9 @@ class Request:
     deadline: float = math.inf
     completions: list[Completion] = field(default_factory=list)
     num_begun: int = 0
+    has_begun: bool = False
+    num_left: int = 0
+    num_cached_tokens: int = 0
     first_token: float | None = None
     generating_s: float = 0.0
 
@@ -69,6 +76,22 @@ class Request:
     def stops(self) -> StopStrings:
         """What ends a text, made when the first one begins: a long queue holds none."""
         return StopStrings(self.params.stop_strings)
+
+    @cached_property
+    def allowed_ids(self) -> NDArray[np.int64]:
+        """The tokens that it allows, each once; none where it allows all."""
+        return np.unique(np.array(self.params.allowed_token_ids or (), np.int64))
+
+    @cached_property
+    def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The tokens that it favours, and by how much."""
+        biases = self.params.logit_bias or {}
+        return np.fromiter(biases, np.int64, len(biases)), np.fromiter(biases.values(), np.float32, len(biases))
+
+    @cached_property
+    def end_ids(self) -> NDArray[np.int64]:
+        """The tokens that end it."""
+        return np.fromiter(self.end_token_ids, np.int64, len(self.end_token_ids))
 
     @property
     def adapter(self) -> str | None:
@@ -97,7 +120,7 @@ class Completion:
         self.seq_id: SeqId = f"{request.name}/{index}"
         self.params = request.params
         self.output = request.output.outputs[index]
-        self.token_ids = self.output.token_ids
+        self.token_ids = self.output.growth.token_ids
         self.reported = request.request_id, request.output
         self.state = State.WAITING
         self.handle: KvCacheHandle | None = None

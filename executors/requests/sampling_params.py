@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 from paged.errors import InvalidInputError
@@ -14,6 +15,10 @@ from paged.token_ids import as_token_ids
 MAX_COMPLETIONS = 4096
 # More than any vocabulary has.
 MAX_IDS = 1 << 20
+# They come as a table of Python numbers a token: of a vocabulary of 150,000 that would be 20 ms and 15 MB.
+MAX_LOGPROBS = 1024
+# In every step before `min_tokens` they are masked one by one.
+MAX_STOP_TOKENS = 1024
 # The automaton that finds stop strings takes about 200 bytes a character, and a request carries one.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14
@@ -40,11 +45,12 @@ class SamplingParams:
     tokens of the output.
     stop: the text ends before the first of these strings to be complete, the longest of those that are complete at the
     same character; 256 strings and 16,384 characters at the most.
-    stop_token_ids: the output ends with the first of these.
+    stop_token_ids: the output ends with the first of these; 1,024 at the most.
     ignore_eos: the engine's end tokens do not end it. min_tokens: before that many no end token is chosen, nor does a
     stop string end the text.
     seed: the same tokens whatever else runs; None draws one. The i-th of n completions derives its own.
-    logprobs: for every token its log probability and that many best ones', before anything above applies.
+    logprobs: for every token its log probability and that many best ones', before anything above applies; 1,024 at the
+    most.
 
     Raises:
         InvalidInputError: a value has another type, is outside of its range or not finite, or a list is too long.
@@ -80,6 +86,19 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInputError(f"min_tokens: {self.min_tokens}, expected 0 to max_tokens, {self.max_tokens}")
 
+    def snapshot(self) -> SamplingParams:
+        """The same, checked again, and out of reach of whoever holds this one: a mapping or a field that is changed
+        later, or a subclass with ideas of its own, would be found in the middle of a step.
+
+        Raises:
+            InvalidInputError: it was changed to what a request cannot mean, or cannot be read.
+        """
+        try:
+            values = {name: getattr(self, name) for name in _NAMES}
+        except Exception as error:
+            raise InvalidInputError(f"params: {shown(self)}, which cannot be read") from error
+        return SamplingParams(**values)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, also where it is one string."""
@@ -101,6 +120,7 @@ class SamplingParams:
         return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
 
 
+_NAMES = tuple(one.name for one in fields(SamplingParams))
 _MOST = (1 << 63) - 1
 # Lowest and highest number; floats are finite in float32 besides.
 _INTEGERS = {
@@ -108,7 +128,7 @@ _INTEGERS = {
     "top_k": (-1, _MOST),
     "max_tokens": (1, _MOST),
     "min_tokens": (0, _MOST),
-    "logprobs": (0, _MOST),
+    "logprobs": (0, MAX_LOGPROBS),
     "seed": (-_MOST - 1, 2 * _MOST + 1),
 }
 _FLOATS = {
@@ -135,7 +155,8 @@ def _read(name: str, value: Any) -> Any:
     if name == "stop":
         return _stops(value)
     # The order of what is allowed, or ends an output, means nothing.
-    ids = tuple(as_token_ids(name, list(value) if isinstance(value, set | frozenset) else value, max_length=MAX_IDS))
+    most = MAX_STOP_TOKENS if name == "stop_token_ids" else MAX_IDS
+    ids = tuple(as_token_ids(name, list(value) if isinstance(value, set | frozenset) else value, max_length=most))
     if name == "allowed_token_ids" and not ids:
         raise InvalidInputError("allowed_token_ids: none, expected at least one token id")
     return ids
@@ -144,18 +165,28 @@ def _read(name: str, value: Any) -> Any:
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id")
-    if len(value) > MAX_IDS:
+    try:
+        pairs = list(islice(value.items(), MAX_IDS + 1))
+    except Exception as error:
+        raise InvalidInputError(f"logit_bias: {shown(value)}, which cannot be read") from error
+    if len(pairs) > MAX_IDS:
         raise InvalidInputError(f"logit_bias: {len(value)} tokens, expected at most {MAX_IDS}")
-    return {as_int("logit_bias", token): as_float(f"logit_bias[{shown(token)}]", bias) for token, bias in value.items()}
+    return {as_int("logit_bias", token): as_float("logit_bias", bias) for token, bias in pairs}
 
 
 def _stops(value: Any) -> str | tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+    given = (value,) if isinstance(value, str) else value
+    try:
+        items = tuple(islice(given, MAX_STOP_STRINGS + 1)) if isinstance(given, list | tuple) else (None,)
+    except Exception:
+        items = (None,)
+    # A subclass may tell another text each time it is asked.
+    stops = tuple(str.__str__(stop) for stop in items if isinstance(stop, str))
+    if len(stops) < len(items) or not all(stops):
         raise InvalidInputError(f"stop: {shown(value)}, expected a string, or a list of them, that are not empty")
     if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
         raise InvalidInputError(
-            f"stop: {len(stops)} strings of {sum(map(len, stops))} characters, "
+            f"stop: {len(given)} strings of {sum(map(len, stops))} characters or more, "
             f"expected at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}"
         )
-    return value if isinstance(value, str) else tuple(stops)
+    return stops[0] if isinstance(value, str) else stops

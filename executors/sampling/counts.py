@@ -11,6 +11,9 @@ from paged.executors.requests.request import Completion
 from paged.seq_id import SeqId
 from paged.staging import to_device
 
+# Of a vocabulary of 150,000 they take 48 MB; the 3 GB of 4,096 completions are given back when those have ended.
+_FEW_ROWS = 64
+
 
 class TokenCounts:
     """A row of each table a completion, brought up to date with the tokens that came since it was last asked for.
@@ -35,7 +38,7 @@ class TokenCounts:
         tokens: list[int] = []
         for completion in set(completions):
             row, known = self._rows[completion.seq_id], self._counted[completion.seq_id]
-            new = completion.output.token_ids[known:]
+            new = completion.token_ids[known:]
             rows += [row] * len(new)
             tokens += new
             self._counted[completion.seq_id] = known + len(new)
@@ -52,6 +55,8 @@ class TokenCounts:
         if row is not None:
             del self._counted[completion.seq_id]
             self._free.append(row)
+            if not self._rows and len(self.outputs) > _FEW_ROWS:
+                self.outputs, self.prompts, self._free = self.outputs[:0].clone(), self.prompts[:0].clone(), []
 
     def _add(self, completion: Completion) -> None:
         if not self._free:

@@ -16,11 +16,12 @@ from paged.executors.sampling.noise import exponential
 class TokenRules:
     """Which tokens may come, and by how much they are favoured; (row, token) pairs on the device, int64 [m] each.
 
-    allowed: in rows that occur here, only these tokens stay. bias: float32 [m], added to the logits of `biased`.
-    banned: these never come.
+    allowed: in `allowed_rows`, those that occur here, each once, only these tokens stay.
+    bias: float32 [m], added to the logits of `biased`. banned: these never come.
     """
 
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None
+    allowed_rows: torch.Tensor | None = None
     biased: tuple[torch.Tensor, torch.Tensor] | None = None
     bias: torch.Tensor | None = None
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -43,9 +44,10 @@ class Filters:
 
 def apply_rules_(logits: torch.Tensor, rules: TokenRules) -> torch.Tensor:
     """Masks and biases; what is masked becomes -inf."""
-    if rules.allowed is not None:
+    if rules.allowed is not None and rules.allowed_rows is not None:
         kept = logits[rules.allowed]
-        logits.index_fill_(0, rules.allowed[0], -torch.inf)
+        # Not by the pairs: a row that allows 150,000 tokens would be filled as many times, which takes 16 s.
+        logits.index_fill_(0, rules.allowed_rows, -torch.inf)
         logits[rules.allowed] = kept
     if rules.biased is not None and rules.bias is not None:
         logits.index_put_(rules.biased, rules.bias, accumulate=True)
@@ -66,7 +68,11 @@ def apply_penalties(
     in_output = output_counts > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_output | in_prompt, repeated, logits)
-    return logits - frequency * output_counts - presence * in_output
+    # Products and sums of finite penalties may leave float32: then a token is favoured, or not, as far as it reaches,
+    # where infinities of both signs would be NaN.
+    most = torch.finfo(logits.dtype).max
+    logits = logits - (frequency * output_counts).clamp_(-most, most) - presence * in_output
+    return logits.clamp_(max=most)
 
 
 def filter_(logits: torch.Tensor, filters: Filters) -> torch.Tensor:

@@ -14,7 +14,7 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     The rows of one forward are views of one matrix, in order: 256 of 150,000 logits would take 150 MB to copy.
     """
     base, width = rows[0]._base, rows[0].shape[-1]
-    if base is not None and base.dim() == 2 and base.is_contiguous() and base.shape[1] == width:
+    if base is not None and base.dim() == 2 and base.is_contiguous() and _is_row_of(rows[0], base):
         size = width * base.element_size()
         places = list(map(torch.Tensor.data_ptr, rows))
         first = (places[0] - base.data_ptr()) // size
@@ -24,3 +24,8 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
         if places == ends[:-1]:
             return base[first : first + (ends[-1] - places[0]) // size]
     return torch.cat([row.reshape(-1, width) for row in rows])
+
+
+def _is_row_of(row: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether it lies along the rows of `base`: a column of a square matrix begins at the same place."""
+    return row.shape[-1] == base.shape[1] and row.dtype == base.dtype and row.stride(-1) == 1

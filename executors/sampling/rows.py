@@ -26,7 +26,7 @@ class SamplingRows:
     hashed_seeds, filters: one row for each that is drawn.
     penalised, penalties: rows that have any, and of each repetition, presence and frequency, float32 [n, 1].
     with_minimum: rows whose end tokens may have to wait.
-    num_logprobs: the most that a row wants, None where none wants any.
+    with_logprobs: rows that want log probabilities, num_logprobs: the most that one wants, None where none wants any.
     """
 
     completions: list[Completion]
@@ -41,6 +41,7 @@ class SamplingRows:
     penalised: list[int]
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     with_minimum: list[int]
+    with_logprobs: list[int]
     num_logprobs: int | None
 
     @property
@@ -62,8 +63,9 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
     random = np.flatnonzero(is_drawn).tolist()
     penalised = [row for row, one in enumerate(params) if one.has_penalties]
     with_penalties = [params[row] for row in penalised]
-    allowed = [(row, token) for row, one in enumerate(params) for token in set(one.allowed_token_ids or ())]
-    biases = [(row, *pair) for row, one in enumerate(params) for pair in (one.logit_bias or {}).items()]
+    allowed = [(row, one.request.allowed_ids) for row, one in enumerate(completions) if one.params.allowed_token_ids]
+    biased = [(row, one.request.biases) for row, one in enumerate(completions) if one.params.logit_bias]
+    bias = np.concatenate([values for _, (_, values) in biased]) if biased else None
     return SamplingRows(
         completions=completions,
         prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
@@ -73,9 +75,10 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
         hashed_seeds=hash_seeds(np.array([completions[row].seed for row in random], np.uint64)),
         random=None if len(random) in (0, len(params)) else index_tensor(random, device),
         rules=TokenRules(
-            allowed=pair_tensors(allowed, device) if allowed else None,
-            biased=pair_tensors([(row, token) for row, token, _ in biases], device) if biases else None,
-            bias=to_device([np.array([value for *_, value in biases], np.float32)], device)[0] if biases else None,
+            allowed=row_pairs(allowed, device) if allowed else None,
+            allowed_rows=index_tensor([row for row, _ in allowed], device) if allowed else None,
+            biased=row_pairs([(row, tokens) for row, (tokens, _) in biased], device) if biased else None,
+            bias=None if bias is None else to_device([bias], device)[0],
         ),
         filters=_filters([params[row] for row in random], vocab_size, device),
         penalised=penalised,
@@ -85,6 +88,7 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
             _column(with_penalties, attrgetter("frequency_penalty"), device),
         ),
         with_minimum=[row for row, one in enumerate(params) if one.min_tokens],
+        with_logprobs=[row for row, one in enumerate(params) if one.logprobs is not None],
         num_logprobs=max((one.logprobs for one in params if one.logprobs is not None), default=None),
     )
 
@@ -98,6 +102,14 @@ def pair_tensors(pairs: Sequence[tuple[int, int]], device: torch.device) -> tupl
     """Pairs as two tensors to index with, int64 [n] each."""
     rows, tokens = to_device([np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1)], device)
     return rows, tokens
+
+
+def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
+    sizes = [len(tokens) for _, tokens in rows]
+    places = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
+    first, second = to_device([places, np.concatenate([tokens for _, tokens in rows])], device)
+    return first, second
 
 
 def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filters:

@@ -13,14 +13,8 @@ import torch
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
-from paged.executors.sampling.operations import (
-    apply_penalties,
-    apply_rules_,
-    draw,
-    filter_,
-    rejection_sample,
-)
-from paged.executors.sampling.rows import SamplingRows, index_tensor, pair_tensors, sampling_rows
+from paged.executors.sampling.operations import apply_penalties, apply_rules_, draw, filter_, rejection_sample
+from paged.executors.sampling.rows import SamplingRows, index_tensor, pair_tensors, row_pairs, sampling_rows
 from paged.kernels.layers.greedy_argmax import greedy_argmax
 from paged.staging import to_device
 
@@ -135,10 +129,10 @@ class Sampler:
         banned = []
         for row in rows.with_minimum:
             one = rows.completions[row]
-            if len(one.output.token_ids) + (len(extras[row]) if extras else 0) < one.params.min_tokens:
-                banned += [(row, token) for token in one.request.end_token_ids]
+            if len(one.token_ids) + (len(extras[row]) if extras else 0) < one.params.min_tokens:
+                banned.append((row, one.request.end_ids))
         if banned:
-            rules = replace(rules, banned=pair_tensors(banned, self._device))
+            rules = replace(rules, banned=row_pairs(banned, self._device))
         apply_rules_(logits, rules)
         if rows.penalised:
             index = index_tensor(rows.penalised, self._device)
@@ -175,16 +169,17 @@ class Sampler:
         sizes: Sequence[int],
     ) -> Sampled:
         """Tokens [n, k + 1], counts of accepted drafts and log probabilities in one copy, as float64, which holds ids
-        exactly. `logits` has `sizes` rows for each of the n.
+        exactly. `logits` has `sizes` rows for each of the n; only those that want log probabilities are read.
         """
         num, width = tokens.shape
         parts = [tokens, torch.zeros_like(tokens[:, 0]) if accepted is None else accepted]
-        most = 0
+        most, wanting = 0, rows.with_logprobs
         if rows.num_logprobs is not None:
             most = min(rows.num_logprobs, self._vocab_size)
             flat = [row * width + place for row, size in enumerate(sizes) for place in range(size)]
-            chosen = tokens.flatten()[index_tensor(flat, self._device)]
-            logprobs = logits.log_softmax(-1)
+            chosen = tokens.flatten()[index_tensor([flat[row] for row in wanting], self._device)]
+            asked = logits if len(wanting) == len(logits) else logits[index_tensor(wanting, self._device)]
+            logprobs = asked.log_softmax(-1)
             best = logprobs.topk(most)
             parts += [logprobs.gather(1, chosen.clamp(min=0)[:, None]), best.values, best.indices]
         host = torch.cat([part.double().flatten() for part in parts]).cpu().numpy()
@@ -193,14 +188,14 @@ class Sampler:
         kept_ids = [row[:count] for row, count in zip(ids, kept, strict=True)]
         if rows.num_logprobs is None:
             return Sampled(kept_ids)
-        total = len(logits)
+        total, lines = len(wanting), {row: line for line, row in enumerate(wanting)}
         own, values, indices = np.split(host[num * (width + 1) :], [total, total * (1 + most)])
         values, indices = values.reshape(total, most), indices.astype(np.int64).reshape(total, most)
         tables: list[list[dict[int, float]]] = []
         for tokens_kept, start in zip(kept_ids, [0, *accumulate(sizes[:-1])], strict=True):
             wanted = rows.completions[start].params.logprobs
             table = []
-            for line, token in enumerate(tokens_kept if wanted is not None else (), start):
+            for line, token in enumerate(tokens_kept if wanted is not None else (), lines.get(start, 0)):
                 best_of = zip(indices[line, :wanted].tolist(), values[line, :wanted].tolist(), strict=True)
                 table.append({token: float(own[line])} | dict(best_of))
             tables.append(table)

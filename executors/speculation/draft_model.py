@@ -12,6 +12,7 @@ from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
+from paged.executors.isolation import raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.row_matrix import row_matrix
@@ -62,7 +63,8 @@ class DraftModel:
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
         try:
             return self._propose(completions, limits)
-        except Exception:  # whatever a draft fails with, the target's tokens are right without it
+        except BaseException as error:  # whatever a draft fails with, the target's tokens are right without it
+            raise_exit(error)
             _LOG.exception("no drafts in this step")
             for completion in completions:
                 self.forget(completion)

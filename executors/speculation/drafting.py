@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from paged.errors import InvalidInputError
-from paged.executors.isolation import describe
+from paged.executors.isolation import describe, raise_exit
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts
@@ -25,10 +25,11 @@ def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: 
     """
     if proposer is None or not decodes:
         return None
-    limits = [one.request.max_tokens - len(one.output.token_ids) - 1 for one in decodes]
+    limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
     try:
         drafts = _checked(proposer.propose(decodes, limits), limits, vocab_size)
-    except Exception as error:
+    except BaseException as error:
+        raise_exit(error)
         _LOG.warning("no drafts in this step: %s", describe(error))
         drafts = Drafts([[] for _ in decodes])
     for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):

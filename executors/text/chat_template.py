@@ -11,11 +11,12 @@ from typing import Any
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.executors.text.template_process import render_bounded
+from paged.models.loading.checkpoint_files import is_there, read_text
 from paged.models.loading.hf_config import HfConfig
 from paged.printable import one_line
 
-# The longest template of those known has 30,000 characters.
-_LONGEST = 1 << 20
+# The longest template of those known has 30,000 characters, and no checkpoint has more than a handful.
+_LONGEST, _MOST_TEMPLATES = 1 << 20, 32
 # What a template may write: its own words, and the conversation some times over, indented JSON included.
 _OWN_CHARACTERS, _GROWTH = 1 << 19, 16
 _QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
@@ -44,11 +45,18 @@ class ChatTemplate:
             CheckpointError: a file is unreadable, or a template in it is no text.
         """
         file = folder / "tokenizer_config.json"
-        hf = HfConfig.read(folder, file.name) if file.is_file() else HfConfig({}, str(file))
-        paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        if (folder / "chat_template.jinja").is_file():
+        hf = HfConfig.read(folder, file.name) if is_there(file) else HfConfig({}, str(file))
+        more = folder / "additional_chat_templates"
+        try:
+            paths = {path.stem: path for path in sorted(more.glob("*.jinja"))}
+        except OSError as error:
+            raise CheckpointError(f"{more}: unreadable ({error})") from error
+        if is_there(folder / "chat_template.jinja"):
             paths["default"] = folder / "chat_template.jinja"
-        templates = {name: _text_of(path) for name, path in paths.items()} or _templates_within(hf)
+        if len(paths) > _MOST_TEMPLATES:
+            raise CheckpointError(f"{folder}: {len(paths)} chat templates, expected {_MOST_TEMPLATES} at most")
+        # A character has up to 4 bytes.
+        templates = {name: read_text(path, 4 * _LONGEST) for name, path in paths.items()} or _templates_within(hf)
         return cls(templates, _special_tokens(hf), str(folder))
 
     def literals(self) -> set[str]:
@@ -110,14 +118,6 @@ def _brief(value: object) -> str:
         return one_line(str(value) if isinstance(value, Exception) else repr(value), 200)
     except Exception:  # of a class of the caller's
         return type(value).__name__
-
-
-def _text_of(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(_LONGEST + 1)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: unreadable ({error})") from error
 
 
 def _templates_within(hf: HfConfig) -> dict[str, str]:

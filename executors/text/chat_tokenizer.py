@@ -14,15 +14,17 @@ from paged.errors import CheckpointError, InvalidInputError, PagedError, Unsuppo
 from paged.executors.text.chat_template import ChatTemplate, Message
 from paged.executors.text.special_tokens import SpecialTokens
 from paged.executors.text.tokenizer_limits import excess
+from paged.models.loading.checkpoint_files import read_text
 from paged.models.loading.end_tokens import read_eos_token_ids
+from paged.models.loading.load_options import as_folder
 from paged.printable import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 T = TypeVar("T")
-# The largest of those known, for a vocabulary of 262,144, has 33 MB.
-_MAX_BYTES = 256 << 20
+# The largest of those known, for a vocabulary of 262,144, has 33 MB and 2 million values.
+_MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
 
 
 class ChatTokenizer:
@@ -40,10 +42,11 @@ class ChatTokenizer:
         """Read a folder in Hugging Face layout; all but tokenizer.json may be missing.
 
         Raises:
-            CheckpointError: there is no tokenizer.json, or a file is malformed.
+            CheckpointError: there is no tokenizer.json, or a file is unreadable or malformed.
+            InvalidInputError: the path is none.
             UnsupportedError: the tokenizers package is not installed.
         """
-        folder = Path(path)
+        folder = as_folder("path", path)
         template = ChatTemplate.read(folder)
         return cls(_read_tokenizer(folder / "tokenizer.json"), template, read_eos_token_ids(folder))
 
@@ -136,12 +139,8 @@ def _read_tokenizer(file: Path) -> Tokenizer:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise UnsupportedError("texts need the tokenizers package: pip install 'paged[cli]'") from error
-    if not file.is_file():
-        raise CheckpointError(f"{file}: no such file")
-    if (size := file.stat().st_size) > _MAX_BYTES:
-        raise CheckpointError(f"{file}: {size} bytes, expected {_MAX_BYTES} at most")
+    text = read_text(file, _MAX_BYTES, _MAX_VALUES)
     try:
-        text = file.read_text(encoding="utf-8")
         # Before it is loaded, as what normalizes texts normalizes the added tokens then.
         if (reason := excess(json.loads(text))) is None:
             tokenizer = Tokenizer.from_str(text)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import shown
+
 # Tokens that may wait for the end of a character. One of UTF-8 has 4 bytes, so whatever waits for longer is no text.
 _MAX_PENDING = 16
 _CHARACTER_BYTES = 4
@@ -32,8 +35,8 @@ class Detokenizer:
         """The text that the tokens before `end` add to what was read before; `token_ids` only grows."""
         if end <= self._read:
             return ""
-        before = self._tokenizer.decode(token_ids[self._context : self._read])
-        after = self._tokenizer.decode(token_ids[self._context : end])
+        before = self._decode(token_ids[self._context : self._read])
+        after = self._decode(token_ids[self._context : end])
         if not is_last and after.endswith("\N{REPLACEMENT CHARACTER}"):
             if end - self._read < _MAX_PENDING:
                 return ""
@@ -41,10 +44,16 @@ class Detokenizer:
         self._context, self._read = self._read, end
         return after[len(before) :]
 
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(token_ids)
+        if not isinstance(text, str):
+            raise InvalidInputError(f"tokenizer: decode gave {shown(text)}, expected a text")
+        return str.__str__(text)
+
     def _finished(self, token_ids: list[int], end: int, after: str) -> tuple[int, str]:
         """As many of the tokens as end with a whole character, or with none, and their text."""
         for cut in range(end - _CHARACTER_BYTES + 1, end - 2 * _CHARACTER_BYTES, -1):
-            text = self._tokenizer.decode(token_ids[self._context : cut])
+            text = self._decode(token_ids[self._context : cut])
             if after.startswith(text):
                 return cut, text
         return end, after

@@ -10,7 +10,7 @@ from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.ops import ops
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
-from paged.kernels.common.checks import check_shape, refuse_gradients
+from paged.kernels.common.checks import check_shape, check_tensor, refuse_gradients
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_int
 
@@ -65,9 +65,11 @@ def cascade_attention(
         return (out, lse) if return_lse else out
     check_shape("q", q, ("num_tokens", "num_q_heads", "head_dim"))
     check_shape("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", "head_dim"))
-    check_shape("block_table", block_table, ("num_seqs", "max_blocks_per_seq"))
-    check_shape("seq_lens", seq_lens, (block_table.shape[0],))
-    check_shape("cu_seqlens_q", cu_seqlens_q, (block_table.shape[0] + 1,))
+    int32 = (torch.int32,)
+    check_tensor("block_table", block_table, ("num_seqs", "max_blocks_per_seq"), int32, q.device)
+    num_seqs = block_table.shape[0]
+    check_tensor("seq_lens", seq_lens, (num_seqs,), int32, q.device)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), int32, q.device)
     shared_prefix_len, return_lse = as_int("shared_prefix_len", shared_prefix_len), as_bool("return_lse", return_lse)
     block_size = k_cache.shape[1]
     longest = block_table.shape[1] * block_size

@@ -16,6 +16,7 @@ from paged.kernels.attention.torch_ops import paged_attention as torch_op
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
+    check_apart,
     check_dtype,
     check_is_tensor,
     check_last_dim_contiguous,
@@ -138,7 +139,7 @@ def paged_attention(
             signatures = tuple(map(signature, (*tensors.values(), out)))
             key = (*signatures, max_seqlen_q, softmax_scale, left, right, softcap, *flags)
             launches = plan.launches.get(key)
-        except AttributeError:  # something is no tensor or no plan, which the checks say better
+        except (AttributeError, RuntimeError):  # something is no tensor or no plan, which the checks say better
             pass
     if launches is None:
         _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
@@ -247,6 +248,7 @@ def _check_options(call: AttentionCall) -> None:
     check_tensor("out", call.out, call.q.shape, (call.q.dtype,), device)
     check_last_dim_contiguous("out", call.out)
     check_writable("out", call.out)
+    check_apart("out, q, k_cache, v_cache", (call.out,), (call.q, call.k_cache, call.v_cache), in_place=True)
     if call.is_causal is not None:
         check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
         check_last_dim_contiguous("causal", call.is_causal)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
@@ -14,11 +16,20 @@ CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
 def check_is_tensor(name: str, tensor: object) -> None:
-    """Raise InvalidInputError unless `tensor` is one whose elements lie in memory by strides."""
+    """Raise InvalidInputError unless `tensor` is one whose elements lie in memory by strides, as they are."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name}: {shown(tensor)}, expected a tensor")
-    if tensor.layout is not torch.strided:
-        raise InvalidInputError(f"{name}: layout {tensor.layout}, expected {torch.strided}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidInputError(f"{name}: layout {layout}, expected {torch.strided}")
+    if tensor.is_neg():  # kernels read memory, which holds what is still to be negated
+        raise InvalidInputError(f"{name}: a view that negates, expected its resolve_neg()")
+    try:
+        has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # torch.func's tensors and those of a trace stand for others
+        has_memory = False
+    if not has_memory and tensor.device.type != "meta":  # of "meta" `use_triton` and `check_device` speak
+        raise InvalidInputError(f"{name}: {type(tensor).__name__} without memory, expected one with values (no vmap)")
 
 
 def refuse_gradients(operation: str, *tensors: torch.Tensor | None) -> None:
@@ -35,7 +46,13 @@ def refuse_gradients(operation: str, *tensors: torch.Tensor | None) -> None:
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     """Raise InvalidInputError unless `tensor` has the expected shape; a str stands for any size and names the axis."""
     check_is_tensor(name, tensor)
+    _check_shape(name, tensor, expected)
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     shape = tensor.shape
+    if shape == expected:  # of no named axis, as a tuple or a shape
+        return
     if len(shape) == len(expected):
         for have, want in zip(shape, expected, strict=True):
             if have != want and not isinstance(want, str):
@@ -49,6 +66,10 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) 
 def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
     """Raise InvalidInputError unless `tensor` has one of the allowed dtypes."""
     check_is_tensor(name, tensor)
+    _check_dtype(name, tensor, allowed)
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in allowed:
         raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(str(d) for d in allowed)}")
 
@@ -72,19 +93,87 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInputError where elements of a tensor that is written to share memory, as in an expanded one."""
-    if 0 in tensor.stride() and any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every element in a place of its own")
+    """Raise InvalidInputError where elements of a tensor that is written to may share memory, as in an expanded one."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                expected = "every element in a place of its own"
+                raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected {expected}")
+            reach += stride * (size - 1)
+
+
+def check_apart(
+    names: str, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor | None] = (), *, in_place: bool = False
+) -> None:
+    """Raise InvalidInputError where a tensor that is written to shares memory with another; None is passed over.
+
+    Only on a CPU, as for ids. A kernel's programs run in any order, and would read now the old and now the new.
+
+    names: of the arguments, for the message. in_place: a tensor may be read where just it is written.
+    """
+    if written[0].device.type != "cpu":
+        return
+    tensors = [*written, *(tensor for tensor in read if tensor is not None)]
+    spans = list(map(_span, tensors))
+    ordered = sorted(spans)
+    if all(end <= start for (_, end), (start, _) in pairwise(ordered)):
+        return
+    for i, tensor in enumerate(written):
+        start, end = spans[i]
+        for j in range(i + 1, len(tensors)):
+            first, last = spans[j]
+            if first < end and start < last:
+                other = tensors[j]
+                is_same = start == first and tensor.shape == other.shape and tensor.stride() == other.stride()
+                if not (in_place and j >= len(written) and is_same) and _share_memory(tensor, other):
+                    raise InvalidInputError(f"{names}: two of them share memory, expected each in a place of its own")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first element to behind the last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    if tensor.numel() == 0:
+        return start, start
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+class _Elements:
+    """Where a tensor's elements lie, as NumPy understands it of any type and size."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "typestr": f"|V{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+        }
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an element of one lies where one of the other does: keys and values of one buffer interleave, and do not.
+    What takes too long to find out is taken for sharing.
+    """
+    try:
+        return np.shares_memory(np.asarray(_Elements(one)), np.asarray(_Elements(other)), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def check_tensor(
     name: str, tensor: torch.Tensor, expected: Sequence[int | str], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
     """`check_shape`, `check_dtype` and `check_device` in one call."""
-    check_shape(name, tensor, expected)
-    check_dtype(name, tensor, *dtypes)
+    check_is_tensor(name, tensor)
+    _check_shape(name, tensor, expected)
+    _check_dtype(name, tensor, dtypes)
     check_device(name, tensor, device)
 
 

@@ -12,7 +12,9 @@ def signature(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
     """What a tensor must have in common with another to take its place in a `Launch`."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+    address = tensor.data_ptr()  # 0: an empty one, or one without memory, which the checks tell apart
+    alignment = address % 16 if address else None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment, tensor.is_neg()
 
 
 class Launch:

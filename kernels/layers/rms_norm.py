@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, refuse_gradients
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_apart,
+    check_dtype,
+    check_eps,
+    check_tensor,
+    refuse_gradients,
+)
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.grid import num_warps
@@ -67,9 +74,12 @@ def rms_norm(
     hidden_size, eps = _check(x, weight), check_eps(eps)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    check_tensor("out", out, x.shape, (x.dtype,), x.device)
-    if not out.is_contiguous():
-        raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
+    else:
+        check_tensor("out", out, x.shape, (x.dtype,), x.device)
+        if not out.is_contiguous():
+            raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
+        check_apart("out, weight", (out,), (weight,))
+        check_apart("out, x", (out,), (x,), in_place=True)
     if not use_triton(x):
         return torch_op.rms_norm(x, weight, eps, out=out)
     _launch(x.reshape(-1, hidden_size), None, weight, out.view(-1, hidden_size), eps)
@@ -96,6 +106,7 @@ def fused_add_rms_norm(
     check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
     if not (x.is_contiguous() and residual.is_contiguous()):
         raise InvalidInputError(f"x, residual: strides {x.stride()}, {residual.stride()}, expected contiguous tensors")
+    check_apart("x, residual, weight", (x, residual), (weight,))
     if not use_triton(x):
         return torch_op.fused_add_rms_norm(x, residual, weight, eps)
     rows = x.view(-1, hidden_size)

@@ -39,7 +39,7 @@ class LoraBatch:
         check_contiguous("rows", self.rows)
         check_contiguous("slots", self.slots)
         if self.rows.device.type == "cpu":
-            ordered = self.rows.flatten().sort().values
+            ordered = self.rows[self.slots >= 0].flatten().sort().values  # blocks of no adapter are padding
             is_twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
             if is_twice.any():
                 row = int(ordered[1:][is_twice][0])

@@ -63,7 +63,8 @@ def rope_config(hf: HfConfig, *, theta: float = 10000.0, default: Mapping[str, A
         CheckpointError: a value is missing or malformed.
     """
     parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
-    given = next((one for one in (scaling, parameters) if one is not None and one.values), None)
+    # Empty parameters are parameters, those of a plain rotation; an empty scaling is none.
+    given = scaling if scaling is not None and scaling.values else parameters
     if given is None:
         given = HfConfig({} if default is None else default, hf.source)
     return scaled_rope(hf, given, hf.number("rope_theta", theta))
@@ -112,7 +113,7 @@ def _yarn(section: HfConfig, factor: float, original_max_positions: int) -> tupl
         beta_fast=section.number("beta_fast", 32.0, may_be_zero=True) or 32.0,
         beta_slow=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
         original_max_positions=original_max_positions,
-        truncate=section.flag("truncate", True),
+        truncate=section.flag("truncate", "truncate" not in section.values),  # null is false in transformers
     )
     weights = [section.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")]
     default = magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1.0)
@@ -165,7 +166,9 @@ def _kept_by_yarn(scaling: YarnScaling, theta: float, head_dim: int) -> torch.Te
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     index = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    return 1 - ((index - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    # Ends in reverse, as beyond either end of the head or with beta_fast below beta_slow, are divided by all the same:
+    # the models are run so by everybody.
+    return 1 - ((index - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 
 def rope_table(config: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:

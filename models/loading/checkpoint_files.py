@@ -32,6 +32,32 @@ def regular_size(file: Path) -> int:
     return status.st_size
 
 
+def is_there(file: Path) -> bool:
+    """Whether a folder has a file of this name, be it a pipe, a folder or a link that leads nowhere: what is there and
+    cannot be read is an error for `regular_size`, and not as if it were missing.
+    """
+    return os.path.lexists(file)
+
+
+def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> str:
+    """What a regular file holds, in UTF-8; with most_values as JSON of so many values at the most.
+
+    Raises:
+        CheckpointError: it is missing, no regular file, not UTF-8, or too large.
+    """
+    size = regular_size(file)
+    if size > most_bytes:
+        raise CheckpointError(f"{file}: {size} bytes, expected at most {most_bytes}")
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(size)  # files of /proc have size 0 and no end
+        if most_values is not None and sum(map(data.count, (b",", b"[", b"{"))) > most_values:
+            raise CheckpointError(f"{file}: unreadable (more than {most_values} values)")
+        return data.decode()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: unreadable ({error})") from error
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds. NaN and infinities are numbers, as Python writes them; of two values of one
     key the last counts, as everywhere in this field.
@@ -39,16 +65,10 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, no regular file, not JSON in UTF-8 or no object, too large, or nested too deep.
     """
-    size = regular_size(file)
-    if size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{file}: {size} bytes, expected at most {_MAX_JSON_BYTES}")
+    text = read_text(file, _MAX_JSON_BYTES, _MAX_JSON_VALUES)
     try:
-        with file.open("rb") as opened:
-            text = opened.read(size)  # files of /proc have size 0 and no end
-        if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
-            raise CheckpointError(f"{file}: unreadable (more than {_MAX_JSON_VALUES} values)")
-        values = json.loads(text.decode())
-    except (OSError, ValueError) as error:
+        values = json.loads(text)
+    except ValueError as error:
         raise CheckpointError(f"{file}: unreadable ({error})") from error
     except RecursionError:
         raise CheckpointError(f"{file}: unreadable (nested too deep)") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paged.errors import CheckpointError
+from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.printable import one_line
 
@@ -13,10 +14,10 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """From generation_config.json, else config.json, as in transformers; either may hold one id or several.
 
     Raises:
-        CheckpointError: a file is malformed, or holds something else.
+        CheckpointError: a file is unreadable or malformed, or holds something else.
     """
     for name in ("generation_config.json", "config.json"):
-        if not (folder / name).is_file():
+        if not is_there(folder / name):
             continue
         found = HfConfig.read(folder, name).values.get("eos_token_id")
         if found is None:

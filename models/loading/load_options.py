@@ -25,7 +25,10 @@ def as_folder(name: str, value: object) -> Path:
     Raises:
         InvalidInputError: it is none, or no system could open it.
     """
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    except Exception:  # of a class of the caller's
+        path = None
     if not isinstance(path, str) or "\0" in path:
         raise InvalidInputError(f"{name}: {shown(value)}, expected the path of a folder")
     return Path(path)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from paged.errors import CheckpointError
 from paged.kernels.common.scalars import shown
-from paged.models.loading.checkpoint_files import read_json, regular_size
+from paged.models.loading.checkpoint_files import is_there, read_json, regular_size
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
@@ -24,6 +24,8 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 # Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_SHOWN = 200
+# The largest published checkpoints have 200.
+_MOST_FILES, _MAX_NAME = 4096, 1024
 
 
 class Slot(Protocol):
@@ -205,10 +207,10 @@ def plain(text: str) -> str:
 
 def _files(folder: Path) -> dict[Path, set[str]]:
     """The files of a checkpoint, each with the tensors an index promises there."""
-    if (folder / _SINGLE).is_file():
+    if is_there(folder / _SINGLE):
         return {folder / _SINGLE: set()}
     index = folder / _INDEX
-    if not index.is_file():
+    if not is_there(index):
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         reason = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "neither is there"
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
@@ -219,15 +221,23 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: unreadable, or without a weight_map object")
     files: dict[Path, set[str]] = {}
+    found: dict[Any, Path] = {}
     for name, entry in weight_map.items():
-        files.setdefault(_inside(folder, name, entry, index), set()).add(name)
+        # Entries of other kinds are no keys; those of strings are looked up in the file system once each.
+        file = found.get(entry) if isinstance(entry, str) else None
+        if file is None:
+            file = found[entry] = _inside(folder, name, entry, index)
+        if len(found) > _MOST_FILES:
+            raise CheckpointError(f"{index}: more than {_MOST_FILES} files, which no checkpoint has")
+        files.setdefault(file, set()).add(name)
     return files
 
 
 def _inside(folder: Path, name: str, entry: Any, index: Path) -> Path:
     """The file an index entry names. A plain name may be a symlink, as the Hub's cache makes them."""
     name = plain(name)
-    if not isinstance(entry, str) or "\0" in entry or Path(entry).is_absolute():
+    # What is not printable could do something to a terminal that shows a message with the file's name.
+    if not isinstance(entry, str) or not entry.isprintable() or len(entry) > _MAX_NAME or Path(entry).is_absolute():
         raise CheckpointError(f"{name}: {shown(entry)} in {index} is no relative file name")
     file = folder / entry
     if Path(entry).name != entry:

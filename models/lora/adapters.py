@@ -14,6 +14,7 @@ import torch
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, InvalidInputError
+from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.decoder import Linear
@@ -172,7 +173,7 @@ class LoraAdapters:
 
     def _check_new(self, name: str) -> None:
         if not isinstance(name, str) or not name:
-            raise InvalidInputError(f"name: {name!r}, expected a text that is not empty")
+            raise InvalidInputError(f"name: {shown(name)}, expected a text that is not empty")
         if name in self._loaded:
             raise InvalidInputError(f"adapter {name!r}: loaded already")
         if len(self._loaded) == self.max_loras:
@@ -184,8 +185,8 @@ class LoraAdapters:
             )
 
     def _check_loaded(self, name: str) -> None:
-        if name not in self._loaded:
-            raise InvalidInputError(f"adapter {name!r}: not loaded, loaded are {list(self._loaded)}")
+        if not isinstance(name, str) or name not in self._loaded:
+            raise InvalidInputError(f"adapter {shown(name)}: not loaded, loaded are {list(self._loaded)}")
 
     def _holders(self, name: str) -> list[KvCacheHandle]:
         return [handle for handle in self._kv_manager.handles() if _owner(handle.namespace) == name]

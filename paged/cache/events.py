@@ -48,8 +48,8 @@ CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 
 
 class Notifier:
-    """The cache's lock as a context manager, and what happens when its outermost holder leaves it: by an exception, all
-    that `undo` knows of is taken back; otherwise callbacks are told.
+    """The cache's lock as a context manager, and what happens when a holder leaves it: by an exception, all that `undo`
+    knows of since it came is taken back; otherwise callbacks are told, once the outermost leaves.
 
     Every listener hears of everything in order: whoever leaves the lock while a delivery is under way adds to it. An
     error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
@@ -59,6 +59,8 @@ class Notifier:
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
         self._lock = RLock()
         self._depth = 0
+        # Of each call within a call, as one that a caller's own code makes: where undo log and events stood.
+        self._marks: list[tuple[tuple[int, int], int]] = []
         self.undo = UndoLog()
         self._events: list[CacheEvent] = []
         self._pressure = pressure
@@ -92,6 +94,8 @@ class Notifier:
     def __enter__(self) -> None:
         self._lock.acquire()
         self._depth += 1
+        if self._depth > 1:
+            self._marks.append((self.undo.mark, len(self._events)))
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         deliver = False
@@ -105,6 +109,11 @@ class Notifier:
                 self._queue()
                 deliver = bool(self._calls) and not self._is_delivering
                 self._is_delivering |= deliver
+            else:
+                mark, num_events = self._marks.pop()
+                if exc_type is not None:
+                    del self._events[num_events:]
+                    self.undo.undo_to(mark)
         finally:
             self._depth -= 1
             self._lock.release()

@@ -11,7 +11,7 @@ from paged.cache.blocks.pool import BlockPool
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
-from paged.seq_id import SeqId
+from paged.seq_id import SeqId, given_namespace
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ class KvCacheHandle:
     @property
     def namespace(self) -> Hashable:
         """Sequences share K/V within one namespace: adapter, model, tenant."""
-        return self._state.namespace
+        return given_namespace(self._state.namespace)
 
     @property
     def is_valid(self) -> bool:

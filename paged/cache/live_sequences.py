@@ -20,6 +20,7 @@ from paged.kernels.common.scalars import as_int, shown
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import MAX_TOKEN_IDS
 
+RequestColumns = tuple[list[SeqId], list[int], list[int | None]]
 _ID_TYPES = {str, int}
 _LENGTH_TYPES = {int, type(None)}
 _NO_LENGTH = {type(None)}
@@ -94,15 +95,15 @@ class LiveSequences:
             raise StaleHandleError(f"handle: {state.request_id!r} is swapped out")
         return state
 
-    def requested(self, requests: Iterable[KvSlotRequest]) -> tuple[list[SequenceState], list[int], list[int] | None]:
-        """The sequences of requests that are well formed, their target lengths, and those that are checked for fit,
-        None where they are the same.
+    def requested(self, columns: RequestColumns) -> tuple[list[SequenceState], list[int], list[int] | None]:
+        """The sequences of requests, as `as_columns` makes them, their target lengths, and those that are checked for
+        fit, None where they are the same.
 
         Raises:
             InvalidInputError, StaleHandleError, SequenceTooLongError: one is not.
         """
         handles, longest = self.handles, self._max_seq_len
-        cache_ids, targets, admissions = _columns(requests)
+        cache_ids, targets, admissions = columns
         states = []
         for cache_id, target, admission in zip(cache_ids, targets, admissions, strict=True):
             handle = handles.get(cache_id)
@@ -128,7 +129,7 @@ class LiveSequences:
         return states, targets, [target if admission is None else admission for target, admission in pairs]
 
     def of_step(
-        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]], *, any_swapped: bool
+        self, handles: list[KvCacheHandle], counts: list[Any], *, any_swapped: bool
     ) -> tuple[list[SequenceState], NDArray[np.int64]]:
         """The sequences of a step, all of them able to run, and how many tokens each gets.
 
@@ -137,7 +138,6 @@ class LiveSequences:
         Raises:
             InvalidInputError, StaleHandleError: one is unknown, freed, swapped out, given twice or gets less than none.
         """
-        handles, counts = as_pairs("items", items, self._item_tokens)
         states = [handle._state for handle in handles]
         is_owned = self.table.owns(states)
         if not is_owned or any_swapped:
@@ -145,9 +145,16 @@ class LiveSequences:
                 self.state(handle)
         if not is_owned:
             raise InvalidInputError("items: a sequence is given twice")
-        if not set(map(type, counts)) <= {int} or min(counts, default=0) < 0 or max(counts, default=0) > MAX_TOKEN_IDS:
+        different = set(counts) if set(map(type, counts)) <= {int} else None  # a decode step: all are 1
+        if different is None or min(different, default=0) < 0 or max(different, default=0) > MAX_TOKEN_IDS:
             counts = [as_int("items: new tokens", count, high=MAX_TOKEN_IDS) for count in counts]
         return states, np.array(counts, np.int64)
+
+    def step_pairs(
+        self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
+    ) -> tuple[list[KvCacheHandle], list[Any]]:
+        """The handles of a step, and how many tokens each gets. Without the lock, as it runs the caller's code."""
+        return as_pairs("items", items, self._item_tokens)
 
     def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:
         handle = item.kv_cache or self.handles.get(item.seq_id)
@@ -168,7 +175,7 @@ def as_pairs(
         pairs = list(items)
         if convert is not None and pairs and isinstance(pairs[0], UnifiedBatchItem):
             pairs = list(map(convert, pairs))
-        handles, others = [handle for handle, _ in pairs], [other for _, other in pairs]
+        handles, others = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
     except (PagedError, MemoryError):
         raise
     except Exception as error:
@@ -178,8 +185,10 @@ def as_pairs(
     return handles, others
 
 
-def _columns(requests: Iterable[KvSlotRequest]) -> tuple[list[SeqId], list[int], list[int | None]]:
-    """Ids, target and admission lengths of requests, each of the type it should be."""
+def as_columns(requests: Iterable[KvSlotRequest]) -> RequestColumns:
+    """Ids, target and admission lengths of requests, each of the type it should be. Without the lock, as it runs the
+    caller's code.
+    """
     try:
         rows = list(requests)
         cache_ids, targets, admissions = map(list, zip(*rows, strict=True)) if rows else ([], [], [])

@@ -15,7 +15,7 @@ from paged.cache.events import CacheEvent, MemoryPressure, Notifier
 from paged.cache.inspection import KvInspection
 from paged.cache.integrity import check_integrity
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
-from paged.cache.live_sequences import LiveSequences, as_pairs
+from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.sliding_window import SlidingWindow
@@ -27,7 +27,7 @@ from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
-from paged.seq_id import SeqId, as_namespace, as_seq_id
+from paged.seq_id import SeqId, as_namespace, as_seq_id, given_namespace
 from paged.staging import to_device
 from paged.token_ids import as_token_ids
 
@@ -249,8 +249,9 @@ class PagedKvCacheManager:
             SequenceTooLongError: beyond `max_seq_len`.
             OutOfBlocksError: the pool cannot supply the room.
         """
+        columns = as_columns(requests)
         with self._guard:
-            states, targets, highest = self._sequences.requested(requests)
+            states, targets, highest = self._sequences.requested(columns)
             if highest is not None:
                 self._slots.require(states, highest)
             return self._slots.reserve(states, targets)
@@ -284,7 +285,7 @@ class PagedKvCacheManager:
     def namespaces(self) -> tuple[Hashable, ...]:
         """Those in which a prompt can begin with a published block; one that holds none any more takes no memory."""
         with self._guard:
-            return tuple(self._prefixes.index.namespaces)
+            return tuple(map(given_namespace, self._prefixes.index.namespaces))
 
     def forget_namespace(self, namespace: Hashable) -> None:
         """Let no sequence of a namespace begin with what was published in it so far; those blocks age and go.
@@ -295,7 +296,7 @@ class PagedKvCacheManager:
         namespace = as_namespace("namespace", namespace)
         with self._guard:
             for handle in self._handles.values():
-                if handle.namespace == namespace and handle.num_tokens:
+                if handle.num_tokens and handle._state.namespace == namespace:
                     raise InvalidInputError(f"namespace: {shown(namespace)} is in use by {handle.request_id!r}")
             self._prefixes.index.forget_root(namespace)
 
@@ -367,18 +368,24 @@ class PagedKvCacheManager:
             InvalidInputError: a sequence is unknown, given twice, or has no room for its tokens.
             OutOfBlocksError: a shared block would have to be copied, and none is free; not after `reserve`.
         """
+        pairs = self._sequences.step_pairs(items)
         with self._guard:  # to its end: a copy that was made for a step that cannot be described is taken back
-            host = self.host_metadata(items)
+            host = self._host_metadata(*pairs)
             return host.over(to_device(host.arrays, self.device))
 
     def host_metadata(self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]) -> HostMetadata:
         """`build_metadata` before it goes to the device."""
+        pairs = self._sequences.step_pairs(items)
         with self._guard:
-            states, query_lens = self._sequences.of_step(items, any_swapped=self._swap.num_sequences > 0)
-            lengths = np.array([state.num_tokens for state in states], np.int64)
-            self._slots.make_ready(states, (lengths + query_lens).tolist())
-            table = self._sequences.table.gather(states)
-            return make_host_metadata(lengths, query_lens, table, self.config.block_size)
+            return self._host_metadata(*pairs)
+
+    def _host_metadata(self, handles: list[KvCacheHandle], counts: list[Any]) -> HostMetadata:
+        any_swapped = self._swap.num_sequences > 0
+        states, query_lens = self._sequences.of_step(handles, counts, any_swapped=any_swapped)
+        lengths = np.array([state.num_tokens for state in states], np.int64)
+        self._slots.make_ready(states, (lengths + query_lens).tolist())
+        table = self._sequences.table.gather(states)
+        return make_host_metadata(lengths, query_lens, table, self.config.block_size)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor

@@ -11,6 +11,8 @@ from paged.cache.prefix.chain import forget_new_ids, pack
 from paged.cache.prefix.index import PrefixIndex
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import shown
+from paged.seq_id import given_namespace
 
 
 class PrefixCache:
@@ -98,14 +100,14 @@ class PrefixCache:
             if hashes:
                 parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
                 token_ids = tuple(chain.ids[first * block_size : (first + len(hashes)) * block_size])
-                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
+                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, given_namespace(state.namespace)))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""
         if giver is taker:
             raise InvalidInputError("target: the same sequence as source")
         if giver.namespace != taker.namespace:
-            raise InvalidInputError(f"target: namespace {taker.namespace!r}, expected {giver.namespace!r}")
+            raise InvalidInputError(f"target: namespace {shown(taker.namespace)}, expected {shown(giver.namespace)}")
         if taker.num_tokens > 0:
             raise InvalidInputError(f"target: holds {taker.num_tokens} tokens, expected an empty sequence")
         num_tokens = num_blocks * self._block_size

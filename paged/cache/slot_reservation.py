@@ -140,10 +140,10 @@ class KvSlotReservation:
             InvalidInputError: committed, rolled back or left before; token_ids are not as many as the new tokens of
                 each sequence, or not integers of 32 bits. The reservation stays as it is.
         """
+        new_ids = None if token_ids is None else self._new_ids(token_ids)  # without the lock: it runs the caller's code
         with self._guard:
             if not self._is_open:
                 raise InvalidInputError("commit: the reservation is closed")
-            new_ids = None if token_ids is None else self._new_ids(token_ids)
             grown, starts, targets = self._states, self._starts, self._targets
             if not self._is_whole:
                 is_ours = [state.reservation is self for state in self._states]

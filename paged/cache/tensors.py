@@ -12,7 +12,7 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import InvalidInputError
 from paged.kernels.cache.copy_blocks import copy_blocks
 from paged.kernels.cache.torch_ops.reshape_and_cache import scaled_cast
-from paged.kernels.common.checks import check_shape
+from paged.kernels.common.checks import check_is_tensor, check_shape
 from paged.kernels.common.scalars import as_int, shown
 
 
@@ -23,6 +23,8 @@ class KvCacheTensors:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type")
+        if dtype is torch.float4_e2m1fn_x2:
+            raise InvalidInputError(f"dtype: {dtype}, expected a type of one value an element")
         self._num_layers = config.num_layers
         per_block = (config.block_size, config.num_kv_heads, config.head_dim)
         shape = config.num_layers, 2, config.num_blocks + 1, *per_block
@@ -39,6 +41,8 @@ class KvCacheTensors:
         except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
             where = "" if config.device is None else f" on {shown(config.device)}"
             raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
+        if self.storage.is_meta:
+            raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
         self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
         # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
         self._bytes = self.storage.view(torch.uint8)
@@ -109,7 +113,8 @@ class KvCacheTensors:
             InvalidInputError: they are no tensors, or not of these shapes and the same num_tokens.
         """
         for name, rows in (("key", key), ("value", value)):
-            if not isinstance(rows, torch.Tensor) or rows.is_complex() or rows.is_meta:
+            check_is_tensor(name, rows)
+            if rows.is_complex() or rows.is_quantized or rows.is_meta:
                 raise InvalidInputError(f"{name}: {shown(rows)}, expected a tensor of real numbers")
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]

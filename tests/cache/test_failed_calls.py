@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -169,3 +171,86 @@ def test_failure_anywhere_changes_nothing(name: str, device: torch.device) -> No
     manager.check_integrity()
     if name not in ("commit ids", "append"):  # of nothing, but it is what they would check first
         assert everything(manager) != before
+
+
+@pytest.mark.parametrize("outer", ["reserve", "build_metadata", "commit", "append_tokens"])
+def test_a_call_within_a_call_fails_alone(outer: str, cache: Cache) -> None:
+    """The caller's iterable calls the cache: without the lock, and what fails there is taken back there."""
+    manager = cache.manager
+    handle = cache.run("a", range(9))
+    room = manager.reserve([KvSlotRequest("a", 10)])
+    threads: list[bool] = []
+
+    def calls_back(item: Any) -> Any:
+        other = threading.Thread(target=manager.stats, daemon=True)
+        other.start()
+        other.join(20)
+        threads.append(not other.is_alive())
+        before = everything(manager)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manager._sequences.table, "add", _fail)
+            with pytest.raises(ArithmeticError):
+                manager.allocate("b", token_ids=list(range(13)))
+        assert everything(manager) == before
+        yield item
+
+    match outer:
+        case "reserve":
+            manager.reserve(calls_back(KvSlotRequest("a", 11)))
+        case "build_metadata":
+            manager.build_metadata(calls_back((handle, 1)))
+        case "commit":
+            room.commit(calls_back([9]))
+        case "append_tokens":
+            manager.append_tokens(calls_back((handle, [8])))
+    assert threads == [True]
+    manager.check_integrity()
+    assert manager.get_handle("b") is None
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("is_overwriting", [False, True])
+@pytest.mark.parametrize("is_outer_failing", [False, True])
+def test_a_failed_call_within_a_call_is_undone_to_where_it_began(
+    is_outer_failing: bool, is_overwriting: bool, cache: Cache
+) -> None:
+    """Events included, and whichever way the outer call ends; blocks that were overwritten stay evicted."""
+    manager = cache.manager
+    first = cache.run("a", range(9))
+    cache.free(cache.run("b", range(20, 29)))
+    before = everything(manager)
+
+    def inner() -> None:
+        with manager._guard:
+            fork = manager.get_handle("c")
+            assert fork is not None
+            manager.evict(1)
+            manager.truncate(fork, 2)
+            if not is_overwriting:
+                manager.allocate("d", token_ids=list(range(20, 30)))
+            else:
+                manager.extend(fork, 4 * (manager._pool.num_free - 1))
+            raise ArithmeticError
+
+    def outer() -> None:
+        with manager._guard:
+            manager.fork(first, "c")
+            forked = everything(manager)
+            with pytest.raises(ArithmeticError):
+                inner()
+            assert is_overwriting or everything(manager) == forked
+            assert everything(manager)["handles"] == forked["handles"]
+            manager.check_integrity()
+            if is_outer_failing:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) if is_outer_failing else contextlib.nullcontext():
+        outer()
+    manager.check_integrity()
+    assert (manager.get_handle("c") is None) == is_outer_failing
+    if is_outer_failing:
+        assert everything(manager)["handles"] == before["handles"]
+    assert (cache.found(range(20, 29)) == 8) != is_overwriting

@@ -14,6 +14,7 @@ from paged.kernels.cache import reference as cache_reference
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
+from paged.kernels.moe.routing import Routing
 
 Arguments = dict[str, Any]
 Answer = tuple[torch.Tensor, ...]
@@ -179,6 +180,27 @@ def _states() -> Arguments:
     return {"out_a": out_a, "lse_a": lse[0], "out_b": out_b, "lse_b": lse[1]}
 
 
+def _fused_add_expected(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Answer:
+    total = (residual.double() + x.double()).to(residual.dtype)
+    return layers_reference.rms_norm(total, weight, eps), total.double()
+
+
+def _routed_and_aligned(router_logits: torch.Tensor, top_k: int, block_size: int, **options: Any) -> Answer:
+    routing = Routing(top_k, renormalize=options.pop("renormalize", True))
+    weights, ids, aligned = paged.route_and_align(router_logits, routing, block_size, **options)
+    used = int(aligned.num_tokens_post_padded)
+    return weights, ids, aligned.sorted_token_ids[:used], aligned.expert_ids[: used // int(block_size)]
+
+
+def _routed_and_aligned_expected(
+    router_logits: torch.Tensor, top_k: int, block_size: int, renormalize: bool = True,
+    num_local_experts: int | None = None,
+) -> Answer:  # fmt: skip
+    weights, ids = moe_reference.route_tokens(router_logits, top_k, renormalize=renormalize)
+    num_experts = router_logits.shape[1] if num_local_experts is None else int(num_local_experts)
+    return weights, ids, *_alignment_expected(ids, block_size, num_experts)[:2]
+
+
 _FLAGS: dict[str, Callable[[Any], Any]] = {"interleaved": bool}
 CALLS = {
     "paged_attention": Call(
@@ -208,6 +230,18 @@ CALLS = {
         paged.route_tokens,
         moe_reference.route_tokens,
         {"top_k": int, "routed_scaling_factor": float, "renormalize": bool, "num_shared_experts": int},
+    ),
+    "fused_add_rms_norm": Call(
+        lambda: {"x": torch.randn(5, 24), "residual": torch.randn(5, 24), "weight": torch.rand(24)},
+        paged.fused_add_rms_norm,
+        _fused_add_expected,
+        {"eps": float},
+    ),
+    "route_and_align": Call(
+        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2, "block_size": 4},
+        _routed_and_aligned,
+        _routed_and_aligned_expected,
+        {"top_k": int, "block_size": int, "renormalize": bool},
     ),
     "add_lora": Call(_adapters, _adapted, _adapted_expected),
     "copy_blocks": Call(

@@ -140,6 +140,9 @@ INDICES = st.fixed_dictionaries(
                     "'\"norm.safetensors\"'",
                     "'\"config.json\"'",
                     "'\"./norm.safetensors\"'",
+                    "'\"a/\\\\ud800\"'",
+                    "'\"\\\\u001b[2J\"'",
+                    "'\"' + 'a/' * 5000 + '\"'",
                 ]
             ),
         ),
@@ -166,6 +169,32 @@ def test_index_fields(case: dict[str, Any], sharded: Path, unchanged: dict[str, 
     changed = with_field(json.loads((sharded / index).read_text()), case["path"], value(case["text"]))
     outcome = load_changed(sharded, {index: changed})
     assert outcome.error is not None or outcome.result[0] == unchanged["mistral"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("a/\ud800", "is no relative file name"),
+        ("\x1b[2J", "is no relative file name"),
+        ("a/" * 5000, "is no relative file name"),
+        ("a/b", "missing"),
+        ("a/../..", "lies outside"),
+    ],
+)
+def test_files_that_an_index_names(entry: str, message: str, sharded: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": entry}}
+    error = str(load_changed(sharded, {"model.safetensors.index.json": json.dumps(index).encode()}).error)
+    assert message in error
+    assert "\x1b" not in error
+    assert len(error) < 2000
+
+
+def test_an_index_of_many_files(sharded: Path) -> None:
+    """None is looked up twice, and there are no more than a checkpoint can have."""
+    for names, message in ((range(300_000), "more than 4096 files"), ([0] * 300_000, "missing")):
+        weight_map = {f"t{number}": f"a/{name}" for number, name in enumerate(names)}
+        index = json.dumps({"weight_map": weight_map}).encode()
+        assert message in str(load_changed(sharded, {"model.safetensors.index.json": index}).error)
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,27 @@ class SilentError(Exception):
         raise RuntimeError("no message")
 
 
-ERRORS: dict[str, type[Exception]] = {
+class PanicException(BaseException):
+    """No `Exception`, as what tokenizers and other extensions in Rust raise when they panic."""
+
+
+ERRORS: dict[str, type[BaseException]] = {
     one.__name__: one
-    for one in (RuntimeError, MemoryError, KeyError, StopIteration, RecursionError, AssertionError, SilentError)
+    for one in (
+        RuntimeError,
+        MemoryError,
+        KeyError,
+        StopIteration,
+        RecursionError,
+        AssertionError,
+        SilentError,
+        PanicException,
+        asyncio.CancelledError,
+        GeneratorExit,
+    )
 }
+# Where a signal cannot have raised them, they too are of whoever was called.
+EXITS: dict[str, type[BaseException]] = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit}
 VICTIM = [4, 4, 8]
 
 
@@ -161,7 +178,7 @@ def install(case: dict[str, Any], patch: Patch) -> None:
         )
 
     def fail() -> None:
-        raise ERRORS[case["error"]]("a fault")
+        raise (ERRORS | EXITS)[case["error"]]("a fault")
 
     patch.setenv("PAGED_BACKEND", "torch")
     FAULTS[case["fault"]](patch, is_victim, fail)
@@ -196,7 +213,12 @@ def test_faults_of_one_completion(case: dict[str, Any]) -> None:
         check_empty(engine)
 
 
-@fuzz(CASES.map(lambda case: case | {"drafts": False}), examples=40)
+STREAM_CASES = st.tuples(CASES, st.sampled_from([*ERRORS, *EXITS])).map(
+    lambda case: case[0] | {"drafts": False, "error": case[1]}
+)
+
+
+@fuzz(STREAM_CASES, examples=50)
 def test_faults_of_one_stream(case: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         install(case, patch)
@@ -267,6 +289,24 @@ def test_what_gives_back_may_raise(monkeypatch: Patch) -> None:
         run_to_end(engine)
         check_neighbours(outputs)
     check_empty(engine)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_exit_leaves_a_sound_engine(error: type[BaseException], monkeypatch: Patch) -> None:
+    """Ctrl-C comes through, wherever it comes: what was under way has ended, and the engine can be used."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    engine = room()
+    outputs = add_neighbours(engine)
+    engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Completion, "_read_text", lambda *_, **__: (_ for _ in ()).throw(error("stop")))
+        with pytest.raises(error):
+            engine.step()
+    assert all(output.finished and error.__name__ in str(output.error) for output in outputs)
+    check_empty(engine)
+    outputs = add_neighbours(engine)
+    run_to_end(engine)
+    check_neighbours(outputs)
 
 
 def test_a_step_raises_once_for_one_cause(monkeypatch: Patch) -> None:

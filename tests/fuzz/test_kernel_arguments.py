@@ -21,6 +21,9 @@ TENSORS = st.sampled_from(
         *("t.half()", "t.double()", "t.long()", "t.int()", "t.bool()", "t[:0]", "t[:1]", "t[1:]", "t[None]"),
         *("t[..., :-1]", "t.repeat_interleave(2, -1)[..., ::2]", "t.flip(-1)", "t.mT", "t.new_empty(())", "None", "[]"),
         *("t.to('meta')", "t.to_sparse()", "t.tolist()", "t.numpy()", "t[:1].expand_as(t)", "t.reshape(-1)"),
+        *("torch._neg_view(t)", "torch._efficientzerotensor(t.shape, dtype=t.dtype)", "without_memory(t)"),
+        *("torch.nested.nested_tensor([t, t])", "torch.nn.Parameter(t, requires_grad=False)", "t.to(torch.complex64)"),
+        *("torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8)", "t.as_strided(t.shape, [1] * t.dim())"),
     )
 )
 IDS = st.one_of(
@@ -93,7 +96,7 @@ def _changed(what: str, given: Any, payload: Any) -> Any:
         return given
     if what == "tensor":
         try:
-            return eval(payload, {"t": given})
+            return eval(payload, {"t": given, "torch": torch, "without_memory": without_memory})
         except (RuntimeError, TypeError, IndexError, NotImplementedError):  # no such tensor can be made of this one
             return given
     changed = given.clone()
@@ -107,8 +110,18 @@ def _changed(what: str, given: Any, payload: Any) -> Any:
     return changed
 
 
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """One whose storage was given back, as sharded training does between steps."""
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
 def _has_values(given: Any) -> bool:
-    return isinstance(given, torch.Tensor) and given.layout is torch.strided and given.device.type == "cpu"
+    if not isinstance(given, torch.Tensor) or given.is_nested or given.layout is not torch.strided:
+        return False
+    has_numbers = not given.is_quantized and not given.is_complex()
+    return has_numbers and given.device.type == "cpu" and (given.numel() == 0 or given.data_ptr() != 0)
 
 
 def _expected(call: Call, arguments: Arguments) -> Answer:

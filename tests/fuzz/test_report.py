@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +21,7 @@ from paged.bench.report.build import main
 from paged.bench.report.page import page
 from paged.bench.report.results import SCHEMAS, ResultsError, load_runs
 from paged.picture import BlockCell, SequenceLine
+from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -153,6 +155,17 @@ def test_report_tables(case: Any, tmp_path: Path) -> None:
         assert case["changes"]
         return
     _check_page(page(runs, []))
+
+
+def test_files_without_end(tmp_path: Path) -> None:
+    """Read as far as results may go, and no further."""
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 1 << 40)
+    for path in (Path("/dev/zero"), tmp_path / "sparse"):
+        outcome = call_in_child(load_runs, [path], seconds=5)
+        assert re.fullmatch(r"ResultsError: .*: more than 16777216 bytes.*", str(outcome.error))
+    outcome = call_in_child(load_runs, [tmp_path / "absent"])
+    assert "cannot be read" in str(outcome.error)
 
 
 @fuzz(cases(), examples=3)

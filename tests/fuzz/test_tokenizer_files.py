@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordPiece
 
-from paged import ChatTokenizer, PagedError
+from paged import ChatTokenizer, CheckpointError, InvalidInputError, PagedError
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
-from tests.fuzz.values import JSON
+from tests.fuzz.values import JSON, Hostile
 
 TEXTS = ("a b ab <s> <eos> </think>", "", "é" * 50, "a" * 2000, "x [SEP]\n" * 20)
 MESSAGES = [{"role": "user", "content": "a <eos> </think>"}]
@@ -204,6 +205,76 @@ def test_tokenizers_that_explode(name: str) -> None:
     else:
         assert outcome.error is None
         assert outcome.result > 2000
+
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"),
+    "additional_chat_templates/x.jinja",
+)
+LINKS = ("/dev/zero", "/dev/full", "/proc/self/mem", "/proc/kmsg", "nowhere", "x" * 3000, "itself")
+
+
+def read_odd_files(name: str, kinds: list[str]) -> list[str | None]:
+    """What reading a folder comes to, file by file of these kinds: None, or the named error."""
+    found: list[str | None] = []
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            for other, values in ({"tokenizer.json": BASES["bytes"]} | FILES).items():
+                (Path(folder) / other).write_text(json.dumps(values))
+            file = Path(folder) / name
+            file.parent.mkdir(exist_ok=True)
+            if kind != "as it is":
+                file.unlink(missing_ok=True)
+                _put(file, kind)
+            try:
+                ChatTokenizer.from_folder(folder)
+                found.append(None)
+            except CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
+def _put(file: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "sparse":
+        file.touch()
+        os.truncate(file, 1 << 40)
+    elif kind == "utf-16":
+        file.write_bytes("{}".encode("utf-16"))
+    else:
+        file.symlink_to(file.name if kind == "itself" else kind)
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_files_that_are_none(name: str) -> None:
+    """Neither waited for nor taken for absent; what /proc says to be empty is read as that."""
+    kinds = ["pipe", "folder", "sparse", "utf-16", *LINKS]
+    unchanged, *errors = call_in_child(read_odd_files, name, ["as it is", *kinds], wall_s=60).result
+    assert unchanged is None
+    for kind, error in zip(kinds, errors, strict=True):
+        if not (kind.startswith("/proc") and name.endswith(".jinja")):
+            assert error is not None, kind
+            assert Path(name).name in error
+
+
+def test_many_templates(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(BASES["bytes"]))
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    for count, is_refused in ((32, False), (33, True)):
+        for number in range(count):
+            (more / f"{number}.jinja").write_text("a")
+        with pytest.raises(CheckpointError, match="33 chat templates") if is_refused else contextlib.nullcontext():
+            assert len(ChatTokenizer.from_folder(tmp_path).template.templates) == 32
+
+
+@pytest.mark.parametrize("path", [None, b"x", 5, 1.5, [], "a\0b", Hostile()])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^path: "):
+        ChatTokenizer.from_folder(path)
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], None, [None]])

@@ -97,6 +97,19 @@ def test_each_version_returns_what_it_does(device: torch.device) -> None:
     assert len(flash_attention_3.flash_attn_with_kvcache(*cached, return_softmax_lse=True)) == 4
 
 
+def test_offsets_of_new_keys_without_any(device: torch.device) -> None:
+    """As SGLang gives them in every step."""
+    q, k, v, offsets, want, _ = _tensors(device)
+    pages = torch.tensor([[0, 1, 2, 0, 0], [3, 4, 5, 6, 7]], dtype=torch.int32, device=device)
+    given = {
+        "page_table": pages, "cache_seqlens": offsets.diff(), "cu_seqlens_q": offsets, "max_seqlen_q": 5,
+        "causal": True, "window_size": (-1, -1), "softcap": 0.0, "num_splits": 0, "k_descale": None, "v_descale": None,
+    }  # fmt: skip
+    for new in ({}, {"cu_seqlens_k_new": offsets}):
+        out = flash_attention_3.flash_attn_with_kvcache(q, k[:, None], v[:, None], **given, **new)
+        assert_close(out, want)
+
+
 def test_packed_inputs(device: torch.device) -> None:
     """kv and qkv in one tensor, sequences of one length and of different ones, and 3's with fewer heads of keys."""
     q, k, v, offsets, want, _ = _tensors(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 
@@ -28,6 +29,11 @@ class UndoLog:
         """Call this when all is undone: it says what cannot be taken back."""
         self._after.append(entry)
 
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Where the log stands: what a call within a call is undone to."""
+        return len(self._entries), len(self._after)
+
     def clear(self) -> None:
         """The call has succeeded."""
         if self._entries:
@@ -37,8 +43,23 @@ class UndoLog:
 
     def undo(self) -> None:
         """The call has failed. What undoing adds itself is of no interest."""
-        entries, after = list(self._entries), list(self._after)
+        self.undo_to((0, 0))
         self.clear()
-        for function, *args in [*reversed(entries), *after]:
+
+    def undo_to(self, mark: tuple[int, int]) -> None:
+        """A call within the call has failed, which began at `mark`; the outer one may yet succeed.
+
+        What cannot be taken back is a change of the outer call from here on, and told again should that one fail.
+        """
+        num_entries, num_after = mark
+        entries, after = list(islice(self._entries, num_entries, None)), self._after[num_after:]
+        self._cut(num_entries)
+        for function, *args in reversed(entries):
             function(*args)
-        self.clear()
+        self._cut(num_entries)
+        for function, *args in after:
+            function(*args)
+
+    def _cut(self, num_entries: int) -> None:
+        while len(self._entries) > num_entries:
+            self._entries.pop()

@@ -249,6 +249,10 @@ def test_hub_offline(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+# The interpreter would take minutes.
+_TWINS = {"PAGED_BACKEND": "torch"}
+
+
 def _process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`python -m paged` with these."""
     command = [sys.executable, "-m", "paged", *arguments]
@@ -262,6 +266,20 @@ def test_a_full_disk(arguments: list[str], is_buffered: bool) -> None:
     with open("/dev/full", "w") as full:
         result = _process(*arguments, stdout=full, env=environment)
     assert (result.returncode, result.stderr) == (1, "paged: OSError: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_streams(closed: tuple[int, ...]) -> None:
+    """What is not there is not written to, be it by a progress bar."""
+    code = (
+        f"import os, sys; [os.close(one) for one in {closed}]; "
+        "os.execv(sys.executable, [sys.executable, '-m', 'paged', 'generate', '--count', '1'])"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | _TWINS)
+    assert result.returncode == 0
+    assert (result.stdout == "") == (1 in closed)
+    assert "Traceback" not in result.stderr
 
 
 def test_nobody_reads() -> None:

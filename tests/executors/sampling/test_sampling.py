@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from paged import InvalidInputError, RequestOutput, SamplingParams
+from paged import Engine, InvalidInputError, RequestOutput, SamplingParams
 from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import NO_TOKEN, Completion, Request
+from paged.executors.sampling.operations import apply_penalties
 from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
+from tests.executors.oracle import make_executor
 from tests.executors.sampling.statistics import chi_square_p
 
 VOCAB = 12
@@ -211,3 +214,47 @@ def test_parameters_are_checked(wrong: dict[str, Any], right: dict[str, Any]) ->
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
         SamplingParams(**wrong)
     SamplingParams(**right)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": range(30_000)},
+        {"logit_bias": dict.fromkeys(range(30_000), 0.5)},
+        {"stop_token_ids": range(1024), "min_tokens": 9},
+        {"logprobs": 1024},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_a_request_names_costs_little(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in which one row names all of a vocabulary, by the processor time of steps in which none does."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    times = []
+    for params in (SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, **fields)):
+        engine = Engine(make_executor(torch.device("cpu"), vocab_size=30_000, num_blocks=64))
+        for _ in range(8):
+            engine.add_request([1, 2], SamplingParams(max_tokens=9))
+        engine.add_request([1, 2], params)
+        engine.step()
+        start = time.process_time()
+        for _ in range(4):
+            engine.step()
+        times.append(time.process_time() - start)
+    assert times[1] < 4 * times[0] + 0.1
+
+
+def test_penalties_beyond_float32_leave_a_token() -> None:
+    """Finite ones, times counts: several tokens are favoured without a bound, and the first of them is best."""
+    penalties = [torch.tensor([[value]]) for value in (1e-37, -3e38, -3e38)]
+    counts, in_prompt = torch.tensor([[0, 9, 9, 1]]), torch.zeros(1, 4, dtype=torch.bool)
+    logits = apply_penalties(torch.tensor([[1.0, -torch.inf, 5.0, 5.0]]), counts, in_prompt, *penalties)
+    assert not logits.isnan().any()
+    assert logits.argmax() == 2
+    assert logits.isfinite()[0].tolist() == [True, False, True, True]
+
+
+def test_columns_are_no_rows() -> None:
+    """Views that begin where a row of their matrix does."""
+    matrix = torch.arange(9.0).view(3, 3)
+    assert torch.equal(row_matrix([matrix[:, 0]]), torch.tensor([[0.0, 3.0, 6.0]]))
+    assert torch.equal(row_matrix([matrix[0]]), torch.tensor([[0.0, 1.0, 2.0]]))

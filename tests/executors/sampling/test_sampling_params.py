@@ -104,3 +104,21 @@ def test_a_callers_list_may_change() -> None:
     allowed.append(10**9)
     bias[10**9] = 0.0
     assert params.token_ids == [3, 1, 2]
+
+
+def test_a_snapshot_is_out_of_reach() -> None:
+    params = SamplingParams(logit_bias={3: 1.0}, stop=["a"], max_tokens=4)
+    kept = params.snapshot()
+    assert kept == params
+    params.logit_bias[10**6] = 1.0  # type: ignore[index]
+    object.__setattr__(params, "max_tokens", -1)
+    assert (kept.logit_bias, kept.max_tokens) == ({3: 1.0}, 4)
+    with pytest.raises(InvalidInputError, match="max_tokens"):
+        params.snapshot()
+
+
+@pytest.mark.parametrize(("name", "most"), [("logprobs", 1024), ("stop_token_ids", [7] * 1024)])
+def test_tables_have_an_end(name: str, most: Any) -> None:
+    SamplingParams(**{name: most})
+    with pytest.raises(InvalidInputError, match=name):
+        SamplingParams(**{name: [*most, 7] if isinstance(most, list) else most + 1})

@@ -136,12 +136,35 @@ def test_bfloat16_is_as_close_as_in_transformers(family: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize(
     "values",
-    [{"beta_fast": 4.0, "beta_slow": 2.0}, {"attention_factor": 0.5}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {}],
+    [
+        {"beta_fast": 4.0, "beta_slow": 2.0},
+        {"beta_fast": 2.0, "beta_slow": 4.0},  # in reverse, which is computed all the same
+        {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+        {"original_max_position_embeddings": 4},  # all pairs lie beyond both ends
+        {"truncate": None},
+        {"truncate": False},
+        {"attention_factor": 0.5},
+        {"mscale": 2.0, "mscale_all_dim": 0.5},
+        {},
+    ],
 )
 def test_options_of_yarn(values: dict[str, Any], tmp_path: Path) -> None:
     config = deepcopy(FAMILIES["qwen2"])
     config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, **values}
     theirs = save_checkpoint(config, tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens(40)])).logits[0, -1]
+    assert_same_logits(load_model(tmp_path).prefill("a", tokens(40)), expected)
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("values", [{"rope_parameters": {}}, {"rope_parameters": None}, {"rope_scaling": {}}])
+def test_a_rotation_that_says_nothing(values: dict[str, Any], tmp_path: Path) -> None:
+    """Parameters that are empty are those of a plain rotation, and none at all those of the family."""
+    save_checkpoint(FAMILIES["gpt_oss"], tmp_path)
+    edit_config(tmp_path, "rope_parameters")
+    edit_config(tmp_path, **values)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens(40)])).logits[0, -1]
     assert_same_logits(load_model(tmp_path).prefill("a", tokens(40)), expected)

@@ -1,0 +1,134 @@
+"""What every wrapper's tensors must be: values that lie in memory as they are, and those that are written apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import paged
+from paged import InvalidInputError
+from paged.kernels.common.checks import check_apart, check_writable
+from tests.fuzz.kernel_calls import CALLS
+from tests.fuzz.test_kernel_arguments import without_memory
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated": torch._neg_view,
+    "no memory": without_memory,
+    "zeros that are nowhere": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+}
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", request.param)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_tensors_without_values_in_memory(name: str, odd: str) -> None:
+    """Every tensor of every operation: what reads memory would find other values there, or none."""
+    call = CALLS[name]
+    given = call.arguments()
+    tensors = [argument for argument, each in given.items() if isinstance(each, torch.Tensor)]
+    for argument in tensors:
+        with pytest.raises(InvalidInputError):
+            call.run(**given | {argument: ODD[odd](given[argument])})
+    call.run(**given)
+
+
+def test_under_vmap() -> None:
+    weight = torch.rand(8)
+    with pytest.raises(InvalidInputError, match=r"x: .*without memory"):
+        torch.vmap(lambda x: paged.rms_norm(x, weight))(torch.randn(3, 2, 8))
+    with pytest.raises(InvalidInputError, match="without memory"):
+        torch.func.jvp(lambda x: paged.silu_and_mul(x), (torch.randn(2, 8),), (torch.ones(2, 8),))
+
+
+def _norm(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return paged.rms_norm(x, torch.ones(x.shape[-1]), **options)
+
+
+def _same(tensor: torch.Tensor) -> Callable[[], object]:
+    """A call of several operations with one tensor in two places, one of them written."""
+    return lambda: paged.fused_add_rms_norm(tensor, tensor, torch.ones(tensor.shape[-1]))
+
+
+def test_written_tensors_share_no_memory() -> None:
+    buffer, slots = torch.randn(7, 3, 16), torch.tensor([0, 5, 2])
+    caches = torch.zeros(2, 4, 8, 3, 16)
+    wrong: list[Callable[[], object]] = [
+        _same(buffer),
+        lambda: _norm(buffer[:-1], out=buffer[1:]),
+        lambda: paged.silu_and_mul(buffer.view(-1), out=buffer.view(-1)[: buffer.numel() // 2]),
+        lambda: paged.rotary_embedding(slots, buffer[:3], buffer[:3], torch.rand(9, 8)),
+        lambda: paged.rotary_embedding(slots, buffer[:3], buffer[2:5], torch.rand(9, 8)),
+        lambda: paged.reshape_and_cache(buffer[:3], buffer[3:6], caches[0], caches[0], slots),
+        lambda: paged.reshape_and_cache(caches[0, 0, :3], buffer[3:6], *caches, slots),
+        lambda: paged.reshape_and_cache(buffer[:3], caches[1, 3, 1:4], *caches, slots),
+    ]
+    before = buffer.clone()
+    for call in wrong:
+        with pytest.raises(InvalidInputError, match="share memory"):
+            call()
+    assert torch.equal(buffer, before)
+    assert not caches.any()
+
+
+def test_interleaved_tensors_are_apart() -> None:
+    """Query, key and value of one projection, caches with K beside V, and a norm in place."""
+    fused = torch.randn(3, 10, 16)
+    query, key, value = fused[:, :6], fused[:, 6:8], fused[:, 8:]
+    beside = torch.zeros(4, 2, 8, 2, 16)
+    together = torch.zeros(4, 8, 2, 32)
+    slots = torch.tensor([0, 5, 2])
+    paged.rotary_embedding(slots, query, key, torch.rand(9, 8))
+    paged.reshape_and_cache(key, value, beside[:, 0], beside[:, 1], slots)
+    paged.reshape_and_cache(key, value, together[..., :16], together[..., 16:], slots)
+    assert torch.equal(beside[0, :, 5], fused[1, 6:].view(2, 2, 16))
+    assert torch.equal(together[0, 5], torch.cat([key[1], value[1]], -1))
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(_norm(x.clone()), _norm(x, out=x))
+
+
+def test_attention_in_place_of_its_queries() -> None:
+    given = CALLS["paged_attention"].arguments()
+    expected = paged.paged_attention(**given)
+    with pytest.raises(InvalidInputError, match="share memory"):
+        paged.paged_attention(**given, out=given["k_cache"].view(-1)[: given["q"].numel()].view(given["q"].shape))
+    torch.testing.assert_close(paged.paged_attention(**given, out=given["q"]), expected)
+
+
+def test_overlapping_strides() -> None:
+    storage = torch.zeros(64)
+    for shape, stride in [((4, 4), (1, 1)), ((4, 4), (3, 1)), ((2, 3), (0, 1)), ((2, 2, 2), (2, 2, 1))]:
+        with pytest.raises(InvalidInputError, match="x: strides"):
+            check_writable("x", storage.as_strided(shape, stride))
+    for shape, stride in [
+        ((4, 4), (4, 1)),
+        ((4, 4), (1, 4)),
+        ((1, 4), (0, 1)),
+        ((0, 4), (0, 0)),
+        ((2, 2, 2), (20, 3, 1)),
+    ]:
+        check_writable("x", storage.as_strided(shape, stride))
+    check_apart("x, y", (storage[:32],), (storage[32:], None))
+    with pytest.raises(InvalidInputError, match="x, y"):
+        check_apart("x, y", (storage[:33],), (storage[32:],))
+
+
+def test_a_planned_launch_takes_no_other_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has run before with a plan finds its launch again by what its tensors look like."""
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    given = CALLS["paged_attention"].arguments()
+    plan = paged.AttentionPlan(given["cu_seqlens_q"], given["seq_lens"], max_seqlen_q=9, max_seqlen_k=64)
+    expected = paged.paged_attention(**given, plan=plan)
+    for odd in ODD.values():
+        for name in ("q", "k_cache", "v_cache", "block_table"):
+            with pytest.raises(InvalidInputError):
+                paged.paged_attention(**given | {name: odd(given[name])}, plan=plan)
+    assert torch.equal(paged.paged_attention(**given, plan=plan), expected)
