@@ -69,7 +69,7 @@ def test_it_holds_every_module_and_nothing_else(wheel: Path) -> None:
     }
     assert {name for name in packed if name.endswith(".py")} == sources
     assert {name.partition("/")[0] for name in packed} == {"paged"}
-    assert {"paged/py.typed", "paged/models/recall/model.safetensors", "paged/bench/report.html"} <= packed
+    assert {"paged/py.typed", "paged/models/recall/model.safetensors", "paged/bench/report/report.html"} <= packed
 
 
 def test_it_imports_beside_a_package_named_kernels(environment: Path, tmp_path: Path) -> None:

@@ -217,11 +217,17 @@ class AsyncEngine:
         for output in list(self._streams):
             self.engine.discard(output)
 
-    def _step(self) -> list[tuple[_Stream, RequestOutput]]:
-        changed = []
+    def _step(self) -> list[tuple[_Stream, RequestOutput | BaseException]]:
+        """Streams, and what is new for each: a state, or why that cannot be had, which ends its request alone."""
+        changed: list[tuple[_Stream, RequestOutput | BaseException]] = []
         for output in self.engine.step():
-            if (stream := self._streams.get(output)) is not None:
+            if (stream := self._streams.get(output)) is None:
+                continue
+            try:
                 changed.append((stream, output.copy()))
+            except BaseException as error:
+                self.engine.discard(output)
+                changed.append((stream, error))
         return changed
 
     async def _run_steps(self) -> None:
@@ -229,13 +235,16 @@ class AsyncEngine:
             while self.engine.num_unfinished:
                 while not self._may_run.is_set():  # may be cleared again before this task has its turn
                     await self._may_run.wait()
-                for stream, output in await self._call(self._step):
-                    stream.put(output)
+                for stream, news in await self._call(self._step):
+                    if isinstance(news, RequestOutput):
+                        stream.put(news)
+                    else:
+                        self._fail_streams(news, [stream])
         except Exception as error:
-            self._fail_streams(error)
+            self._fail_streams(error, list(self._streams.values()))
 
-    def _fail_streams(self, error: BaseException) -> None:
-        for stream in list(self._streams.values()):
+    def _fail_streams(self, error: BaseException, streams: Sequence[_Stream]) -> None:
+        for stream in streams:
             stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
             stopped.__cause__ = error
             stream.fail(stopped)
@@ -249,7 +258,8 @@ class AsyncEngine:
     def _note_cancelled(self, steps: asyncio.Task[None]) -> None:
         """Somebody cancelled what runs the steps, perhaps before it began, as the end of an event loop does."""
         if steps.cancelled():
-            self._fail_streams(asyncio.CancelledError("the task that runs steps was cancelled"))
+            error = asyncio.CancelledError("the task that runs steps was cancelled")
+            self._fail_streams(error, list(self._streams.values()))
 
     async def _steps_end(self) -> None:
         await asyncio.wait([self._start_steps()])

@@ -16,7 +16,6 @@ from paged.kernels.attention.torch_ops import paged_attention as torch_op
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
-    check_apart,
     check_dtype,
     check_is_tensor,
     check_last_dim_contiguous,
@@ -248,7 +247,6 @@ def _check_options(call: AttentionCall) -> None:
     check_tensor("out", call.out, call.q.shape, (call.q.dtype,), device)
     check_last_dim_contiguous("out", call.out)
     check_writable("out", call.out)
-    check_apart("out, q, k_cache, v_cache", (call.out,), (call.q, call.k_cache, call.v_cache), in_place=True)
     if call.is_causal is not None:
         check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
         check_last_dim_contiguous("causal", call.is_causal)

@@ -10,7 +10,6 @@ from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
-    check_apart,
     check_eps,
     check_last_dim_contiguous,
     check_tensor,
@@ -181,7 +180,6 @@ def qk_norm_rope_and_cache(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
-    check_apart("q, k, v, k_cache, v_cache", (q,), (k, v, k_cache, v_cache))
     eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     if not use_triton(q):
         return torch_op.qk_norm_rope_and_cache(

@@ -10,7 +10,6 @@ from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     CACHE_DTYPES,
     FLOAT_DTYPES,
-    check_apart,
     check_dtype,
     check_last_dim_contiguous,
     check_scale,
@@ -189,7 +188,6 @@ def check_cache_write(
         raise InvalidInputError("k_cache: block_size 0, expected at least 1")
     check_writable("k_cache", k_cache)
     check_writable("v_cache", v_cache)
-    check_apart(f"{k_name}, {v_name}, k_cache, v_cache", (k_cache, v_cache), (key, value))
 
 
 def slots_of(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> Ids:

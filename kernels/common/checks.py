@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-import numpy as np
 import torch
 
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
@@ -103,68 +101,6 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
                 expected = "every element in a place of its own"
                 raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected {expected}")
             reach += stride * (size - 1)
-
-
-def check_apart(
-    names: str, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor | None] = (), *, in_place: bool = False
-) -> None:
-    """Raise InvalidInputError where a tensor that is written to shares memory with another; None is passed over.
-
-    Only on a CPU, as for ids. A kernel's programs run in any order, and would read now the old and now the new.
-
-    names: of the arguments, for the message. in_place: a tensor may be read where just it is written.
-    """
-    if written[0].device.type != "cpu":
-        return
-    tensors = [*written, *(tensor for tensor in read if tensor is not None)]
-    spans = list(map(_span, tensors))
-    ordered = sorted(spans)
-    if all(end <= start for (_, end), (start, _) in pairwise(ordered)):
-        return
-    for i, tensor in enumerate(written):
-        start, end = spans[i]
-        for j in range(i + 1, len(tensors)):
-            first, last = spans[j]
-            if first < end and start < last:
-                other = tensors[j]
-                is_same = start == first and tensor.shape == other.shape and tensor.stride() == other.stride()
-                if not (in_place and j >= len(written) and is_same) and _share_memory(tensor, other):
-                    raise InvalidInputError(f"{names}: two of them share memory, expected each in a place of its own")
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses from the first element to behind the last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    if tensor.numel() == 0:
-        return start, start
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return start, start + (reach + 1) * tensor.element_size()
-
-
-class _Elements:
-    """Where a tensor's elements lie, as NumPy understands it of any type and size."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "typestr": f"|V{size}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(size * stride for stride in tensor.stride()),
-        }
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an element of one lies where one of the other does: keys and values of one buffer interleave, and do not.
-    What takes too long to find out is taken for sharing.
-    """
-    try:
-        return np.shares_memory(np.asarray(_Elements(one)), np.asarray(_Elements(other)), max_work=10_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
 
 
 def check_tensor(

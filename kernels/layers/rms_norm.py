@@ -7,7 +7,6 @@ import torch
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
-    check_apart,
     check_dtype,
     check_eps,
     check_tensor,
@@ -78,8 +77,6 @@ def rms_norm(
         check_tensor("out", out, x.shape, (x.dtype,), x.device)
         if not out.is_contiguous():
             raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
-        check_apart("out, weight", (out,), (weight,))
-        check_apart("out, x", (out,), (x,), in_place=True)
     if not use_triton(x):
         return torch_op.rms_norm(x, weight, eps, out=out)
     _launch(x.reshape(-1, hidden_size), None, weight, out.view(-1, hidden_size), eps)
@@ -106,7 +103,6 @@ def fused_add_rms_norm(
     check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
     if not (x.is_contiguous() and residual.is_contiguous()):
         raise InvalidInputError(f"x, residual: strides {x.stride()}, {residual.stride()}, expected contiguous tensors")
-    check_apart("x, residual, weight", (x, residual), (weight,))
     if not use_triton(x):
         return torch_op.fused_add_rms_norm(x, residual, weight, eps)
     rows = x.view(-1, hidden_size)

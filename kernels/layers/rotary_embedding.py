@@ -7,7 +7,6 @@ import torch
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
-    check_apart,
     check_dtype,
     check_last_dim_contiguous,
     check_shape,
@@ -128,8 +127,6 @@ def rotary_embedding(
         check_last_dim_contiguous("key", key)
         check_writable("key", key)
     check_rotary(positions, cos_sin_cache, query)
-    rotated = (query,) if key is None else (query, key)
-    check_apart("query, key, cos_sin_cache", rotated, (cos_sin_cache,))
     interleaved = as_bool("interleaved", interleaved)
     if not use_triton(query):
         torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import FLOAT_DTYPES, check_apart, check_dtype, check_tensor, refuse_gradients
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
@@ -67,7 +67,6 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
         check_tensor("out", out, shape, (x.dtype,), x.device)
         if not out.is_contiguous():
             raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
-        check_apart("out, x", (out,), (x,))
     if not use_triton(x):
         return torch_op.silu_and_mul(x, activation, out=out)
     if out.numel() == 0:

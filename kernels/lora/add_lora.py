@@ -6,7 +6,6 @@ import torch
 
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
-    check_apart,
     check_device,
     check_is_tensor,
     check_last_dim_contiguous,
@@ -211,7 +210,6 @@ def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lora
     check_device("batch", batch.rows, device)
     check_last_dim_contiguous("out", out)
     check_writable("out", out)
-    check_apart("out, x", (out,), (x,))
     check_last_dim_contiguous("x", x)
 
 

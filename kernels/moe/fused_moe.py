@@ -7,7 +7,6 @@ import torch
 from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
-    check_apart,
     check_is_tensor,
     check_last_dim_contiguous,
     check_shape,
@@ -100,7 +99,6 @@ def fused_moe(
         check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
-        check_apart("out, hidden_states, w1, w2", (out,), (hidden_states, w1, w2), in_place=True)
     interleaved = as_bool("interleaved", interleaved)
     num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
     routes = (topk_weights, topk_ids, expert_map)

@@ -11,6 +11,7 @@ import torch
 
 from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatchItem
 from paged.forward_step import forward_step
+from paged.seq_id import as_namespace
 
 BLOCK = 4
 CONFIG = PagedKvCacheConfig(num_layers=2, num_kv_heads=1, head_dim=8, block_size=BLOCK, num_blocks=12)
@@ -61,7 +62,7 @@ class Cache:
 
     def found(self, tokens: Sequence[int], namespace: Hashable = None) -> int:
         """Tokens that the index knows of a prompt; changes nothing."""
-        return BLOCK * len(self.manager._prefixes.index.match(list(tokens), namespace)[0])
+        return BLOCK * len(self.manager._prefixes.index.match(list(tokens), as_namespace("namespace", namespace))[0])
 
     def check(self, *handles: KvCacheHandle) -> None:
         """The sequences, or all, hold their own data; of what lies behind a sliding window nothing is asked."""

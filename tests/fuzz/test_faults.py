@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from paged import AsyncEngine, PromptLookup, RequestOutput, SamplingParams
+from paged import AsyncEngine, EngineStoppedError, PromptLookup, RequestOutput, SamplingParams
 from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.engine.core import EngineCore
 from paged.executors.requests.request import Completion
@@ -233,6 +233,28 @@ def test_faults_of_one_stream(case: dict[str, Any]) -> None:
 
         asyncio.run(scenario())
         check_empty(engine)
+
+
+def test_a_copy_that_fails_ends_its_stream(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    engine, whole = room(), RequestOutput.copy
+
+    def copy(self: RequestOutput) -> RequestOutput:
+        if list(self.prompt_token_ids) == VICTIM:
+            raise SilentError
+        return whole(self)
+
+    monkeypatch.setattr(RequestOutput, "copy", copy)
+
+    async def scenario() -> None:
+        async with AsyncEngine(engine) as server:
+            neighbours = [asyncio.create_task(tokens_of(server, place)) for place in range(3)]
+            with pytest.raises(EngineStoppedError, match="SilentError"):
+                await anext(server.generate(VICTIM))
+            assert [await task for task in neighbours] == [alone(place) for place in range(3)]
+
+    asyncio.run(scenario())
+    check_empty(engine)
 
 
 class OddProposer:

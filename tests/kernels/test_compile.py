@@ -33,7 +33,7 @@ def test_every_configuration_compiles(target: str, tmp_path: Path) -> None:
     assert min(report["occupancy"] for report in reports) >= 1
     assert any(report["loop"] for report in reports)
     assert {report["target"] for report in reports} == {target}
-    kernels = {name for path in KERNELS.glob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", path.read_text())}
+    kernels = {name for path in KERNELS.rglob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", path.read_text())}
     assert len(kernels) > 10
     assert kernels == {report["kernel"] for report in reports}
 

@@ -10,7 +10,7 @@ import torch
 
 from paged import InvalidInputError, PagedKvCacheConfig, UnifiedBatch, UnifiedBatchItem
 from paged.kernels.common.scalars import as_int
-from paged.seq_id import as_namespace, as_seq_id
+from paged.seq_id import as_namespace, as_seq_id, given_namespace
 from paged.token_ids import as_token_ids
 from tests.fuzz.values import Hostile
 
@@ -86,7 +86,7 @@ def test_names() -> None:
 
 def test_namespaces() -> None:
     for namespace in (None, "a", 1, ("model", ("salt", 2)), b"x", frozenset("ab"), int):
-        assert as_namespace("namespace", namespace) == namespace
+        assert given_namespace(as_namespace("namespace", namespace)) == namespace
     assert repr(as_namespace("namespace", ("m", np.int64(1)))) == "('m', 1)"
     for other in (True, 1.0, ("m", True), ("m", (1.0,)), [], ("m", []), float("nan"), Hostile(), torch.ones(2)):
         with pytest.raises(InvalidInputError, match="namespace: "):
