@@ -97,7 +97,7 @@ def render_several(templates: list[str]) -> list[str | None]:
     return found
 
 
-@pytest.mark.parametrize("number", range(len(BOMBS)))
+@pytest.mark.parametrize("number", range(0, len(BOMBS), 1 if "FUZZ_S" in os.environ else 3))
 def test_templates_that_explode(number: int) -> None:
     outcome = call_in_child(render, BOMBS[number], wall_s=30)
     assert outcome.is_named, outcome

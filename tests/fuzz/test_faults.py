@@ -196,7 +196,7 @@ def check_victim(output: RequestOutput) -> None:
     assert (output.error is not None) == any(one.finish_reason == "error" for one in output.outputs)
 
 
-@fuzz(CASES, examples=120)
+@fuzz(CASES, examples=80)
 def test_faults_of_one_completion(case: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         install(case, patch)

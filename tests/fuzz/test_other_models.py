@@ -59,7 +59,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@fuzz(CASES, examples=150)
+@fuzz(CASES, examples=60)
 def test_models_that_fail(case: dict[str, Any]) -> None:
     model = with_faults(MODELS[case["model"]], case["way_back"], set(case["fails_at"]))
     engine = Engine(other_executor(model), eos_token_ids=())

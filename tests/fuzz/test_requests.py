@@ -52,7 +52,7 @@ def check_ended(output: RequestOutput) -> None:
         assert isinstance(one.text, str)
 
 
-@fuzz(REQUESTS, examples=120)
+@fuzz(REQUESTS, examples=80)
 def test_request_fields(case: dict[str, Any]) -> None:
     engine = room()
     outputs = add_neighbours(engine)

@@ -145,7 +145,7 @@ def changed(content: bytes, case: dict[str, Any]) -> bytes:
     return with_header(json.dumps(header).replace('"@@"', value(case["text"])), data)
 
 
-@fuzz(CHANGES, examples=20)
+@fuzz(CHANGES, examples=10)
 def test_headers_of_weights(case: dict[str, Any], folder: Path) -> None:
     load_changed(folder, {WEIGHTS: changed((folder / WEIGHTS).read_bytes(), case)})
 

@@ -179,7 +179,7 @@ def use(files: dict[str, Any]) -> int:
     return count
 
 
-@fuzz(cases(), examples=20)
+@fuzz(cases(), examples=10)
 def test_tokenizer_files(case: Any) -> None:
     files = {"tokenizer.json": BASES[case["base"]]} | FILES
     files[case["file"]] = _changed(files[case["file"]], case["steps"], case["value"])
