@@ -29,7 +29,7 @@ ATTENTION = (
     AttentionCase("decode", "2x8k", ((2, 1, 8192),), **SMALL),  # type: ignore[arg-type]
     AttentionCase("mixed", "chunk", ((1, 1024, 2048), (2, 1, 1024)), **SMALL),  # type: ignore[arg-type]
 )
-CACHE = gpu.ROOT / "bench" / "results" / "2026-11-21-cache-2-core-epyc.json"
+CACHE = gpu.ROOT / "bench" / "results" / "2026-11-22-cache-2-core-xeon.json"
 
 
 @pytest.fixture(scope="session")
