@@ -178,7 +178,7 @@ def _stops(value: Any) -> str | tuple[str, ...]:
     given = (value,) if isinstance(value, str) else value
     try:
         items = tuple(islice(given, MAX_STOP_STRINGS + 1)) if isinstance(given, list | tuple) else (None,)
-    except Exception:
+    except Exception:  # of a subclass of the caller's
         items = (None,)
     # A subclass may tell another text each time it is asked.
     stops = tuple(str.__str__(stop) for stop in items if isinstance(stop, str))

@@ -216,7 +216,7 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Left and right as in `AttentionCall`, of numbers from -1."""
     try:
         left, right = window_size
-    except Exception:
+    except Exception:  # of whatever was given in place of a pair
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
     left, right = as_int("window_size[0]", left, -1), as_int("window_size[1]", right, -1)
     return NO_LIMIT if left == -1 else min(left, NO_LIMIT), NO_LIMIT if right == -1 else min(right, NO_LIMIT)

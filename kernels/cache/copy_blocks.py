@@ -106,13 +106,13 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
     try:
         listed = list(pairs)
-    except Exception:
+    except Exception:  # of whatever was given in place of pairs
         raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected pairs of block ids") from None
     ids = []
     for index, pair in enumerate(listed):
         try:
             source, destination = pair
-        except Exception:
+        except Exception:  # likewise
             raise InvalidInputError(f"block_pairs[{index}]: {shown(pair)}, expected (source, destination)") from None
         ids.append([as_int(f"block_pairs[{index}]", block, -(2**63), 2**63 - 1) for block in (source, destination)])
     return torch.tensor(ids, dtype=torch.int64).view(-1, 2)

@@ -26,7 +26,7 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
     Raises:
         InvalidInputError: it is no whole number (bools and floats are none), or out of range.
     """
-    number = value if type(value) is int else _whole(value)
+    number = as_index(value)
     if number is None or (low is not None and number < low) or (high is not None and number > high):
         raise InvalidInputError(f"{name}: {shown(value)}, expected an integer{_range(low, high)}")
     return number
@@ -51,7 +51,7 @@ def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _F
             is_number = not isinstance(value, bool | str | bytes | bytearray) and _has_no_dimension(value)
             is_number = is_number and dtype not in _BOOLS and not dtype.startswith(_COMPLEX)
             number = float(value) if is_number else math.nan
-        except Exception:
+        except Exception:  # of a class of the caller's
             number = math.nan
     if not low <= number <= high:
         is_finite = high == _FLOAT32_MAX
@@ -80,7 +80,7 @@ def shown(value: object) -> str:
     """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
     try:
         return _SHORT.repr(value)
-    except Exception:
+    except Exception:  # of a class of the caller's, too
         return f"an object of type {type(value).__name__}"
 
 
@@ -97,7 +97,7 @@ def _whole(value: Any) -> int | None:
         return operator.index(value)
     except MemoryError:
         raise
-    except Exception:
+    except Exception:  # of a class of the caller's
         return None
 
 
