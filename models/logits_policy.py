@@ -8,7 +8,7 @@ import torch
 
 from paged.batch import GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.kernels.common.checks import check_tensor
-from paged.kernels.layers.greedy_argmax import greedy_argmax
+from paged.kernels.sampling.greedy_argmax import greedy_argmax
 
 
 def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:

@@ -109,7 +109,7 @@ def test_no_folder_imports_itself_through_others() -> None:
 def test_families_of_kernels_stand_side_by_side() -> None:
     rooms = {name: imports for name, imports in _rooms().items() if name.startswith("kernels.")}
     assert rooms.pop("kernels.common") == set()
-    assert set(rooms) == {f"kernels.{family}" for family in ("attention", "cache", "layers", "lora", "moe")}
+    assert set(rooms) == {f"kernels.{family}" for family in ("attention", "cache", "layers", "lora", "moe", "sampling")}
     assert all(imports <= {"kernels.common"} for imports in rooms.values())
 
 

@@ -109,7 +109,7 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
     while engine.status().decoding < 256:
         engine.step()
     samples, with_sampling = [], []
-    with timed_inside(sampler, "greedy_argmax", "filter_", "draw") as sampling:
+    with timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling:
         for _ in range(repeats):
             executor.seconds = sampling[0] = 0.0
             start = perf_counter()

@@ -22,6 +22,7 @@ from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.alignment import max_num_blocks
+from paged.kernels.sampling import reference as sampling_reference
 
 BLOCK_SIZE = 16
 SCALES = ("full", "small", "check")  # for a GPU, for a CPU, for the comparison with the reference
@@ -257,8 +258,30 @@ def _greedy_argmax(device: torch.device, dtype: torch.dtype, *, rows: int, vocab
     logits = torch.randn(rows, vocab_size, device=device, dtype=dtype)
     return Work(
         lambda: paged.greedy_argmax(logits),
-        lambda: layers_reference.greedy_argmax(logits),
+        lambda: sampling_reference.greedy_argmax(logits),
         Cost(0, _bytes(logits) + 8 * rows),
+    )
+
+
+def _sample_tokens(
+    device: torch.device, dtype: torch.dtype, *, rows: int, vocab_size: int, top_k: int = 0, top_p: float = 1.0
+) -> Work:
+    """Logits in float32, as forwards give them; with filters their least is three times 4 bytes a logit, else once."""
+    del dtype
+    arguments: dict[str, Any] = {
+        "logits": 3 * torch.randn(rows, vocab_size, device=device),
+        "keys": torch.randint(0, 1 << 32, (rows, 2), device=device),
+        "temperature": torch.full((rows,), 0.8, device=device),
+    }
+    if top_k:
+        arguments["top_k"] = torch.full((rows,), top_k, device=device)
+    if top_p < 1:
+        arguments["top_p"] = torch.full((rows,), top_p, device=device)
+    reads = 1 if len(arguments) == 3 else 3
+    return Work(
+        lambda: paged.sample_tokens(**arguments),
+        lambda: sampling_reference.sample_tokens(**arguments),
+        Cost(0, reads * _bytes(arguments["logits"]) + 8 * rows),
     )
 
 
@@ -391,6 +414,7 @@ _NORM = {"tokens": _TOKENS, "hidden_size": (4096, 1024, 4096)}
 _EXPERTS = {"num_experts": (128, 16, 16), "top_k": (8, 4, 4)}
 _QKV = {"in_features": (4096, 1024, 4096), "part_sizes": ((4096, 1024, 1024), (1024, 256, 256), (4096, 1024, 1024))}
 _MOE = {**_EXPERTS, "hidden_size": (2048, 256, 256), "intermediate_size": (768, 128, 128)}
+_SAMPLING = {"rows": (256, 16, 2), "vocab_size": (151936, 32000, 9000)}
 
 _Lengths = list[tuple[int, int]]
 
@@ -428,6 +452,9 @@ CASES = (
     Case("qk_norm_rope_and_cache", partial(_qk_norm_rope_and_cache, is_fp8=True), _ROTARY, "fp8"),
     Case("silu_and_mul", _silu_and_mul, {"tokens": _TOKENS, "size": (12288, 1024, 12288)}),
     Case("greedy_argmax", _greedy_argmax, {"rows": (128, 16, 2), "vocab_size": (151936, 32000, 9000)}),
+    Case("sample_tokens", _sample_tokens, _SAMPLING),
+    Case("sample_tokens", partial(_sample_tokens, top_p=0.95), _SAMPLING, "top_p"),
+    Case("sample_tokens", partial(_sample_tokens, top_k=50, top_p=0.95), _SAMPLING, "top_k_top_p"),
     Case("route_tokens", _route_tokens, {"tokens": _TOKENS, **_EXPERTS}),
     Case("moe_align_block_size", _moe_align_block_size, {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}),
     Case("route_and_align", _route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),

@@ -29,6 +29,7 @@ from paged.kernels.common.backend import use_triton
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
+from paged.kernels.sampling import reference as sampling_reference
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
@@ -129,7 +130,7 @@ def _argmax(device: torch.device, dtype: torch.dtype) -> Pairs:
             "token_mask": torch.rand(shape, device=device) < 0.8,
             "repetition_penalty": torch.where(torch.rand(shape, device=device) < 0.5, 1.0, 1.3),
         }
-        yield paged.greedy_argmax(logits, **options), layers_reference.greedy_argmax(logits, **options)
+        yield paged.greedy_argmax(logits, **options), sampling_reference.greedy_argmax(logits, **options)
 
 
 def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -18,13 +18,13 @@ _FEW_ROWS = 64
 class TokenCounts:
     """A row of each table a completion, brought up to date with the tokens that came since it was last asked for.
 
-    outputs: int32 [rows, V], occurrences in the output. prompts: bool [rows, V], whether it stands in the prompt. They
-    exist once a request has penalties, and grow by doubling.
+    outputs: int32 [rows, V], occurrences in the output. seen: bool [rows, V], whether it stands in that or the prompt.
+    They exist once a request has penalties, and grow by doubling.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.prompts = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._rows: dict[SeqId, int] = {}
         self._counted: dict[SeqId, int] = {}
         self._free: list[int] = []
@@ -47,6 +47,7 @@ class TokenCounts:
         asked_rows, new_rows, new_tokens = to_device(arrays, self.outputs.device)
         ones = torch.ones_like(new_tokens, dtype=torch.int32)
         self.outputs.index_put_((new_rows, new_tokens), ones, accumulate=True)
+        self.seen[new_rows, new_tokens] = True
         return asked_rows
 
     def forget(self, completion: Completion) -> None:
@@ -56,18 +57,18 @@ class TokenCounts:
             del self._counted[completion.seq_id]
             self._free.append(row)
             if not self._rows and len(self.outputs) > _FEW_ROWS:
-                self.outputs, self.prompts, self._free = self.outputs[:0].clone(), self.prompts[:0].clone(), []
+                self.outputs, self.seen, self._free = self.outputs[:0].clone(), self.seen[:0].clone(), []
 
     def _add(self, completion: Completion) -> None:
         if not self._free:
             have = len(self.outputs)
             more = max(have, 8)
             self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(more, self.outputs.shape[1])])
-            self.prompts = torch.cat([self.prompts, self.prompts.new_zeros(more, self.prompts.shape[1])])
+            self.seen = torch.cat([self.seen, self.seen.new_zeros(more, self.seen.shape[1])])
             self._free = list(range(have, have + more))
         row = self._free.pop()
         self._rows[completion.seq_id], self._counted[completion.seq_id] = row, 0
         self.outputs[row] = 0
-        self.prompts[row] = False
+        self.seen[row] = False
         (prompt,) = to_device([np.array(completion.request.prompt, np.int64)], self.outputs.device)
-        self.prompts[row, prompt] = True
+        self.seen[row, prompt] = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.executors.sampling.noise import exponential
+from paged.kernels.sampling.sample_tokens import sample_tokens
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,6 @@ class TokenRules:
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Of rows that are drawn at random: float32 [n, 1], `top_k` int64 [n, 1]; None where no row asks for it.
-
-    limit: the largest top_k, or V where a row with a top_p has none. is_whole: bool [n, 1], rows with neither.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor | None = None
-    top_p: torch.Tensor | None = None
-    min_p: torch.Tensor | None = None
-    is_whole: torch.Tensor | None = None
-    limit: int = 0
-
-
 def apply_rules_(logits: torch.Tensor, rules: TokenRules) -> torch.Tensor:
     """Masks and biases; what is masked becomes -inf."""
     if rules.allowed is not None and rules.allowed_rows is not None:
@@ -54,58 +39,6 @@ def apply_rules_(logits: torch.Tensor, rules: TokenRules) -> torch.Tensor:
     if rules.banned is not None:
         logits[rules.banned] = -torch.inf
     return logits
-
-
-def apply_penalties(
-    logits: torch.Tensor,
-    output_counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> torch.Tensor:
-    """Logits of rows whose outputs hold each token `output_counts` times, [n, V]; penalties are float32 [n, 1]."""
-    in_output = output_counts > 0
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(in_output | in_prompt, repeated, logits)
-    # Products and sums of finite penalties may leave float32: then a token is favoured, or not, as far as it reaches,
-    # where infinities of both signs would be NaN.
-    most = torch.finfo(logits.dtype).max
-    logits = logits - (frequency * output_counts).clamp_(-most, most) - presence * in_output
-    return logits.clamp_(max=most)
-
-
-def filter_(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Temperature, then top_k, top_p and min_p: what they leave out becomes -inf. Ties with the last one kept stay, so
-    that the result does not depend on the order in which a sort leaves equal values.
-    """
-    # Less the best one's, which changes no probability: so the smallest temperature leaves it finite.
-    logits -= logits.amax(-1, keepdim=True)
-    logits /= filters.temperature
-    threshold = None
-    if filters.top_k is not None or filters.top_p is not None:
-        values = logits.topk(filters.limit).values
-        kept = torch.ones_like(values, dtype=torch.bool)
-        if filters.top_k is not None:
-            kept = torch.arange(filters.limit, device=logits.device) < filters.top_k
-        if filters.top_p is not None:
-            # In float64, as the rounding of a float32 sum depends on `limit`, which other rows may set.
-            shares = values.double().masked_fill(~kept, -torch.inf).softmax(-1)
-            kept = kept & (shares.cumsum(-1) - shares < filters.top_p)
-        # A row without a valid token keeps none of them; `draw` says so.
-        threshold = values.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
-        if filters.is_whole is not None:
-            threshold = threshold.masked_fill(filters.is_whole, -torch.inf)
-    if filters.min_p is not None:
-        lowest = filters.min_p.log()
-        threshold = lowest if threshold is None else torch.maximum(threshold, lowest)
-    return logits if threshold is None else logits.masked_fill_(logits < threshold, -torch.inf)
-
-
-def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """One token a row from softmax(logits), int64 [n], by keys int64 [n, 2]; -1 where that is undefined."""
-    best, tokens = (logits - exponential(keys, logits.shape[-1]).log_()).max(-1)
-    return tokens.masked_fill_(~best.isfinite(), -1)
 
 
 def rejection_sample(
@@ -152,7 +85,7 @@ def rejection_sample(
         # Nothing is left only where p and q are equal but for rounding.
         is_residual = (num_accepted < num_drafts)[:, None] & (left.sum(-1, keepdim=True) > 0)
         last = torch.where(is_residual, left, last)
-    final = draw(last.log(), keys[index, num_accepted])
+    final = sample_tokens(last.log(), keys[index, num_accepted], torch.ones_like(last[:, 0]))
     tokens = torch.cat([drafts, drafts.new_zeros(num, 1)], dim=1)
     tokens[index, num_accepted] = final
     return tokens, num_accepted

@@ -13,8 +13,18 @@ from numpy.typing import NDArray
 from paged.executors.requests.request import Completion
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import hash_seeds
-from paged.executors.sampling.operations import Filters, TokenRules
+from paged.executors.sampling.operations import TokenRules
 from paged.staging import to_device
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What `sample_tokens` takes, of every row: float32 [n], `top_k` int64 [n]; None where no row asks for it."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -22,9 +32,8 @@ class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
 
     prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
-    is_drawn: rows that are drawn by chance, `num_drawn` of them; random: their indices, None for all or none.
-    hashed_seeds, filters: one row for each that is drawn.
-    penalised, penalties: rows that have any, and of each repetition, presence and frequency, float32 [n, 1].
+    is_drawn: whether any row is drawn by chance.
+    penalised, penalties: rows that have any, and of every row repetition, presence and frequency, float32 [n, 3].
     with_minimum: rows whose end tokens may have to wait.
     with_logprobs: rows that want log probabilities, num_logprobs: the most that one wants, None where none wants any.
     """
@@ -32,14 +41,12 @@ class SamplingRows:
     completions: list[Completion]
     prompt_lengths: NDArray[np.int64]
     outputs: list[list[int]]
-    is_drawn: NDArray[np.bool_]
-    num_drawn: int
+    is_drawn: bool
     hashed_seeds: NDArray[np.uint64]
-    random: torch.Tensor | None
     rules: TokenRules
     filters: Filters
     penalised: list[int]
-    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    penalties: torch.Tensor
     with_minimum: list[int]
     with_logprobs: list[int]
     num_logprobs: int | None
@@ -48,7 +55,7 @@ class SamplingRows:
     def is_plain(self) -> bool:
         """Whether the best token of every row is all that is wanted."""
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
-        return not (self.num_drawn or has_rules or self.penalised or self.with_minimum)
+        return not (self.is_drawn or has_rules or self.penalised or self.with_minimum)
 
     def positions(self, extras: Sequence[Sequence[int]] | None) -> NDArray[np.int64]:
         """Where each row's next token stands; `extras` are the drafts before it."""
@@ -59,10 +66,7 @@ class SamplingRows:
 def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.device) -> SamplingRows:
     """Gather the parameters of all rows."""
     params = [one.params for one in completions]
-    is_drawn = np.array([not one.is_greedy for one in params], bool)
-    random = np.flatnonzero(is_drawn).tolist()
     penalised = [row for row, one in enumerate(params) if one.has_penalties]
-    with_penalties = [params[row] for row in penalised]
     allowed = [(row, one.request.allowed_ids) for row, one in enumerate(completions) if one.params.allowed_token_ids]
     biased = [(row, one.request.biases) for row, one in enumerate(completions) if one.params.logit_bias]
     bias = np.concatenate([values for _, (_, values) in biased]) if biased else None
@@ -70,23 +74,17 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
         completions=completions,
         prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
         outputs=[one.token_ids for one in completions],
-        is_drawn=is_drawn,
-        num_drawn=len(random),
-        hashed_seeds=hash_seeds(np.array([completions[row].seed for row in random], np.uint64)),
-        random=None if len(random) in (0, len(params)) else index_tensor(random, device),
+        is_drawn=not all(one.is_greedy for one in params),
+        hashed_seeds=hash_seeds(np.array([one.seed for one in completions], np.uint64)),
         rules=TokenRules(
             allowed=row_pairs(allowed, device) if allowed else None,
             allowed_rows=index_tensor([row for row, _ in allowed], device) if allowed else None,
             biased=row_pairs([(row, tokens) for row, (tokens, _) in biased], device) if biased else None,
             bias=None if bias is None else to_device([bias], device)[0],
         ),
-        filters=_filters([params[row] for row in random], vocab_size, device),
+        filters=_filters(params, vocab_size, device),
         penalised=penalised,
-        penalties=(
-            _column(with_penalties, attrgetter("repetition_penalty"), device),
-            _column(with_penalties, attrgetter("presence_penalty"), device),
-            _column(with_penalties, attrgetter("frequency_penalty"), device),
-        ),
+        penalties=_columns(params, attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty"), device),
         with_minimum=[row for row, one in enumerate(params) if one.min_tokens],
         with_logprobs=[row for row, one in enumerate(params) if one.logprobs is not None],
         num_logprobs=max((one.logprobs for one in params if one.logprobs is not None), default=None),
@@ -113,22 +111,17 @@ def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.devic
 
 
 def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filters:
+    drawn = [one for one in params if not one.is_greedy]
     limits = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
-    is_cut = [one.top_k > 0 or one.top_p < 1 for one in params]
     return Filters(
-        temperature=_column(params, attrgetter("temperature"), device),
-        top_k=index_tensor(limits, device)[:, None] if any(one.top_k > 0 for one in params) else None,
-        # 1 keeps all, so no rounding of the sum up to there may drop the last.
-        top_p=_column(params, lambda one: one.top_p if one.top_p < 1 else 2.0, device)
-        if any(one.top_p < 1 for one in params)
-        else None,
-        min_p=_column(params, attrgetter("min_p"), device) if any(one.min_p > 0 for one in params) else None,
-        is_whole=to_device([~np.array(is_cut, bool)[:, None]], device)[0] if not all(is_cut) else None,
-        limit=max((limit for limit, cut in zip(limits, is_cut, strict=True) if cut), default=0),
+        temperature=_columns(params, lambda one: 0.0 if one.is_greedy else one.temperature, device),
+        top_k=index_tensor(limits, device) if any(0 < one.top_k < vocab_size for one in drawn) else None,
+        top_p=_columns(params, attrgetter("top_p"), device) if any(one.top_p < 1 for one in drawn) else None,
+        min_p=_columns(params, attrgetter("min_p"), device) if any(one.min_p > 0 for one in drawn) else None,
     )
 
 
-def _column(
-    params: Sequence[SamplingParams], read: Callable[[SamplingParams], float], device: torch.device
+def _columns(
+    params: Sequence[SamplingParams], read: Callable[[SamplingParams], float | tuple[float, ...]], device: torch.device
 ) -> torch.Tensor:
-    return to_device([np.array([read(one) for one in params], np.float32).reshape(-1, 1)], device)[0]
+    return to_device([np.array([read(one) for one in params], np.float32)], device)[0]

@@ -13,9 +13,12 @@ import torch
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
-from paged.executors.sampling.operations import apply_penalties, apply_rules_, draw, filter_, rejection_sample
+from paged.executors.sampling.operations import apply_rules_, rejection_sample
 from paged.executors.sampling.rows import SamplingRows, index_tensor, pair_tensors, row_pairs, sampling_rows
-from paged.kernels.layers.greedy_argmax import greedy_argmax
+from paged.kernels.sampling.greedy_argmax import greedy_argmax
+from paged.kernels.sampling.penalties import Penalties
+from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
+from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from paged.staging import to_device
 
 
@@ -55,7 +58,7 @@ class Sampler:
         meanwhile: called when the device has been told to choose, before its choice is waited for.
         """
         rows = self._rows(completions)
-        tokens, _ = self._choose(logits, rows, None, Stream.TOKEN)
+        tokens = self._choose(logits, rows, None, Stream.TOKEN)
         if meanwhile is not None:
             meanwhile()
         if rows.num_logprobs is None:
@@ -67,8 +70,8 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A draft model's next token after `drafts`, int64 [n], and its probabilities [n, V] unless all are certain."""
         rows = self._rows(completions)
-        tokens, adjusted = self._choose(logits, rows, drafts, Stream.DRAFT)
-        return tokens, self._sharpen(adjusted, rows).softmax(-1) if rows.num_drawn else None
+        tokens = self._choose(logits, rows, drafts, Stream.DRAFT)
+        return tokens, self._filtered(logits, rows, drafts).softmax(-1) if rows.is_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
         """The drafts that each completion keeps and one token more. `logits` holds a row for each draft and one more of
@@ -78,7 +81,6 @@ class Sampler:
         width, sizes = max(counts), [count + 1 for count in counts]
         rows = self._rows([one for one, size in zip(completions, sizes, strict=True) for _ in range(size)])
         extras = [ids[:end] for ids in drafts.token_ids for end in range(len(ids) + 1)]
-        adjusted = self._sharpen(self._adjust(logits, rows, extras), rows)
         positions = np.array([one.num_tokens for one in completions], np.int64)[:, None] + np.arange(width + 1)
         seeds = hash_seeds(np.array([one.seed for one in completions], np.uint64))[:, None]
         first_rows, ids, num_drafts, uniforms, keys = to_device(
@@ -91,7 +93,8 @@ class Sampler:
             ),
             self._device,
         )
-        tokens, accepted = rejection_sample(adjusted, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
+        filtered = self._filtered(logits, rows, extras)
+        tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
@@ -109,56 +112,57 @@ class Sampler:
 
     def _choose(
         self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None, stream: Stream
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int64 [n], and the logits they were chosen by."""
-        if not rows.is_plain:
-            logits = self._adjust(logits, rows, extras)
-        if not rows.num_drawn:
-            return greedy_argmax(logits), logits
-        keys = noise_keys(rows.hashed_seeds, rows.positions(extras)[rows.is_drawn], stream)
-        (halves,) = to_device((split_keys(keys),), self._device)
-        if rows.random is None:
-            return draw(logits, halves), logits
-        tokens = greedy_argmax(logits)
-        tokens[rows.random] = draw(logits[rows.random], halves)
-        return tokens, logits
+    ) -> torch.Tensor:
+        """Tokens int64 [n]. `extras`: a row's drafts so far."""
+        if rows.is_plain:
+            return greedy_argmax(logits)
+        logits, penalties = self._allowed(logits, rows, extras), self._penalties(rows, extras)
+        keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(extras), stream))
+        (halves,) = to_device((keys,), self._device)
+        return sample_tokens(logits, halves, **vars(rows.filters), penalties=penalties)
 
-    def _adjust(self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None) -> torch.Tensor:
-        """A copy of the logits with everything applied that comes before chance. `extras`: a row's drafts so far."""
-        logits, rules = logits.clone(), rows.rules
-        banned = []
+    def _filtered(
+        self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
+        """Logits of the distributions that tokens are drawn from: -inf for all that cannot come."""
+        logits, penalties = self._allowed(logits, rows, extras), self._penalties(rows, extras)
+        if penalties is not None:
+            index = index_tensor(rows.penalised, self._device)
+            tables = penalties.rows[index]
+            counts, seen, weights = penalties.counts[tables], penalties.seen[tables], penalties.weights[index]
+            logits = logits.index_copy(0, index, apply_penalties(logits[index], counts, seen, weights))
+        return filter_logits(logits, **vars(rows.filters))
+
+    def _allowed(
+        self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
+        """The logits, or a copy with the rules applied where any row has some."""
+        rules, banned = rows.rules, []
         for row in rows.with_minimum:
             one = rows.completions[row]
             if len(one.token_ids) + (len(extras[row]) if extras else 0) < one.params.min_tokens:
                 banned.append((row, one.request.end_ids))
         if banned:
             rules = replace(rules, banned=row_pairs(banned, self._device))
-        apply_rules_(logits, rules)
-        if rows.penalised:
-            index = index_tensor(rows.penalised, self._device)
-            counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
-            outputs, prompts = self._counts.outputs[counted], self._counts.prompts[counted]
-            if extras is not None:
-                pairs = [(place, token) for place, row in enumerate(rows.penalised) for token in extras[row]]
-                where = pair_tensors(pairs, self._device)
-                outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
-            logits[index] = apply_penalties(logits[index], outputs, prompts, *rows.penalties)
-        if rows.random is not None:
-            logits[rows.random] = filter_(logits[rows.random], rows.filters)
-        elif rows.num_drawn:
-            filter_(logits, rows.filters)
-        return logits
-
-    def _sharpen(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Leave greedy rows nothing but their best token."""
-        if rows.num_drawn == len(rows.completions):
+        if rules.allowed is None and rules.biased is None and rules.banned is None:
             return logits
-        best = greedy_argmax(logits)[:, None]
-        sharp = torch.full_like(logits, -torch.inf).scatter_(1, best.clamp(min=0), 0.0)
-        sharp.masked_fill_(best < 0, torch.nan)
-        if rows.random is not None:
-            sharp[rows.random] = logits[rows.random]
-        return sharp
+        return apply_rules_(logits.clone(), rules)
+
+    def _penalties(self, rows: SamplingRows, extras: Sequence[Sequence[int]] | None) -> Penalties | None:
+        if not rows.penalised:
+            return None
+        index = index_tensor(rows.penalised, self._device)
+        counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
+        outputs, seen = self._counts.outputs, self._counts.seen
+        if extras is not None:
+            outputs, seen = outputs[counted], seen[counted]
+            counted = torch.arange(len(counted), device=self._device)
+            pairs = [(place, token) for place, row in enumerate(rows.penalised) for token in extras[row]]
+            where = pair_tensors(pairs, self._device)
+            outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
+            seen[where] = True
+        tables = torch.full((len(rows.completions),), -1, device=self._device).index_copy_(0, index, counted)
+        return Penalties(tables, outputs, seen, rows.penalties)
 
     def _to_host(
         self,

@@ -1,4 +1,4 @@
-"""Norms, rotation, activations and argmax as custom ops."""
+"""Norms, rotation and activations as custom ops."""
 
 from __future__ import annotations
 
@@ -39,13 +39,3 @@ def _silu_and_mul(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
 define("silu_and_mul_out", _SILU_AND_MUL, "Tensor x, Tensor(a!) out, str activation='silu'", mutates=("out",))(
     writes_only
 )
-
-
-@define(
-    "greedy_argmax",
-    "paged.kernels.layers.greedy_argmax",
-    "Tensor logits, Tensor? token_mask=None, Tensor? repetition_penalty=None",
-    "Tensor",
-)
-def _greedy_argmax(logits: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

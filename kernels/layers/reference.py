@@ -1,4 +1,4 @@
-"""Norms, rotation, activations and argmax in float64: what tests, benchmarks and self-checks compare with.
+"""Norms, rotation and activations in float64: what tests, benchmarks and self-checks compare with.
 
 Slow and obviously right, with Python loops over the formula's own indices, never sharing code with the kernels or their
 PyTorch twins.
@@ -6,8 +6,6 @@ All functions return new float64 (or integer) tensors on the CPU and change noth
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -42,29 +40,3 @@ def silu_and_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """activation(gate) * up, where the first half of the last axis is the gate and the second half is up."""
     gate, up = x.chunk(2, dim=-1)
     return gated_activation(gate, up, activation)
-
-
-def greedy_argmax(
-    logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Index of the largest logit a row, ties to the smaller index; -1 where no token is left to choose.
-
-    token_mask ([V] or [N, V], bool): False forbids a token. repetition_penalty ([V] or [N, V], above 0): factor a
-    token, 1 for none; positive logits are divided by it, others multiplied (Keskar et al., 2019). NaN and -inf are
-    never chosen.
-    """
-    logits = f64(logits)
-    rows, vocab_size = logits.shape
-    chosen = torch.full((rows,), -1, dtype=torch.int64)
-    for row in range(rows):
-        best = -math.inf
-        for token in range(vocab_size):
-            value = float(logits[row, token])
-            if token_mask is not None and not bool(token_mask.expand(rows, vocab_size)[row, token]):
-                continue
-            if repetition_penalty is not None:
-                factor = float(repetition_penalty.expand(rows, vocab_size)[row, token])
-                value = value / factor if value > 0 else value * factor
-            if value > best:
-                best, chosen[row] = value, token
-    return chosen

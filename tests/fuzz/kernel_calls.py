@@ -15,6 +15,7 @@ from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.routing import Routing
+from paged.kernels.sampling import reference as sampling_reference
 
 Arguments = dict[str, Any]
 Answer = tuple[torch.Tensor, ...]
@@ -262,6 +263,6 @@ CALLS = {
     "greedy_argmax": Call(
         lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5},
         lambda **arguments: (paged.greedy_argmax(**arguments),),
-        lambda **arguments: (layers_reference.greedy_argmax(**arguments),),
+        lambda **arguments: (sampling_reference.greedy_argmax(**arguments),),
     ),
 }  # fmt: skip

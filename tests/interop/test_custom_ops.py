@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paged
-from paged import LoraBatch, LoraWeights, Routing
+from paged import LoraBatch, LoraWeights, Penalties, Routing
 from paged.bench.attention.problem import Problem, make
 from tests.operations import OPERATIONS
 
@@ -108,6 +108,13 @@ def _arguments(name: str, device: torch.device) -> Arguments:
             routing = Routing(3, scoring="sigmoid", num_shared_experts=1, correction_bias=randn(8))
             ticket = torch.zeros(1, dtype=torch.int32, device=device)
             return {"router_logits": randn(5, 8), "routing": routing, "block_size": 4, "ticket": ticket}
+        case "sample_tokens":
+            counts = torch.tensor([[0, 2, 1] * 10], dtype=torch.int32, device=device)
+            penalties = Penalties(torch.tensor([-1, 0], device=device), counts, counts > 0, randn(2, 3).exp())
+            keys = torch.tensor([[5, 7], [6, 1 << 31]], device=device)
+            filters = {"top_k": torch.tensor([9, 30], device=device), "top_p": randn(2).sigmoid()}
+            temperature = torch.tensor([1.0, 0.7], device=device)
+            return {"logits": randn(2, 30), "keys": keys, "temperature": temperature, **filters, "penalties": penalties}
         case "silu_and_mul":
             return {"x": randn(4, 24)}
     raise NotImplementedError(name)
@@ -155,6 +162,8 @@ def test_registration(name: str, device: torch.device, monkeypatch: pytest.Monke
         weights, batch = arguments.pop("weights"), arguments.pop("batch")
         arguments |= {each: getattr(weights, each) for each in ("a", "b", "ranks", "scales", "part_sizes")}
         arguments |= {"rows": batch.rows, "slots": batch.slots}
+    if "penalties" in arguments:
+        arguments |= vars(arguments.pop("penalties"))
     if "routing" in arguments:
         arguments |= {"expert_map": None, "num_local_experts": None, **vars(arguments.pop("routing"))}
     getattr(paged, name.removesuffix("_out"))  # its family's ops are defined where it is

@@ -1,4 +1,4 @@
-"""The operations that move rows: rotary embedding, cache writes, block copies, merges, gated SiLU, greedy choice."""
+"""The operations that move rows: rotary embedding, cache writes, block copies, merges, gated SiLU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_k
 from paged.kernels.cache.reshape_and_cache import _reshape_and_cache_kernel
 from paged.kernels.common.grid import num_warps, tile
 from paged.kernels.common.rotation import heads_per_program
-from paged.kernels.layers.greedy_argmax import BLOCK_TOKENS, _greedy_argmax_chunk_kernel, _greedy_argmax_reduce_kernel
 from paged.kernels.layers.rotary_embedding import _rotary_embedding_kernel
 from paged.kernels.layers.silu_and_mul import _silu_and_mul_kernel
 
@@ -34,10 +33,6 @@ KINDS = {
     "lse_ptr": "*fp32",
     "cache_ptrs_ptr": "*i64",
     "block_pairs_ptr": "*i64",
-    "token_mask_ptr": "*i1",
-    "repetition_penalty_ptr": "*fp32",
-    "best_ptr": "*fp32",
-    "token_ptr": "*i32",
 }
 
 
@@ -46,7 +41,7 @@ NATIVE_FP8 = {True: ("sm_90", "sm_100"), False: ("sm_80", "gfx942")}
 
 
 def cases() -> list[CompileCase]:
-    """Head sizes 64 to 256, partial and interleaved rotary embedding, every alignment of a block, 151,936 tokens."""
+    """Head sizes 64 to 256, partial and interleaved rotary embedding, every alignment of a block."""
     found = []
     for head_dim, num_q_heads, num_kv_heads in MODELS:
         block_rows, block_dim = tile(4096, head_dim)
@@ -83,14 +78,7 @@ def cases() -> list[CompileCase]:
         constexprs = {"SIZE": size, "ACTIVATION": activation, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         elements = 2 * block_rows * block_columns
         found.append(_case(f"silu_and_mul {activation} size={size}", _silu_and_mul_kernel, elements, constexprs))
-    chunk = {"BLOCK_TOKENS": BLOCK_TOKENS}
-    plain = {"token_mask_ptr": None, "repetition_penalty_ptr": None}
-    return [
-        *found,
-        _case("greedy_argmax chunk", _greedy_argmax_chunk_kernel, BLOCK_TOKENS, chunk | plain),
-        _case("greedy_argmax chunk masked penalised", _greedy_argmax_chunk_kernel, BLOCK_TOKENS, chunk),
-        _case("greedy_argmax reduce vocab=151936", _greedy_argmax_reduce_kernel, 64, {"BLOCK_CHUNKS": 64}),
-    ]
+    return found
 
 
 def _rotary_cases(
@@ -170,6 +158,6 @@ def _case(
         constexprs=constexprs,
         num_warps=num_warps(num_elements),
         divisible_by_16=tuple(
-            argument for argument in signature if argument.startswith(("stride_", "vocab_size", "words_per_block"))
+            argument for argument in signature if argument.startswith(("stride_", "words_per_block"))
         ),
     )

@@ -91,6 +91,8 @@ def test_moe_case_takes_its_real_histogram(monkeypatch: pytest.MonkeyPatch) -> N
         ("qk_norm_rope_and_cache", 2 * 19 * 12 * 128 * 4 + 19 * (8 + 8 + 128 * 4) + 2 * 128 * 4),
         ("silu_and_mul", 3 * 19 * 12288 * 4),
         ("greedy_argmax", 2 * 9000 * 4 + 2 * 8),
+        ("sample_tokens", 2 * 9000 * 4 + 2 * 8),
+        ("sample_tokens.top_k_top_p", 2 * 9000 * 12 + 2 * 8),
         ("route_tokens", 19 * 16 * 4 + 19 * 4 * (4 + 4)),
         ("route_and_align", 19 * 16 * 4 + 76 * 8 + 20 * 16 * 4 + 20 * 4 + 4),
         ("moe_align_block_size", 76 * 4 + 20 * 16 * 4 + 20 * 4 + 4),  # 76 entries, at most 15 empty places an expert

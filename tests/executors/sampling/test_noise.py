@@ -5,13 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.executors.sampling.noise import Stream, exponential, hash_seeds, noise_keys, split_keys, uniform
+from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
+from paged.kernels.sampling.torch_ops import noise
 from tests.executors.sampling.statistics import chi_square_p
 
 
 def _keys(seeds: list[int], positions: list[int], stream: Stream = Stream.TOKEN) -> torch.Tensor:
     keys = noise_keys(hash_seeds(np.array(seeds, np.uint64)), np.array(positions, np.int64), stream)
     return torch.from_numpy(split_keys(keys))
+
+
+def exponential(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return noise.exponential(keys[:, None], torch.arange(num_tokens))
 
 
 def test_is_exponential_in_every_direction() -> None:

@@ -15,9 +15,9 @@ import torch
 from paged import Engine, InvalidInputError, RequestOutput, SamplingParams
 from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import NO_TOKEN, Completion, Request
-from paged.executors.sampling.operations import apply_penalties
 from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from tests.executors.oracle import make_executor
 from tests.executors.sampling.statistics import chi_square_p
 
@@ -98,8 +98,9 @@ PROMPT, OUTPUT = [1, 2, 2, 8], [3, 3, 4, 9, 3]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_distribution(name: str, device: torch.device) -> None:
+def test_distribution(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """6,000 draws, each by another seed, in batches that hold all other cases too."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")  # the interpreter takes 20 ms a row; kernels draw the same tokens
     torch.manual_seed(3)
     logits = torch.randn(VOCAB, device=device) * 1.5
     params = SamplingParams(**{"max_tokens": 1000, **CASES[name]})
@@ -245,9 +246,8 @@ def test_what_a_request_names_costs_little(fields: dict[str, Any], monkeypatch: 
 
 def test_penalties_beyond_float32_leave_a_token() -> None:
     """Finite ones, times counts: several tokens are favoured without a bound, and the first of them is best."""
-    penalties = [torch.tensor([[value]]) for value in (1e-37, -3e38, -3e38)]
-    counts, in_prompt = torch.tensor([[0, 9, 9, 1]]), torch.zeros(1, 4, dtype=torch.bool)
-    logits = apply_penalties(torch.tensor([[1.0, -torch.inf, 5.0, 5.0]]), counts, in_prompt, *penalties)
+    counts, weights = torch.tensor([[0, 9, 9, 1]]), torch.tensor([[1e-37, -3e38, -3e38]])
+    logits = apply_penalties(torch.tensor([[1.0, -torch.inf, 5.0, 5.0]]), counts, counts > 0, weights)
     assert not logits.isnan().any()
     assert logits.argmax() == 2
     assert logits.isfinite()[0].tolist() == [True, False, True, True]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, greedy_argmax
-from paged.kernels.layers import reference
+from paged.kernels.sampling import reference
 from tests.tolerance import dtypes
 
 NAN, INF = float("nan"), float("inf")

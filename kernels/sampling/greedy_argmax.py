@@ -15,8 +15,8 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.grid import num_warps
-from paged.kernels.layers.ops import ops
-from paged.kernels.layers.torch_ops import greedy_argmax as torch_op
+from paged.kernels.sampling.ops import ops
+from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
 
 # Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)
 # through one multiprocessor. 4,096 tokens a program give 38 programs a row there, and 64 partial results at 256k.
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 4096
 
 
 @triton.jit
-def _first_largest(values, tokens):
+def first_largest(values, tokens):
     """The largest value and the smallest of the tokens that have it; -1 where all values are -inf."""
     best = tl.max(values, axis=0)
     token = tl.min(tl.where(values == best, tokens, 0x7FFFFFFF), axis=0)
@@ -59,7 +59,7 @@ def _greedy_argmax_chunk_kernel(
     allowed = values == values  # not NaN
     if token_mask_ptr is not None:
         allowed &= tl.load(token_mask_ptr + row * stride_token_mask_row + tokens, mask=mask, other=0) != 0
-    best, token = _first_largest(tl.where(allowed, values, float("-inf")), tokens)
+    best, token = first_largest(tl.where(allowed, values, float("-inf")), tokens)
     tl.store(best_ptr + row * num_chunks + chunk, best)
     tl.store(token_ptr + row * num_chunks + chunk, token)
 
@@ -78,7 +78,7 @@ def _greedy_argmax_reduce_kernel(
     mask = offs < num_chunks
     best = tl.load(best_ptr + row * num_chunks + offs, mask=mask, other=float("-inf"))
     tokens = tl.load(token_ptr + row * num_chunks + offs, mask=mask, other=0)
-    _, token = _first_largest(best, tokens)
+    _, token = first_largest(best, tokens)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 

@@ -1,0 +1,230 @@
+"""Tokens drawn from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting a vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paged.kernels.common.backend import use_triton
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
+from paged.kernels.common.compat import triton
+from paged.kernels.common.device import device_of
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.grid import num_warps
+from paged.kernels.sampling import passes, thresholds
+from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, greedy_argmax
+from paged.kernels.sampling.ops import ops
+from paged.kernels.sampling.penalties import Penalties
+from paged.kernels.sampling.row_functions import NUM_BINS
+from paged.kernels.sampling.torch_ops import sample_tokens as torch_op
+
+# Masses are multiples of 2^-42 in an int64.
+MAX_VOCAB_SIZE = 1 << 20
+# 16 probes of 512 tokens are 32 a thread of 8 warps.
+BLOCK_LIST, PROBES = 512, 16
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    penalties: Penalties | None = None,
+) -> torch.Tensor:
+    """One token a row: of softmax((logits - max) / temperature) after penalties, what top_k keeps, of that what top_p
+    keeps, of that what min_p keeps, drawn by noise that is a hash of key and token (the Gumbel-max trick).
+
+    Tokens that tie with the last one of top_k or top_p stay. top_p keeps tokens that less than top_p of the mass of the
+    top_k precedes, where a token's mass is 2^42 exp(score), rounded down to a whole number: sums of these do not depend
+    on an order, so neither does a row's token on the batch around it, or on how programs share the row.
+
+    A row of float32 logits without filters is read once, 4 bytes a logit; one with min_p twice; one with top_k or top_p
+    three times: 12 bytes, and 16 more for each of the few logits in whose bins a threshold lies. Penalties take a byte
+    more each time. Below e^-31.875 of the best probability top_k and top_p keep nothing: noise spans 25.7, so nothing
+    there is ever drawn.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16, any strides; 2^20 tokens at the most.
+        keys: int64 [num_rows, 2], the halves of a 64-bit key, each below 2^32.
+        temperature: float32 [num_rows]; 0 takes the best token, ties to the smaller id, and no other filter counts.
+        top_k: int64 [num_rows], at least 1; vocab_size and more keep all.
+        top_p: float32 [num_rows], above 0; 1 keeps all. min_p: float32 [num_rows], a share of the best token's
+            probability; 0 keeps all.
+
+    Returns:
+        int64 [num_rows]; -1 where there is nothing to choose: no logit above -inf or, in a row with a temperature, one
+        that is NaN or inf.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit, or the vocabulary is larger.
+        UnsupportedError: a gradient is asked for.
+    """
+    refuse_gradients("sample_tokens", logits, temperature, top_p, min_p)
+    if torch.compiler.is_dynamo_compiling():
+        tables = (None,) * 4 if penalties is None else tuple(vars(penalties).values())
+        return ops.sample_tokens(logits, keys, temperature, top_k, top_p, min_p, *tables)
+    _check(logits, temperature, top_k, top_p, min_p, penalties)
+    check_tensor("keys", keys, (len(logits), 2), (torch.int64,), logits.device)
+    if logits.numel() == 0:
+        return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+    log_min_p = None if min_p is None else min_p.log()
+    if use_triton(logits):
+        return _launch(logits, keys, temperature, top_k, top_p, log_min_p, penalties)[0]
+    if penalties is not None:
+        logits = _penalised(logits.float(), penalties)
+    return torch_op.sample_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
+
+
+def filter_logits(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits of the distribution that `sample_tokens` draws from, float32 [num_rows, vocab_size]: -inf for what filters
+    leave out, and for all but the best token where the temperature is 0; NaN where there is nothing to choose.
+
+    Arguments and errors are those of `sample_tokens`.
+    """
+    refuse_gradients("filter_logits", logits, temperature, top_p, min_p)
+    _check(logits, temperature, top_k, top_p, min_p, None)
+    logits = logits.float()
+    if logits.numel() == 0:
+        return logits.clone()
+    log_min_p, is_greedy = None if min_p is None else min_p.log(), (temperature == 0)[:, None]
+    scores = torch_op.scaled(logits, temperature.masked_fill(is_greedy[:, 0], 1.0))
+    if use_triton(logits):
+        keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
+        best, lowest = _launch(logits, keys, temperature, top_k, top_p, log_min_p, None)
+    else:
+        best = greedy_argmax(logits)
+        lowest = torch_op.lowest_kept(scores, top_k, top_p, log_min_p)
+    scores.masked_fill_(scores < lowest[:, None], -torch.inf)
+    sharp = torch.full_like(scores, -torch.inf).scatter_(1, best.clamp(min=0)[:, None], 0.0)
+    return torch.where(is_greedy, sharp.masked_fill_((best < 0)[:, None], torch.nan), scores)
+
+
+def _check(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    penalties: Penalties | None,
+) -> None:
+    check_shape("logits", logits, ("num_rows", "vocab_size"))
+    check_dtype("logits", logits, *FLOAT_DTYPES)
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise InvalidInputError(f"logits: {vocab_size} tokens a row, expected at most {MAX_VOCAB_SIZE}")
+    check_tensor("temperature", temperature, (num_rows,), (torch.float32,), device)
+    for name, tensor, dtype in (
+        ("top_k", top_k, torch.int64),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, (num_rows,), (dtype,), device)
+    if penalties is not None:
+        check_tensor("penalties.rows", penalties.rows, (num_rows,), (torch.int64,), device)
+        check_tensor("penalties.counts", penalties.counts, ("num_tables", vocab_size), (torch.int32,), device)
+        check_tensor("penalties.seen", penalties.seen, penalties.counts.shape, (torch.bool,), device)
+        check_tensor("penalties.weights", penalties.weights, (num_rows, 3), (torch.float32,), device)
+
+
+def _penalised(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+    (rows,) = (penalties.rows >= 0).nonzero(as_tuple=True)
+    tables = penalties.rows[rows]
+    changed = torch_op.apply_penalties(
+        logits[rows], penalties.counts[tables], penalties.seen[tables], penalties.weights[rows]
+    )
+    return logits.index_copy(0, rows, changed)
+
+
+def _launch(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    log_min_p: torch.Tensor | None,
+    penalties: Penalties | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 [num_rows], and the lowest scaled logit that the filters of each row keep, float32 [num_rows]."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    num_chunks = triton.cdiv(vocab_size, BLOCK_TOKENS)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    has_cuts = top_k is not None or top_p is not None
+    tensors: dict[str, Any] = {
+        "logits_ptr": logits,
+        "table_rows_ptr": None,
+        "counts_ptr": None,
+        "seen_ptr": None,
+        "penalties_ptr": None,
+        "keys_ptr": keys.contiguous(),
+        "temperature_ptr": temperature.contiguous(),
+        "top_k_ptr": top_k if top_k is None else top_k.contiguous(),
+        "top_p_ptr": top_p if top_p is None else top_p.contiguous(),
+        "log_min_p_ptr": log_min_p,
+        "largest_ptr": empty(num_rows, num_chunks),
+        "best_ptr": empty(num_rows, num_chunks),
+        "token_ptr": empty(num_rows, num_chunks, dtype=torch.int32),
+        "histogram_ptr": None,
+        "bounds_ptr": None,
+        "sums_ptr": None,
+        "listed_z_ptr": None,
+        "listed_token_ptr": None,
+        "lowest_kept_ptr": empty(num_rows),
+        "out_ptr": empty(num_rows, dtype=torch.int64),
+        "vocab_size": vocab_size,
+        "num_chunks": num_chunks,
+        "stride_logits_row": logits.stride(0),
+        "stride_counts_row": 0,
+        "stride_seen_row": 0,
+        "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_CHUNKS": triton.next_power_of_2(num_chunks),
+        "BLOCK_LIST": BLOCK_LIST,
+        "PROBES": PROBES,
+    }
+    if penalties is not None:
+        counts, seen = (
+            each if each.stride(1) == 1 else each.contiguous() for each in (penalties.counts, penalties.seen)
+        )
+        tensors |= {"table_rows_ptr": penalties.rows.contiguous(), "penalties_ptr": penalties.weights.contiguous()}
+        tensors |= {"counts_ptr": counts, "stride_counts_row": counts.stride(0)}
+        tensors |= {"seen_ptr": seen, "stride_seen_row": seen.stride(0)}
+    if has_cuts:
+        tensors |= {
+            "histogram_ptr": torch.zeros(num_rows, NUM_BINS.value, dtype=torch.int32, device=device),
+            "bounds_ptr": empty(num_rows, 4, dtype=torch.int32),
+            "sums_ptr": torch.zeros(num_rows, 3, dtype=torch.int64, device=device),
+            "listed_z_ptr": empty(num_rows, vocab_size),
+            "listed_token_ptr": empty(num_rows, vocab_size, dtype=torch.int32),
+        }
+
+    def launch(kernel: Any, grid: tuple[int, ...], block: int, **more: int) -> None:
+        arguments = {name: value for name, value in (tensors | more).items() if name in kernel.arg_names}
+        kernel[grid](**arguments, num_warps=num_warps(block))
+
+    launch(passes._best_of_chunk_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
+    if has_cuts:
+        # Four programs an SM: each adds its counts to the row's once.
+        parts = min(triton.cdiv(4 * device_of(device).num_sms, num_rows), num_chunks)
+        per_program = triton.cdiv(num_chunks, parts) * BLOCK_TOKENS
+        launch(passes._count_bins_kernel, (num_rows, parts), BLOCK_TOKENS * 2, tokens_per_program=per_program)
+        launch(thresholds._bound_kernel, (num_rows,), NUM_BINS.value * 2)
+    if has_cuts or log_min_p is not None:
+        launch(passes._collect_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
+    launch(thresholds._choose_kernel, (num_rows,), BLOCK_LIST * PROBES // 2)
+    return tensors["out_ptr"], tensors["lowest_kept_ptr"]

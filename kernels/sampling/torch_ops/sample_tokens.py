@@ -1,0 +1,101 @@
+"""Penalties, filters and draws in PyTorch. What a row asks for decides which rows are worked on: on a GPU it waits."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.sampling.torch_ops.greedy_argmax import greedy_argmax
+from paged.kernels.sampling.torch_ops.noise import exponential
+
+# A token's mass is a multiple of 2^-42: see `kernels.sampling.row_functions`.
+_MASS_ONE = 2.0**42
+_FLOOR = -31.875 + 2.0**-19
+# Noise for the tokens that are left takes a gather and a scatter more than for all: worth it below this share.
+_FEW = 0.25
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    log_min_p: torch.Tensor | None,
+) -> torch.Tensor:
+    """Twin of the kernels of `kernels.sampling.sample_tokens`, after penalties."""
+    logits, is_drawn = logits.float(), temperature > 0
+    if is_drawn.all():
+        scores = scaled(logits, temperature)
+        if top_k is not None or top_p is not None or log_min_p is not None:
+            lowest = lowest_kept(scores, top_k, top_p, log_min_p)
+            scores.masked_fill_(scores < lowest[:, None], -torch.inf)
+        return _draw(scores, keys)
+    tokens = greedy_argmax(logits, None, None)
+    if is_drawn.any():
+        (rows,) = is_drawn.nonzero(as_tuple=True)
+        filters = [None if each is None else each[rows] for each in (top_k, top_p, log_min_p)]
+        tokens[rows] = sample_tokens(logits[rows], keys[rows], temperature[rows], *filters)
+    return tokens
+
+
+def apply_penalties(
+    logits: torch.Tensor, counts: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Logits [n, V] of rows whose outputs hold each token `counts` times, and whose outputs or prompts hold those that
+    are `seen`. weights: float32 [n, 3], repetition, presence and frequency penalties.
+    """
+    repetition, presence, frequency = weights.split(1, dim=-1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    # Products and sums of finite penalties may leave float32: then a token is favoured, or not, as far as it reaches,
+    # where infinities of both signs would be NaN.
+    most = torch.finfo(logits.dtype).max
+    logits = logits - (frequency * counts).clamp_(-most, most) - presence * (counts > 0)
+    return logits.clamp_(max=most)
+
+
+def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Logits less the largest of the row, over the temperature; NaN in rows of which nothing can be drawn."""
+    # Less the best one's, which changes no probability: so the smallest temperature leaves it finite.
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+
+
+def lowest_kept(
+    scores: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, log_min_p: torch.Tensor | None
+) -> torch.Tensor:
+    """Of `scaled` logits, the lowest that top_k, top_p and min_p keep, float32 [n]; -inf for a row without."""
+    num_tokens = scores.shape[1]
+    limits = torch.full_like(scores[:, 0], num_tokens, dtype=torch.int64) if top_k is None else top_k
+    limits = limits.clamp(max=num_tokens)
+    is_cut = limits < num_tokens
+    if top_p is not None:
+        is_cut = is_cut | (top_p < 1)
+    lowest = torch.full_like(scores[:, 0], -torch.inf) if log_min_p is None else log_min_p
+    if not is_cut.any():
+        return lowest
+    (rows,) = is_cut.nonzero(as_tuple=True)
+    limits = limits[rows, None]
+    values = (scores if len(rows) == len(scores) else scores[rows]).topk(int(limits.max())).values
+    kept = torch.arange(values.shape[1], device=values.device) < limits
+    if top_p is not None:
+        masses = (values.exp() * _MASS_ONE).long().masked_fill_(~kept, 0)
+        sums = masses.cumsum(-1)
+        share = top_p[rows, None].double() * sums[:, -1:].double()
+        kept &= ((sums - masses).double() < share) | (top_p[rows, None] >= 1)
+    last = values.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)).squeeze(-1).clamp_(min=_FLOOR)
+    return lowest.index_copy(0, rows, torch.maximum(lowest[rows], last))
+
+
+def _draw(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """One token a row from softmax(scores), which change; -1 where that is undefined."""
+    num_tokens = scores.shape[1]
+    left = (scores > -torch.inf).flatten()
+    if int(left.sum()) < _FEW * left.numel():
+        (places,) = left.nonzero(as_tuple=True)
+        rows = places // num_tokens
+        flat = scores.view(-1)
+        flat[places] -= exponential(keys[rows], places - rows * num_tokens).log_()
+    else:
+        scores -= exponential(keys[:, None], torch.arange(num_tokens, device=keys.device)).log_()
+    best, tokens = scores.max(-1)
+    return tokens.masked_fill_(~best.isfinite(), -1)
