@@ -222,7 +222,7 @@ def _launch(
         # Four programs an SM: each adds its counts to the row's once.
         parts = min(triton.cdiv(4 * device_of(device).num_sms, num_rows), num_chunks)
         per_program = triton.cdiv(num_chunks, parts) * BLOCK_TOKENS
-        launch(passes._count_bins_kernel, (num_rows, parts), BLOCK_TOKENS * 2, tokens_per_program=per_program)
+        launch(passes._count_bins_kernel, (num_rows, parts), BLOCK_TOKENS, tokens_per_program=per_program)
         launch(thresholds._bound_kernel, (num_rows,), NUM_BINS.value * 2)
     if has_cuts or log_min_p is not None:
         launch(passes._collect_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)

@@ -50,9 +50,10 @@ def cases() -> list[CompileCase]:
         if given:
             parts.append(("collect", passes._collect_kernel))
         for part, kernel in parts:
-            found.append(_case(f"{name}: {part}", kernel, 2 * BLOCK_TOKENS, missing | set(_PENALTIES)))
+            size = BLOCK_TOKENS if part == "count bins" else 2 * BLOCK_TOKENS
+            found.append(_case(f"{name}: {part}", kernel, size, missing | set(_PENALTIES)))
             if given in ((), _FILTERS):
-                found.append(_case(f"{name}: {part} penalised", kernel, 2 * BLOCK_TOKENS, missing))
+                found.append(_case(f"{name}: {part} penalised", kernel, size, missing))
         found.append(_case(f"{name}: choose", thresholds._choose_kernel, BLOCK_LIST * PROBES // 2, missing))
     return found
 

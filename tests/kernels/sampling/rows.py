@@ -36,12 +36,12 @@ def random_rows(num_rows: int, vocab_size: int, device: torch.device, *, seed: i
 
 
 def demanding_rows(device: torch.device) -> dict[str, Any]:
-    """Eight rows without ties, of which every filter and penalty leaves less than half."""
+    """Eight rows without ties, of which filters and penalties leave few tokens."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(8, 300, generator=generator) * 2
     logits[4:6] = torch.rand(2, 300, generator=generator) * 4
-    seen = torch.rand(2, 300, generator=generator) < 0.5
-    counts = (seen & (torch.rand(2, 300, generator=generator) < 0.5)).int() * 2
+    seen = torch.rand(2, 300, generator=generator) < 0.95
+    counts = (seen & (torch.rand(2, 300, generator=generator) < 0.95)).int() * 2
     weights = torch.tensor([[1.0, 0.0, 0.0]] * 6 + [[1.0, 9.0, 0.0], [9.0, 0.0, 4.0]])
     tensors = {
         "logits": logits,

@@ -29,7 +29,7 @@ MUTATIONS = {
     "masses of whole bins are lost": ("passes", "tl.atomic_add(sums_ptr + 3 * row, before)", "pass"),
     "masses between are lost": ("passes", "tl.atomic_add(sums_ptr + 3 * row + 1, between)", "pass"),
     "the last bin is not listed": ("passes", "(bins <= last) | (bins == last_bin)", "bins <= last"),
-    "the list overwrites itself": ("passes", "first += row * vocab_size", "first = row * vocab_size - 1"),
+    "a token of the list is lost": ("passes", "length.to(tl.int64)) - 1", "length.to(tl.int64) - 1) - 1"),
     "min_p is ignored": ("passes", "kept = z >= minimum", "kept = z >= -100.0"),
     "one token more than top_k": ("thresholds", "target = wanted.to(tl.float64)", "target = wanted.to(tl.float64) + 1"),
     "top_p of everything": ("thresholds", "+ (wanted - count) * tied", "+ (length - count) * tied"),
