@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
-from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.isolation import describe, quietly, raise_exit
+from paged.executors.model_calls import ModelCacheHandle, is_verified, run_by_kind, verify
 from paged.executors.progress import tracked
-from paged.executors.row_batches import cache_id_of, is_decode_step
+from paged.executors.row_batches import cache_id_of
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.end_tokens import read_eos_token_ids
-from paged.models.logits_policy import apply_policies
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
@@ -32,21 +32,6 @@ _LOG = logging.getLogger("paged")
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
-
-
-@dataclass(eq=False)
-class ModelCacheHandle:
-    """A sequence whose KV a third-party model keeps: what the executor knows of it."""
-
-    cache_id: SeqId
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    is_valid: bool = True
-
-    @property
-    def request_id(self) -> SeqId:
-        """The same as `cache_id`."""
-        return self.cache_id
 
 
 class LlmExecutor(UnifiedExecutor):
@@ -218,40 +203,17 @@ class LlmExecutor(UnifiedExecutor):
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
         return self.model.prepare_step(handles) if isinstance(self.model, PagedCausalLM) else None
 
+    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
+        return verify(self.model, item)
+
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         # A model of another kind need not know VerifyLogits.
-        if self._is_native and (self.kv_manager is not None or not any(map(_is_verified, items))):
+        if self._is_native and (self.kv_manager is not None or not any(map(is_verified, items))):
             try:
                 return self.model.unified_forward(items)
             except UnsupportedError:
                 self._is_native = False
-        return self._run_apart(items)
-
-    def _run_apart(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Decode steps in one `decode_batch`, then prompts one `prefill` each."""
-        decodes = [item for item in items if is_decode_step(item) and not _is_verified(item)]
-        steps = [(cache_id_of(item), item.q_tokens[0], item.pos_offset) for item in decodes]
-        decoded: Sequence[torch.Tensor] | torch.Tensor = self.model.decode_batch(steps) if steps else []
-        if len(decoded) != len(steps):
-            raise PagedError(f"decode_batch gave {len(decoded)} rows of logits for {len(steps)} tokens")
-        decoded_rows = iter(decoded)
-        results: list[torch.Tensor | None] = []
-        for item in items:
-            if _is_verified(item):
-                results.append(self._run_verify(item))
-                continue
-            logits = (
-                next(decoded_rows) if is_decode_step(item) else self.model.prefill(cache_id_of(item), item.q_tokens)
-            )
-            is_wanted = item.is_final_chunk and logits is not None
-            results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
-        return results
-
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        # The default decodes one by one and must be told the length; a model with its own keeps the length too.
-        if type(self.model).forward_verify is DecoderOnlyLLM.forward_verify:
-            return self.model.forward_verify(cache_id_of(item), item.q_tokens, start_pos=item.pos_offset)
-        return self.model.forward_verify(cache_id_of(item), item.q_tokens)
+        return run_by_kind(self.model, items)
 
     def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
         if self.kv_manager is None:
@@ -270,7 +232,7 @@ class LlmExecutor(UnifiedExecutor):
                     continue
             except BaseException as error:
                 raise_exit(error)
-                # How many tokens it holds nobody knows now, so it is given up: its handle says so.
+                # How many tokens it holds is unknown now, so it is given up: its handle says so.
                 _LOG.warning("sequence %r is given up: %s", cache_id, describe(error))
             quietly(self._release, cache_id)
 
@@ -300,7 +262,3 @@ class LlmExecutor(UnifiedExecutor):
             return needed.weight_bytes + stats.used_blocks * stats.bytes_per_block
         num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
         return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer
-
-
-def _is_verified(item: UnifiedBatchItem) -> bool:
-    return isinstance(item.logits_policy, VerifyLogits)

@@ -27,6 +27,15 @@ def is_decode_step(item: UnifiedBatchItem) -> bool:
     return item.is_final_chunk and is_one and item.pos_offset > 0
 
 
+def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object]) -> str | None:
+    """How the results of a forward do not fit its items; None where they do: one each, no final item without logits."""
+    pairs = zip(items, results, strict=False)
+    missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
+    if len(results) == len(items) and not missing:
+        return None
+    return f"{len(results)} results for {len(items)} items, no logits for {missing}"
+
+
 def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
     """One item a row, without its padding; a row without a cache gets a sequence id of its own.
 

@@ -118,9 +118,9 @@ def _backend(device: torch.device) -> tuple[str, str]:
     elif by_triton:
         reason = "TRITON_INTERPRET=1: the Triton kernels run in Triton's interpreter, slowly"
     elif not HAS_TRITON:
-        reason = "no GPU, and triton is not installed: PyTorch twins"
+        reason = "no GPU, and triton is not installed: operations of PyTorch"
     else:
-        reason = "no GPU: PyTorch twins; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
+        reason = "no GPU: operations of PyTorch; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
     return "triton" if by_triton else "torch", reason
 
 

@@ -11,6 +11,7 @@ from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, VerifyLogits
 from paged.errors import PagedError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
+from paged.executors.row_batches import results_mismatch
 
 
 class WrongResultsError(PagedError):
@@ -39,9 +40,8 @@ class UnifiedRunner:
     def run(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
         items = [completion.item for completion in group]
         rows = self._executor.unified_decode(UnifiedBatch(items))
-        missing = [item.seq_id for item, row in zip(items, rows, strict=False) if row is None and item.is_final_chunk]
-        if len(rows) != len(items) or missing:
-            raise WrongResultsError(f"{len(rows)} results for {len(items)} items, no logits for {missing}")
+        if (mismatch := results_mismatch(items, rows)) is not None:
+            raise WrongResultsError(mismatch)
         return rows
 
 

@@ -1,4 +1,4 @@
-"""A step's forward, come what may: without room it preempts, after an error it finds who cannot run."""
+"""Runs the forward of a step: preempts where blocks run out, and after an error finds the completions that fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepRunner:
     """Runs completions so that one that fails takes no other with it.
 
     After a call that raised its items run again in halves, until the one that cannot run is alone and fails; an error
-    that does not come again costs nobody. Results that do not fit the items say nothing about the caches: all of that
+    that does not come again ends none. Results that do not fit the items say nothing about the caches: all of that
     call fail.
 
     make_room: free blocks by taking them from completions other than those given; False if there are none.

@@ -20,7 +20,7 @@ from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader, StopStrings
 from paged.seq_id import SeqId
 
-# Given in place of a token where the logits left none to choose: all of them NaN or -inf.
+# Stands for a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1
 
 
@@ -47,7 +47,7 @@ class Request:
 
     arrived, deadline, first_token: seconds of `perf_counter`.
     name: of its sequences in the executor, unlike any other's. cache_salt: requests of another share no K/V with it.
-    num_begun: completions that are in the engine's hands; the others wait for the first one's prompt, to fork from it.
+    num_begun: completions that were queued; the others wait for the first one's prompt, to fork from it.
     has_begun: whether one has run. num_left: completions that are not done. num_cached_tokens: the output's.
     generating_s: over all completions that have ended, from the first token to the last one's.
     """
@@ -105,7 +105,7 @@ class Request:
 
 
 class Completion:
-    """One completion of a request: its tokens and its place in the cache.
+    """One completion of a request: its tokens and its sequence in the cache.
 
     handle: where the executor's cache manager knows the sequence. item: what runs next. tokens: what has to run before
     the next token can be sampled: the prompt, after a preemption with the output until then. cached: how many tokens
@@ -234,13 +234,13 @@ class Completion:
     def _read_text(self, count: int, *, is_last: bool) -> bool:
         """Bring the text up to `count` tokens; whether a stop string ended it."""
         assert self._detokenizer is not None
-        piece, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
+        added, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
         if self.params.stop:
             self._stops = self._stops or StopReader(self.request.stops)
-            piece, found = self._stops.read(piece, may_stop=len(self.token_ids) >= self.params.min_tokens)
+            added, found = self._stops.read(added, may_stop=len(self.token_ids) >= self.params.min_tokens)
             if is_last and found is None:
-                piece += self._stops.held
-        if piece:
-            self.output.growth.texts.append(piece)
+                added += self._stops.held
+        if added:
+            self.output.growth.texts.append(added)
         self.output.stop_reason = found
         return found is not None

@@ -107,8 +107,8 @@ def pair_tensors(pairs: Sequence[tuple[int, int]], device: torch.device) -> tupl
 def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
     sizes = [len(tokens) for _, tokens in rows]
-    places = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
-    first, second = to_device([places, np.concatenate([tokens for _, tokens in rows])], device)
+    row_indices = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
+    first, second = to_device([row_indices, np.concatenate([tokens for _, tokens in rows])], device)
     return first, second
 
 

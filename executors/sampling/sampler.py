@@ -139,7 +139,7 @@ class Sampler:
             counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
             outputs, prompts = self._counts.outputs[counted], self._counts.prompts[counted]
             if extras is not None:
-                pairs = [(place, token) for place, row in enumerate(rows.penalised) for token in extras[row]]
+                pairs = [(index, token) for index, row in enumerate(rows.penalised) for token in extras[row]]
                 where = pair_tensors(pairs, self._device)
                 outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
             logits[index] = apply_penalties(logits[index], outputs, prompts, *rows.penalties)
@@ -176,7 +176,7 @@ class Sampler:
         most, wanting = 0, rows.with_logprobs
         if rows.num_logprobs is not None:
             most = min(rows.num_logprobs, self._vocab_size)
-            flat = [row * width + place for row, size in enumerate(sizes) for place in range(size)]
+            flat = [row * width + column for row, size in enumerate(sizes) for column in range(size)]
             chosen = tokens.flatten()[index_tensor([flat[row] for row in wanting], self._device)]
             asked = logits if len(wanting) == len(logits) else logits[index_tensor(wanting, self._device)]
             logprobs = asked.log_softmax(-1)

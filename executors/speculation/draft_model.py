@@ -92,7 +92,7 @@ class DraftModel:
             for one, limit in zip(completions, limits, strict=True)
         ]
         items, active = self._catch_up(completions, limits)
-        for place in range(self.num_tokens):
+        for position in range(self.num_tokens):
             answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
             if not active:
                 break
@@ -103,12 +103,12 @@ class DraftModel:
             if shares is not None:
                 if probs is None:
                     probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
-                probs[index_tensor(active, self._device), place] = shares
+                probs[index_tensor(active, self._device), position] = shares
             for index, token in zip(active, tokens.tolist(), strict=True):
                 if token < 0:
                     raise PagedError(f"the draft model gave no token for {completions[index]!r}")
                 drafts[index].append(token)
-            active = [index for index in active if place + 1 < limits[index]]
+            active = [index for index in active if position + 1 < limits[index]]
             items = [self._decode_item(completions[index], drafts[index]) for index in active]
         for completion, ids in zip(completions, drafts, strict=True):
             if ids:

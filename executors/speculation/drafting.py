@@ -46,9 +46,9 @@ def _checked(drafts: Drafts, limits: Sequence[int], vocab_size: int) -> Drafts:
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
     """Those of `completions`, in their order; completions that were not drafted for have none."""
-    places = {completion: place for place, completion in enumerate(decodes)}
-    chosen = [places.get(completion, -1) for completion in completions]
-    token_ids = [drafts.token_ids[place] if place >= 0 else [] for place in chosen]
+    rows = {completion: row for row, completion in enumerate(decodes)}
+    chosen = [rows.get(completion, -1) for completion in completions]
+    token_ids = [drafts.token_ids[row] if row >= 0 else [] for row in chosen]
     if drafts.probs is None:
         return Drafts(token_ids)
     padded = torch.cat([drafts.probs, torch.zeros_like(drafts.probs[:1])])

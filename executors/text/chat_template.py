@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens that they may write.
 
-    Templates come from whoever made the checkpoint: they run in Jinja's sandbox, on copies of plain JSON values, in a
+    Templates come from the makers of checkpoints: they run in Jinja's sandbox, on copies of plain JSON values, in a
     process whose time and memory are limited (`template_sandbox` says why).
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 _MOST_GROWTH = 128
 # Special tokens that a template puts around a text; known are up to 4.
 _MOST_AROUND = 1000
-# Of one word that WordPiece looks up piece by piece, in time that grows with its square; and of affixes, which are put
+# Of one word that WordPiece looks up part by part, in time that grows with its square; and of affixes, which are put
 # to every word. Known are 200 and 4.
 _LONGEST_WORD, _LONGEST_AFFIX = 1000, 1000
 _MAY_MATCH_NOTHING = re.compile(r"[*?|^$]|\{0|\{,|\\[bBAzZGKXyY]|^$")
@@ -44,7 +44,7 @@ def excess(values: Any) -> str | None:
 
 
 def _gap(vocab: Any) -> str | None:
-    """Whoever writes a vocabulary out goes through all ids up to the largest."""
+    """How sparse the ids of a vocabulary are: to write it out takes a loop over all ids up to the largest."""
     if not isinstance(vocab, dict):
         return None
     largest = max((token_id for token_id in vocab.values() if isinstance(token_id, int)), default=0)
@@ -86,7 +86,7 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
     """How often a template of what stands around a text repeats the text."""
     if isinstance(single, str):
         return single.count("$")
-    names = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
+    names = [part["SpecialToken"]["id"] for part in single if "SpecialToken" in part]
     around = sum(len(special_tokens[name]["ids"]) for name in names)
     return max(1, len(single) - len(names)) if around <= _MOST_AROUND else math.inf
 

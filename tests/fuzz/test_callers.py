@@ -230,7 +230,7 @@ def test_calls_within_a_step(case: dict[str, Any]) -> None:
     proposer = PromptLookup(2) if case["drafts"] else None
     engine = Engine(small_executor(), EngineConfig(token_budget=64), tokenizer=Letters(), proposer=proposer, seed=0)
     outputs = add_neighbours(engine)
-    engine._intake._tokenizer = Caller(act, case["turn"])
+    engine._admission._tokenizer = Caller(act, case["turn"])
     odd = [engine.add_request(PROMPT, greedy, request_id=name) for name in ("a", "b")]
     streams = [engine.stream([8, 8], greedy)]
     next(streams[0])
@@ -272,7 +272,7 @@ def test_tokenizers_that_give_no_text(decode: Callable[[list[int]], Any], max_to
 
     engine = room()
     outputs = add_neighbours(engine)
-    engine._intake._tokenizer = Odd()
+    engine._admission._tokenizer = Odd()
     odd = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, stop=["x"]))
     run_to_end(engine)
     check_neighbours(outputs)

@@ -191,7 +191,7 @@ def test_deltas_add_up(case: dict[str, Any]) -> None:
         max_tokens=20,
     )
     engine = room()
-    engine._intake._tokenizer = Syllables()
+    engine._admission._tokenizer = Syllables()
 
     async def scenario() -> None:
         async with AsyncEngine(engine) as server:
@@ -211,7 +211,7 @@ def test_deltas_add_up(case: dict[str, Any]) -> None:
             assert output.finished
             assert await neighbour == alone(1)
             plain = room()
-            plain._intake._tokenizer = Syllables()
+            plain._admission._tokenizer = Syllables()
             whole = plain.add_request(NEIGHBOURS[2][0], params)
             while not whole.finished:
                 plain.step()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paged import AsyncEngine, EngineStoppedError, PromptLookup, RequestOutput, SamplingParams
 from paged.executors.engine.cache_space import BlockSpace
-from paged.executors.engine.core import EngineCore
+from paged.executors.engine.lifecycle import RequestLifecycle
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
 from tests.executors.engine_cases import check_empty
@@ -144,14 +144,14 @@ def fault_logits(patch: Patch, is_victim: Callable[[Completion], bool], fail: Ca
 
 
 def fault_metrics(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    whole = EngineCore._finish
+    whole = RequestLifecycle.finish
 
-    def finish(self: EngineCore, completion: Completion, reason: str) -> None:
+    def finish(self: RequestLifecycle, completion: Completion, reason: str) -> None:
         if is_victim(completion):
             patch.setattr(self.metrics, "time_per_output_token", None)
         whole(self, completion, reason)
 
-    patch.setattr(EngineCore, "_finish", finish)
+    patch.setattr(RequestLifecycle, "finish", finish)
 
 
 FAULTS = {name.removeprefix("fault_"): fault for name, fault in dict(globals()).items() if name.startswith("fault_")}

@@ -28,7 +28,7 @@ def test_backend_and_its_reason(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for interpret, backend, name, reason in (
         ("1", "", "triton", "Triton's interpreter"),
-        ("0", "", "torch", "no GPU: PyTorch twins"),
+        ("0", "", "torch", "no GPU: operations of PyTorch"),
         ("1", "torch", "torch", "PAGED_BACKEND=torch"),
         ("0", "triton", "none", "CPU tensors need TRITON_INTERPRET=1"),
     ):

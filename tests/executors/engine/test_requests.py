@@ -131,7 +131,7 @@ def test_deadlines_of_the_past_take_no_memory(device: torch.device) -> None:
     for _ in range(5):
         for _ in range(100):
             engine.abort(engine.add_request([1], FIVE, timeout_s=3600).request_id)
-    assert len(engine._deadlines._heap) <= 128
+    assert len(engine._lifecycle._deadlines._heap) <= 128
 
 
 def test_salts_part_prefixes(device: torch.device) -> None:
@@ -166,7 +166,7 @@ def test_end_tokens_are_token_ids(wrong: Any, device: torch.device) -> None:
 def test_a_request_knows_its_times(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean is over the tokens of all completions: not the request's time by the tokens of one."""
     now = [100.0]
-    for module in ("core", "intake"):
+    for module in ("core", "lifecycle", "admission"):
         monkeypatch.setattr(f"paged.executors.engine.{module}.perf_counter", lambda: now[0])
     engine = Engine(make_executor(device), EngineConfig(max_num_seqs=2))
     first = engine.add_request([1], SamplingParams(temperature=0, n=2, max_tokens=5))

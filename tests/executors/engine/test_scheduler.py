@@ -93,7 +93,7 @@ def test_decodes_first_then_chunks_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_foreseen_comes(seed: int) -> None:
+def test_what_is_predicted_comes(seed: int) -> None:
     """When a step is under way, of the next one: its decodes, where it will hold all who decode and no chunks."""
     rng = random.Random(seed)
     config = EngineConfig(
@@ -109,13 +109,13 @@ def test_what_is_foreseen_comes(seed: int) -> None:
             completion.cached += len(completion.item.q_tokens)
             if completion.num_to_prefill == 0:
                 scheduler.to_decoding(completion)
-        foreseen, takes_turns = scheduler.foresee(), len(scheduler.decoding) > config.token_budget
+        predicted, takes_turns = scheduler.predict(), len(scheduler.decoding) > config.token_budget
         for completion in [*plan.decodes, *(one for one in plan.chunks if one.state is State.DECODE)]:
             if completion.advance(1):
                 scheduler.remove(completion)
         plan = scheduler.plan()
-        if foreseen:
-            assert (plan.decodes, plan.chunks) == (foreseen, [])
+        if predicted:
+            assert (plan.decodes, plan.chunks) == (predicted, [])
             right += 1
         else:
             missed += bool(plan.decodes) and not plan.chunks and not takes_turns
@@ -129,9 +129,9 @@ def test_what_a_full_budget_lets_foresee() -> None:
     for completion in running[:2]:
         scheduler.add_decoding(completion)
     scheduler.add(make(3))
-    assert scheduler.foresee() == running[:2], "nothing is left for who waits"
+    assert scheduler.predict() == running[:2], "nothing is left for who waits"
     scheduler.add_decoding(running[2])
-    assert scheduler.foresee() == [], "they take turns"
+    assert scheduler.predict() == [], "they take turns"
 
 
 def test_more_decodes_than_budget_take_turns() -> None:

@@ -1,4 +1,4 @@
-"""From what a caller asks for to a request that can run."""
+"""Admission of requests: from what a caller asks for to a request that can run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_PRIORITY = 1 << 31
 _MASK = (1 << 64) - 1
 
 
-class Intake:
-    """Checks requests against the model and the cache, and gives them their place in the order and their seeds.
+class Admission:
+    """Checks requests against the model and the cache, and gives them their rank and their seeds.
 
     eos_token_ids: None for the executor's own. priority_requests: see `EngineConfig`. seed: of the seeds of requests
     that have none; drawn where None.
@@ -128,7 +128,7 @@ class Intake:
         self._check_ids(name, [min(prompt), max(prompt), *((min(ids), max(ids)) if ids else ())])
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError(f"{name}: stop strings, and the engine has no tokenizer")
-        # The last new token is never run, so it takes no room.
+        # The last new token is never run, so it takes no slot.
         fitting = self._room + 1 - len(prompt)
         max_tokens = max(fitting, 1) if params.max_tokens is None else params.max_tokens
         longest = len(prompt) + max_tokens - 1
