@@ -15,7 +15,7 @@ from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.isolation import describe, quietly, raise_exit
-from paged.executors.model_calls import ModelCacheHandle, is_verified, run_by_kind, verify
+from paged.executors.model_calls import ModelCacheHandle, is_verified, run_by_kind
 from paged.executors.progress import tracked
 from paged.executors.row_batches import cache_id_of
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
@@ -202,9 +202,6 @@ class LlmExecutor(UnifiedExecutor):
 
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
         return self.model.prepare_step(handles) if isinstance(self.model, PagedCausalLM) else None
-
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        return verify(self.model, item)
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         # A model of another kind need not know VerifyLogits.

@@ -51,17 +51,12 @@ def run_by_kind(model: DecoderOnlyLLM, items: Sequence[UnifiedBatchItem]) -> lis
     results: list[torch.Tensor | None] = []
     for item in items:
         if is_verified(item):
-            results.append(verify(model, item))
+            # The default decodes one by one and must be told the length; a model with its own keeps the length too.
+            is_default = type(model).forward_verify is DecoderOnlyLLM.forward_verify
+            start = {"start_pos": item.pos_offset} if is_default else {}
+            results.append(model.forward_verify(cache_id_of(item), item.q_tokens, **start))
             continue
         logits = next(decoded_rows) if is_decode_step(item) else model.prefill(cache_id_of(item), item.q_tokens)
         is_wanted = item.is_final_chunk and logits is not None
         results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
     return results
-
-
-def verify(model: DecoderOnlyLLM, item: UnifiedBatchItem) -> torch.Tensor:
-    """Run consecutive tokens of one sequence; the logits of every row, float32 [n, V]."""
-    # The default decodes one by one and must be told the length; a model with its own keeps the length too.
-    if type(model).forward_verify is DecoderOnlyLLM.forward_verify:
-        return model.forward_verify(cache_id_of(item), item.q_tokens, start_pos=item.pos_offset)
-    return model.forward_verify(cache_id_of(item), item.q_tokens)

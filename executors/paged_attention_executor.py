@@ -134,10 +134,6 @@ class PagedAttentionExecutor(UnifiedExecutor):
         with self._steps.forward(items) as step:
             return answer_items(self._logits(self._attend(step)[step.sample_rows]), items)
 
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        with self._steps.forward([item]) as step:
-            return self._logits(self._attend(step))
-
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, num_kv_heads, head_dim]."""
         width = self._info.hidden_size

@@ -61,7 +61,7 @@ def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
 
 
 def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
-    """Consecutive tokens of one sequence as one item.
+    """Consecutive tokens of one sequence as one item with the logits of every row.
 
     Raises:
         InvalidInputError: as `decode_items`; an input has more than one row, or another sequence or position than the
@@ -78,7 +78,7 @@ def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
             raise InvalidInputError(
                 f"inputs[{index}].position_ids: {row[0].pos_offset}, expected {first.pos_offset + index}"
             )
-    return replace(first, q_tokens=[row[0].q_tokens[0] for row in rows])
+    return replace(first, q_tokens=[row[0].q_tokens[0] for row in rows], logits_policy=VerifyLogits())
 
 
 def _items(

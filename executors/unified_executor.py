@@ -20,9 +20,8 @@ from paged.batch import (
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
-from paged.executors.prompt_progress import PromptProgress
 from paged.executors.row_batches import cache_id_of, decode_items, prefill_items, results_mismatch, verify_item
-from paged.executors.status import ForwardWork, WorkMeter
+from paged.executors.status import ForwardWork, PromptProgress, WorkMeter
 from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
 from paged.forward_step import PreparedStep, validate_items
 from paged.models.logits_policy import apply_policies
@@ -46,10 +45,6 @@ class UnifiedExecutor(ModelExecutor):
     @abstractmethod
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """The forward: one entry an item, as `unified_decode` returns them."""
-
-    @abstractmethod
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        """The forward of one item with the logits of every row, float32 [n, V]."""
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Before the forward: the adapters that items name."""
@@ -166,7 +161,7 @@ class UnifiedExecutor(ModelExecutor):
             item = verify_item(inputs)
 
             def verify() -> list[torch.Tensor]:
-                logits = self._run_verify(item)
+                logits = torch.cat([row for row in self._run([item]) if row is not None])
                 if logits.shape[0] != len(inputs):
                     raise PagedError(f"the forward gave {logits.shape[0]} rows of logits for {len(inputs)} tokens")
                 return apply_policies(logits, [one.logits_policy for one in inputs])

@@ -67,13 +67,12 @@ class Admission:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         request_id: SeqId | None,
-        *,
-        priority: int = 0,
-        metadata: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
+        priority: int,
+        metadata: Mapping[str, Any] | None,
+        timeout_s: float | None,
+        cache_salt: str | None,
     ) -> Request:
-        """A request with its completions, none of them begun; see `Engine.add_request`."""
+        """Check the arguments of `Engine.add_request`; a request with its completions, none of them begun."""
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
         params = params.snapshot()

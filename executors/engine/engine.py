@@ -105,13 +105,7 @@ class Engine(EngineCore):
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         params = _DEFAULT_PARAMS if params is None else params
         request = self._admission.request(
-            prompt_token_ids,
-            params,
-            request_id,
-            priority=priority,
-            metadata=metadata,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
+            prompt_token_ids, params, request_id, priority, metadata, timeout_s, cache_salt
         )
         limit, waiting = self.config.max_waiting, len(self._scheduler.waiting)
         if limit is not None and waiting >= limit:
@@ -162,11 +156,8 @@ class Engine(EngineCore):
             self.discard(output)
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.
-
-        Raises:
-            InvalidInputError, CheckpointError: as `LlmExecutor.load_lora`.
-            UnsupportedError: the executor takes no adapters.
+        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}; errors as in
+        `LlmExecutor.load_lora`, and UnsupportedError where the executor takes no adapters, as for the next two.
         """
         lora_loader(self.executor).load_lora(name, path)
 
@@ -175,7 +166,6 @@ class Engine(EngineCore):
 
         Raises:
             InvalidInputError: it is not loaded, or requests that are not done name it.
-            UnsupportedError: the executor takes no adapters.
         """
         loader = lora_loader(self.executor)
         # Those that wait hold no sequence yet, so the executor cannot know of them.
@@ -184,11 +174,7 @@ class Engine(EngineCore):
         loader.unload_lora(name)
 
     def list_loras(self) -> tuple[str, ...]:
-        """Names of the loaded adapters.
-
-        Raises:
-            UnsupportedError: the executor takes no adapters.
-        """
+        """Names of the loaded adapters."""
         return lora_loader(self.executor).list_loras()
 
     def generate(

@@ -22,16 +22,16 @@ class CacheSpace(Protocol):
     """The scheduler's view of the KV cache."""
 
     def begin(self, running: Sequence[Completion]) -> None:
-        """Count what those that run hold, before others are admitted beside them."""
+        """Count what those that run may take, once for all that are admitted beside them."""
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Give a waiting completion its room; False where that is not there."""
+        """Give a waiting completion what it takes to run; False where there is not as much. Alone it need not grow."""
 
     def release(self, completion: Completion) -> None:
-        """Take back what a completion holds, if anything."""
+        """Take back what a completion holds, if anything, through the executor, which may know more of it."""
 
     def swap_out(self, completion: Completion) -> bool:
-        """Move what it holds to host memory; False where that has no room."""
+        """Move what it holds alone to host memory; False where that has not as much, or is not known."""
 
 
 class Plan(NamedTuple):

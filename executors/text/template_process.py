@@ -44,13 +44,9 @@ class _TemplateProcess:
             # From another thread, as a read from a pipe has no deadline on every system.
             timer = threading.Timer(_DEADLINE_S, process.kill)
             timer.start()
-            reply, found = (
-                None,
-                Rendered(
-                    error=f"it takes more than {CPU_S} s of processor time, or a deeper stack than there is",
-                    is_last=True,
-                ),
-            )
+            reply = None
+            reason = f"it takes more than {CPU_S} s of processor time, or a deeper stack than there is"
+            found = Rendered(error=reason, is_last=True)
             try:
                 assert process.stdin is not None and process.stdout is not None  # noqa: PT018
                 with contextlib.suppress(OSError):  # it has ended
