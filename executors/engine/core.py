@@ -18,7 +18,7 @@ from paged.executors.engine.lifecycle import RequestLifecycle
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Plan
 from paged.executors.engine.step_pacer import StepPacer
-from paged.executors.engine.step_runner import Ran, StepRunner
+from paged.executors.engine.step_runner import StepResults, StepRunner
 from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
@@ -122,7 +122,7 @@ class EngineCore:
             first = self._scheduler.waiting[0]
             self._lifecycle.fail(first, "the cache has no room for it, and no request here holds any")
 
-    def _take(self, plan: Plan, ran: Ran, drafts: Drafts | None) -> None:
+    def _take(self, plan: Plan, ran: StepResults, drafts: Drafts | None) -> None:
         """Count what ran, sample what ended with logits, and move those completions on."""
         num_rows, prefill_tokens = len(ran.completions), 0
         if plan.chunks or drafts is not None:
@@ -136,7 +136,7 @@ class EngineCore:
         if ran.completions:
             self._sample(ran, plan, drafts, self._ahead.prepare)
 
-    def _sample(self, ran: Ran, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None) -> None:
+    def _sample(self, ran: StepResults, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None) -> None:
         """Sample and move on; after an error in halves, until the completion that it comes from is alone and fails."""
         completions = ran.completions
         try:
@@ -154,20 +154,20 @@ class EngineCore:
                 return
             middle = len(completions) // 2
             for part in (slice(middle), slice(middle, None)):
-                self._sample(Ran(completions[part], ran.rows[part]), plan, drafts, None)
+                self._sample(StepResults(completions[part], ran.rows[part]), plan, drafts, None)
             return
         is_first, has_drafts = bool(plan.chunks), drafts is not None
         self._lifecycle.advance(completions, sampled, may_be_first=is_first, drafted=has_drafts)
 
-    def _logits(self, ran: Ran, num_rows: int) -> torch.Tensor:
+    def _logits(self, ran: StepResults, num_rows: int) -> torch.Tensor:
         logits = row_matrix([row for row in ran.rows if row is not None])
         if logits.shape != (num_rows, self._vocab_size):
             raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {(num_rows, self._vocab_size)}")
         return logits.float()
 
-    def _end_chunks(self, ran: Ran) -> Ran:
+    def _end_chunks(self, ran: StepResults) -> StepResults:
         """What has logits, completions that start at the end of another's prompt included."""
-        sampled = Ran([], [])
+        sampled = StepResults([], [])
         for completion, row in zip(ran.completions, ran.rows, strict=True):
             if completion.state is State.PREFILL:
                 completion.cached += len(completion.item.q_tokens)

@@ -17,7 +17,7 @@ from paged.executors.requests.request import Completion, State
 _RUNNING = (State.PREFILL, State.DECODE)
 
 
-class Ran(NamedTuple):
+class StepResults(NamedTuple):
     """What ran: completions, and for each its logits, None where its chunk is not final."""
 
     completions: list[Completion]
@@ -51,18 +51,18 @@ class StepRunner:
         self._give_up = give_up
         self._metrics = metrics
 
-    def run(self, completions: Sequence[Completion]) -> Ran:
+    def run(self, completions: Sequence[Completion]) -> StepResults:
         """Run all that can.
 
         Raises:
             ExecutorShutDownError: nothing can run any more.
         """
-        ran = Ran([], [])
+        ran = StepResults([], [])
         for group in self._runner.groups(completions):
             self._run(group, ran)
         return ran
 
-    def _run(self, group: list[Completion], ran: Ran) -> None:
+    def _run(self, group: list[Completion], ran: StepResults) -> None:
         while group := [completion for completion in group if completion.state in _RUNNING]:
             try:
                 rows = self._runner.run(group)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError
 from paged.executors.text.chat_template import ChatTemplate
-from tests.executors.text.test_chat_tokenizer import CHATML, GEMMA, LLAMA, tokenizer_of_bytes
+from tests.executors.text.checkpoints import CHATML, GEMMA, LLAMA, tokenizer_of_bytes
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import VALUES, value

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paged import DecodeInput, Engine, PrefillInput, SamplingParams, StaleHandleError, UnsupportedError
 from paged.seq_id import SeqId
-from tests.executors.test_llm_executor import Parrot, UnifiedParrot, UnsupportedParrot, other_executor, parrot_logits
+from tests.executors.parrot import Parrot, UnifiedParrot, UnsupportedParrot, other_executor, parrot_logits
 from tests.fuzz.fuzzing import fuzz
 
 POISON = 60

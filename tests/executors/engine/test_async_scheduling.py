@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from paged import Engine, EngineConfig, PagedAttentionExecutor, RequestOutput, SamplingParams
 from paged.cache.kv_cache import KvCacheHandle
 from paged.forward_step import PreparedStep
-from tests.executors.engine.test_engine import PROMPTS, TEN, expected_tokens, spy
-from tests.executors.engine_cases import check_empty, run, tokens_of
+from tests.executors.engine_cases import PROMPTS, TEN, check_empty, expected_tokens, run, spy, tokens_of
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import make_executor, prompt
 
@@ -66,7 +65,7 @@ def test_the_next_step_is_prepared_before_the_tokens_are_fetched(
 
 
 def test_every_decode_step_of_a_batch_is_prepared(device: torch.device) -> None:
-    """Those who reach their last token are left out of the next one; all of them are known to."""
+    """Those that reach their last token are left out of the next one."""
     engine = Engine(make_executor(device, num_blocks=64), AHEAD)
     params = [replace(TEN, max_tokens=1 + 3 * index) for index in range(len(PROMPTS))]
     outputs = engine.generate(PROMPTS, params, progress=False)
@@ -87,7 +86,7 @@ def test_off_by_default_on_a_cpu_and_without_the_capability(device: torch.device
     assert (plain.metrics.prepared_steps, plain.metrics.dropped_steps) == (0, 0)
 
 
-def test_one_that_ends_unforeseen(device: torch.device) -> None:
+def test_one_that_ends_early(device: torch.device) -> None:
     """By a stop id: the step that counted on it goes, its room comes back at once, and the others go on."""
     engine = Engine(make_executor(device, num_blocks=64), AHEAD)
     stop = expected_tokens(PROMPTS[1], 4)[3]
@@ -111,7 +110,7 @@ def test_one_that_ends_unforeseen(device: torch.device) -> None:
     check_empty(engine)
 
 
-def test_who_comes_is_not_kept_waiting(device: torch.device) -> None:
+def test_an_arrival_is_not_kept_waiting(device: torch.device) -> None:
     engine = Engine(make_executor(device, num_blocks=64), AHEAD)
     engine.add_request(PROMPTS[3], TEN)
     engine.step()
@@ -126,7 +125,7 @@ def test_who_comes_is_not_kept_waiting(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_nobody_is_preempted_for_it(preemption: Any, device: torch.device) -> None:
+def test_nothing_is_preempted_for_it(preemption: Any, device: torch.device) -> None:
     """In a pool that is almost full, the same are preempted as without it."""
     counts = []
     for prepare_ahead in (False, True):
@@ -193,7 +192,7 @@ def test_a_preparation_that_fails(
 
 
 def test_an_executor_that_is_used_by_others_too(device: torch.device) -> None:
-    """Their forward comes between: what was prepared goes, and costs nobody a token."""
+    """Their forward comes between: what was prepared is dropped, and no token changes."""
     executor = make_executor(device, num_blocks=64)
     engine = Engine(executor, AHEAD)
     output = engine.add_request(PROMPTS[2], TEN)
@@ -209,7 +208,7 @@ def test_an_executor_that_is_used_by_others_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_arrivals_aborts_and_others_at_random(preemption: Any, device: torch.device) -> None:
-    """With others taking and freeing blocks between the steps; what has ended by itself has the tokens it has alone."""
+    """Others take and free blocks between the steps; what ends by itself has the tokens of a plain engine."""
     rng = random.Random(8)
     executor = make_executor(device, num_blocks=30, num_swap_blocks=12)
     config = EngineConfig(
@@ -245,16 +244,14 @@ def test_arrivals_aborts_and_others_at_random(preemption: Any, device: torch.dev
     assert metrics.prepared_steps > 50
     assert metrics.dropped_steps > 10
     assert metrics.preempted
-    alone = Engine(make_executor(device, num_blocks=64), EngineConfig(prepare_ahead=False), seed=1)
-    checked = 0
-    for ids, params, output in requests:
-        assert output.finished
-        assert output.error is None
-        if all(one.finish_reason in ("length", "stop") for one in output.outputs):
-            [expected] = alone.generate([ids], params, progress=False)
-            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
-            checked += 1
-    assert checked > 40
+    plain = Engine(make_executor(device, num_blocks=512), EngineConfig(prepare_ahead=False), seed=1)
+    assert all(output.finished and output.error is None for *_, output in requests)
+    whole = [one for one in requests if all(each.finish_reason in ("length", "stop") for each in one[2].outputs)]
+    assert len(whole) > 40
+    prompts, params, outputs = zip(*whole, strict=True)
+    expected = plain.generate(prompts, params, progress=False)
+    for output, other in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in other.outputs]
 
 
 def test_aborting_all_leaves_nothing(device: torch.device) -> None:

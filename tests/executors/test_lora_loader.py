@@ -16,7 +16,7 @@ from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
 from paged.executors.requests.sampling_params import SamplingParams
 from tests.executors.oracle import batch, prompt, step
-from tests.executors.test_llm_executor import Parrot, other_executor
+from tests.executors.parrot import Parrot, other_executor
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 

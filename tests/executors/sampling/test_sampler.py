@@ -1,4 +1,4 @@
-"""Sampling against the formulas in float64, one row at a time; and that a row's token depends on nothing but itself."""
+"""Sampler: distributions against Python floats, one row whatever its batch, log probabilities."""
 
 from __future__ import annotations
 
@@ -6,35 +6,51 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from paged import Engine, InvalidInputError, RequestOutput, SamplingParams
-from paged.executors.requests.output import CompletionOutput
-from paged.executors.requests.request import NO_TOKEN, Completion, Request
-from paged.executors.sampling.operations import apply_penalties
-from paged.executors.sampling.row_matrix import row_matrix
+from paged import Engine, SamplingParams
+from paged.executors.requests.request import NO_TOKEN
 from paged.executors.sampling.sampler import Drafts, Sampler
 from tests.executors.oracle import make_executor
+from tests.executors.sampling.completions import OUTPUT, PROMPT, VOCAB, completion
 from tests.executors.sampling.statistics import chi_square_p
 
-VOCAB = 12
+
+def test_verify_by_hand(device: torch.device) -> None:
+    """All of N accepted gives N + 1 tokens, the first mismatch the target's token, N = 0 one."""
+    rows = [completion(SamplingParams(temperature=0, max_tokens=99)) for _ in range(4)]
+    wanted = [[3, 1, 4, 1], [5, 9, 2], [6, 5], [7]]
+    logits = torch.zeros(10, 12, device=device)
+    logits[torch.arange(10), [token for tokens in wanted for token in tokens]] = 1.0
+    drafts = [[3, 1, 4], [5, 0], [0], []]
+    sampled = Sampler(12, device).verify(logits, rows, Drafts(drafts))
+    assert sampled.token_ids == [[3, 1, 4, 1], [5, 9], [6], [7]]
+
+
+def test_penalties_count_accepted_drafts(device: torch.device) -> None:
+    """A verify row knows the drafts before it: verified tokens are those of one step after the other."""
+    params = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5, min_tokens=3, max_tokens=99)
+    params = replace(params, stop_token_ids=[0])
+    torch.manual_seed(1)
+    logits = torch.randn(4, 12, device=device)
+    logits[:, 0] = 3.0
+    one, plain = completion(params, [1, 2]), Sampler(12, device)
+    expected = []
+    for row in logits:
+        [[token]] = plain.sample(row[None], [one]).token_ids
+        one.token_ids.append(token)
+        expected.append(token)
+    again = completion(params, [1, 2])
+    assert Sampler(12, device).verify(logits, [again], Drafts([expected[:3]])).token_ids == [expected]
+    assert 0 not in expected[:3]
+
+
 ANY = SamplingParams(max_tokens=1000, seed=0)
 Rows = list[tuple[SamplingParams, list[int], list[int]]]
-
-
-def completion(
-    params: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = (), seed: int = 0
-) -> Completion:
-    """A completion in the middle of its output."""
-    outputs = RequestOutput("r", list(prompt), [CompletionOutput(0, list(output))])
-    ends = frozenset(params.stop_token_ids)
-    name = str(random.random())
-    request = Request("r", list(prompt), params, (0, 0), {}, 1000, ends, outputs, 0.0, name)
-    return Completion(request, 0, seed, None)
 
 
 def sampler(device: torch.device) -> Sampler:
@@ -94,7 +110,6 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy with rules": {"temperature": 0.0, "allowed_token_ids": [2, 9], "repetition_penalty": 3.0},
     "best of one": {"top_k": 1},
 }
-PROMPT, OUTPUT = [1, 2, 2, 8], [3, 3, 4, 9, 3]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,22 +147,6 @@ def test_a_row_is_the_same_in_any_batch(device: torch.device) -> None:
     assert [ids[0] for ids in shuffled] == [together[i] for i in order]
 
 
-def test_counts_follow_the_output(device: torch.device) -> None:
-    """The same sampler step after step gives what a fresh one gives, after others have come and gone."""
-    torch.manual_seed(0)
-    params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=1.3, max_tokens=1000)
-    kept, rows = sampler(device), [completion(params, PROMPT, seed=i) for i in range(3)]
-    for step in range(8):
-        logits = torch.randn(3, VOCAB, device=device)
-        tokens = kept.sample(logits, rows).token_ids
-        assert tokens == sampler(device).sample(logits, rows).token_ids
-        for row, ids in zip(rows, tokens, strict=True):
-            row.token_ids += ids
-        if step == 3:
-            kept.forget(rows[1])
-            rows[1] = completion(params, [5, 6], [7], seed=9)
-
-
 def test_logprobs_are_of_the_raw_logits(device: torch.device) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, VOCAB, device=device)
@@ -180,42 +179,6 @@ def test_nothing_left_to_choose(device: torch.device) -> None:
     assert [ids[-1] for ids in drafted] == [NO_TOKEN, NO_TOKEN]
 
 
-def test_rows_of_one_matrix_are_not_copied() -> None:
-    logits = torch.randn(6, VOCAB)
-    for rows in (list(logits), list(logits[1:4]), list(logits.split([1, 3, 2])), [logits[0], logits[1:3], logits[3]]):
-        matrix = row_matrix(rows)
-        assert matrix.data_ptr() == rows[0].data_ptr()
-        assert torch.equal(matrix, torch.cat([row.reshape(-1, VOCAB) for row in rows]))
-    pieces = list(logits)
-    for rows in (pieces[::-1], [pieces[0], pieces[2]], [pieces[0], pieces[0]], [torch.ones(VOCAB), pieces[1]]):
-        assert torch.equal(row_matrix(rows), torch.stack(rows))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ({"n": 0}, {"n": 1}),
-        ({"temperature": -0.1}, {"temperature": 0}),
-        ({"temperature": math.nan}, {"temperature": 100.0}),
-        ({"top_p": 0}, {"top_p": 1e-9}),
-        ({"top_p": 1.1}, {"top_p": 1}),
-        ({"top_k": -2}, {"top_k": -1}),
-        ({"min_p": 1.5}, {"min_p": 1}),
-        ({"repetition_penalty": 0}, {"repetition_penalty": 0.1}),
-        ({"presence_penalty": math.inf}, {"presence_penalty": -2}),
-        ({"allowed_token_ids": []}, {"allowed_token_ids": [0]}),
-        ({"stop": ["a", ""]}, {"stop": "a"}),
-        ({"max_tokens": 0}, {"max_tokens": None, "min_tokens": 99}),
-        ({"min_tokens": 17}, {"min_tokens": 16}),
-        ({"logprobs": -1}, {"logprobs": 0}),
-    ],
-)
-def test_parameters_are_checked(wrong: dict[str, Any], right: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
-        SamplingParams(**wrong)
-    SamplingParams(**right)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -241,20 +204,3 @@ def test_what_a_request_names_costs_little(fields: dict[str, Any], monkeypatch: 
             engine.step()
         times.append(time.process_time() - start)
     assert times[1] < 4 * times[0] + 0.1
-
-
-def test_penalties_beyond_float32_leave_a_token() -> None:
-    """Finite ones, times counts: several tokens are favoured without a bound, and the first of them is best."""
-    penalties = [torch.tensor([[value]]) for value in (1e-37, -3e38, -3e38)]
-    counts, in_prompt = torch.tensor([[0, 9, 9, 1]]), torch.zeros(1, 4, dtype=torch.bool)
-    logits = apply_penalties(torch.tensor([[1.0, -torch.inf, 5.0, 5.0]]), counts, in_prompt, *penalties)
-    assert not logits.isnan().any()
-    assert logits.argmax() == 2
-    assert logits.isfinite()[0].tolist() == [True, False, True, True]
-
-
-def test_columns_are_no_rows() -> None:
-    """Views that begin where a row of their matrix does."""
-    matrix = torch.arange(9.0).view(3, 3)
-    assert torch.equal(row_matrix([matrix[:, 0]]), torch.tensor([[0.0, 3.0, 6.0]]))
-    assert torch.equal(row_matrix([matrix[0]]), torch.tensor([[0.0, 1.0, 2.0]]))

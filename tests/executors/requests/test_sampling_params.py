@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -122,3 +123,28 @@ def test_tables_have_an_end(name: str, most: Any) -> None:
     SamplingParams(**{name: most})
     with pytest.raises(InvalidInputError, match=name):
         SamplingParams(**{name: [*most, 7] if isinstance(most, list) else most + 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ({"n": 0}, {"n": 1}),
+        ({"temperature": -0.1}, {"temperature": 0}),
+        ({"temperature": math.nan}, {"temperature": 100.0}),
+        ({"top_p": 0}, {"top_p": 1e-9}),
+        ({"top_p": 1.1}, {"top_p": 1}),
+        ({"top_k": -2}, {"top_k": -1}),
+        ({"min_p": 1.5}, {"min_p": 1}),
+        ({"repetition_penalty": 0}, {"repetition_penalty": 0.1}),
+        ({"presence_penalty": math.inf}, {"presence_penalty": -2}),
+        ({"allowed_token_ids": []}, {"allowed_token_ids": [0]}),
+        ({"stop": ["a", ""]}, {"stop": "a"}),
+        ({"max_tokens": 0}, {"max_tokens": None, "min_tokens": 99}),
+        ({"min_tokens": 17}, {"min_tokens": 16}),
+        ({"logprobs": -1}, {"logprobs": 0}),
+    ],
+)
+def test_parameters_are_checked(wrong: dict[str, Any], right: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+    SamplingParams(**right)
