@@ -47,7 +47,7 @@ class UnifiedExecutor(ModelExecutor):
         """The forward: one entry an item, as `unified_decode` returns them."""
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Before the forward: the adapters that items name."""
+        """Choose the adapters that items name, before the forward."""
         for item in items:
             if item.metadata.get("lora_adapter") is not None:
                 raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
@@ -57,7 +57,7 @@ class UnifiedExecutor(ModelExecutor):
         return None
 
     def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """After a forward, for caches that do not count their tokens themselves."""
+        """Count the tokens of a forward, for caches that do not count them themselves."""
 
     @abstractmethod
     def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:

@@ -100,7 +100,7 @@ def _failed(error: Exception) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Of all commands, with the arguments of the one that is called."""
+    """Parse all commands, with the arguments of the one that is called."""
     parser = _Parser(prog="paged", description="Paged attention and fused MoE in Triton.")
     parser.add_argument("--version", action="version", version=f"paged {paged.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

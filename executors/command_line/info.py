@@ -35,12 +35,12 @@ class Feature:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Only how to print."""
+    """Add how to print, and no more."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Gather the report and print it."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -200,7 +200,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
 
     def _check_loop(self) -> None:
-        """One loop's streams are not woken by what another's does."""
+        """Refuse another loop than before, whose streams would not be woken, while that one runs."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():

@@ -25,11 +25,11 @@ class BatchRunner(Protocol):
         """Completions that run together."""
 
     def run(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
-        """One entry an item: None where the chunk is not final, else logits [V], or [rows, V] for VerifyLogits."""
+        """Run a group; an entry an item: None if not final, else logits [V], or [rows, V] for VerifyLogits."""
 
 
 class UnifiedRunner:
-    """One `unified_decode` for all."""
+    """Runs one `unified_decode` for all."""
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor
@@ -46,7 +46,7 @@ class UnifiedRunner:
 
 
 class HandleRunner:
-    """One `batch_decode` for all decodes, one `prefill` a chunk, one `forward_verify` a sequence with drafts; the
+    """Runs one `batch_decode` for all decodes, one `prefill` a chunk, one `forward_verify` a sequence with drafts; the
     executor's handles are kept with the completions.
     """
 

@@ -136,7 +136,9 @@ class EngineCore:
         if ran.completions:
             self._sample(ran, plan, drafts, self._ahead.prepare)
 
-    def _sample(self, ran: StepResults, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None) -> None:
+    def _sample(
+        self, ran: StepResults, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None
+    ) -> None:
         """Sample and move on; after an error in halves, until the completion that it comes from is alone and fails."""
         completions = ran.completions
         try:

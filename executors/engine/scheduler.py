@@ -86,12 +86,12 @@ class Scheduler:
         insort(self.waiting, completion, key=_RANK)
 
     def add_decoding(self, completion: Completion) -> None:
-        """A completion that holds its prompt's K/V already, as a fork of another does."""
+        """Have a completion decode that holds the K/V of its prompt already, as a fork does."""
         completion.state = State.DECODE
         self.decoding.append(completion)
 
     def plan(self, *, max_prefill_tokens: int | None = None) -> Plan:
-        """The next step; admits what has room. `max_prefill_tokens` bounds the chunks where something decodes."""
+        """Plan the next step, and admit what fits. `max_prefill_tokens` bounds the chunks where something decodes."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
         if len(self.decoding) > fitting:  # in turns
@@ -130,12 +130,12 @@ class Scheduler:
         return [] if has_others or len(self.decoding) * cost > budget else staying
 
     def to_decoding(self, completion: Completion) -> None:
-        """Its prompt is done."""
+        """Have a completion decode whose prompt is done."""
         self.prefilling.remove(completion)
         self.add_decoding(completion)
 
     def remove(self, completion: Completion) -> None:
-        """It is finished: take back its room."""
+        """Take a finished completion out, and back what it holds."""
         self._leave(completion)
         completion.state = State.FINISHED
         self._is_full = False

@@ -33,7 +33,7 @@ class RunningItem(UnifiedBatchItem):
 
 
 class State(Enum):
-    """Of a completion: in the queue (perhaps swapped out), with prompt left to run, decoding, or done."""
+    """The state of a completion: in the queue (perhaps swapped out), with prompt left to run, decoding, or done."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -179,34 +179,34 @@ class Completion:
         return self.token_ids[beyond:] if beyond >= 0 else self.request.prompt[start:] + self.token_ids
 
     def hold(self, handle: KvCacheHandle | None) -> None:
-        """It has a sequence in the cache, and whatever that holds need not run."""
+        """Take a sequence in the cache, or None; what that holds already need not run."""
         self.handle, self.cached = handle, 0 if handle is None else handle.num_tokens
         self.item.move((), self.cached, kv_cache=handle)
 
     def requeue(self) -> None:
-        """It lost its K/V: all of its tokens will run again."""
+        """Give up its K/V: all of its tokens run again."""
         self.hold(None)
         self.tokens = self.tokens_from(0)
 
     def start_over(self) -> None:
-        """It lost its K/V while its item was to run: the item begins with the tokens that were in the cache."""
+        """Give up its K/V while its item is to run: the item begins with the tokens that were in the cache."""
         end = self.item.pos_offset + len(self.item.q_tokens)
         self.hold(None)
         self.item.move(self.tokens_from(0)[:end], 0)
 
     def take_chunk(self, count: int) -> None:
-        """Run the next `count` tokens of those that are left to prefill."""
+        """Set the item to the next `count` tokens of those that are left to prefill."""
         end = self.cached + count
         is_final = end == len(self.tokens)
         self.item.move(self.tokens[self.cached : end], self.cached, is_final_chunk=is_final, logits_policy=FullLogits())
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
-        """Run the newest token next, and drafts after it."""
+        """Set the item to the newest token, and drafts after it."""
         policy = VerifyLogits() if drafts else FullLogits()
         self.item.move([self.token_ids[-1], *drafts], self.cached, logits_policy=policy)
 
     def advance(self, token: int) -> bool:
-        """One more token of the output, which is what runs next; True where it may be the last.
+        """Add a token to the output, which is what runs next; True where it may be the last.
 
         Most of the engine's time goes by here: 256 calls take 100 us.
         """
@@ -218,7 +218,7 @@ class Completion:
         return token in self._end_token_ids or count >= self._max_tokens or self._detokenizer is not None
 
     def finish_reason(self) -> str | None:
-        """What the newest token ends the output by, or None; brings the text up to date."""
+        """Bring the text up to date; what the newest token ends the output by, or None."""
         token, count = self.token_ids[-1], len(self.token_ids)
         if token < 0:
             self.token_ids.pop()

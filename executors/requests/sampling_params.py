@@ -29,7 +29,7 @@ _SMALLEST = 2.0**-126
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Of one request; the names are those of other engines. None for a value stands for the default.
+    """Parameters of one request; the names are those of other engines. None for a value stands for the default.
 
     Numbers of any library are taken where they are whole numbers or floats, token ids in any sequence, and kept as
     Python's own; a bool is no number.

@@ -67,7 +67,7 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """In place, for values in [0, 2^32)."""
+    """Hash in place, for values in [0, 2^32)."""
     first, second = _FACTORS
     x.bitwise_xor_(x >> 16).mul_(first).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 15).mul_(second).bitwise_and_(_MASK)

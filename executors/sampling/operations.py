@@ -29,7 +29,7 @@ class TokenRules:
 
 @dataclass(frozen=True)
 class Filters:
-    """Of rows that are drawn at random: float32 [n, 1], `top_k` int64 [n, 1]; None where no row asks for it.
+    """Filters of rows that are drawn at random: float32 [n, 1], `top_k` int64 [n, 1]; None where no row asks for it.
 
     limit: the largest top_k, or V where a row with a top_p has none. is_whole: bool [n, 1], rows with neither.
     """
@@ -43,7 +43,7 @@ class Filters:
 
 
 def apply_rules_(logits: torch.Tensor, rules: TokenRules) -> torch.Tensor:
-    """Masks and biases; what is masked becomes -inf."""
+    """Apply masks and biases; what is masked becomes -inf."""
     if rules.allowed is not None and rules.allowed_rows is not None:
         kept = logits[rules.allowed]
         # Not by the pairs: a row that allows 150,000 tokens would be filled as many times, which takes 16 s.
@@ -103,7 +103,7 @@ def filter_(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """One token a row from softmax(logits), int64 [n], by keys int64 [n, 2]; -1 where that is undefined."""
+    """Draw one token a row from softmax(logits), int64 [n], by keys int64 [n, 2]; -1 where that is undefined."""
     best, tokens = (logits - exponential(keys, logits.shape[-1]).log_()).max(-1)
     return tokens.masked_fill_(~best.isfinite(), -1)
 

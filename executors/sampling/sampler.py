@@ -50,7 +50,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, completions: list[Completion], meanwhile: Callable[[], None] | None = None
     ) -> Sampled:
-        """One token for each completion, from float32 [n, V].
+        """Sample one token for each completion, from float32 [n, V].
 
         meanwhile: called when the device has been told to choose, before its choice is waited for.
         """
@@ -95,7 +95,7 @@ class Sampler:
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
-        """It is finished."""
+        """Drop what is kept of a finished completion."""
         self._counts.forget(completion)
 
     def reset(self) -> None:

@@ -155,5 +155,5 @@ class DraftModel:
 
 
 def _draft_id(seq_id: SeqId) -> SeqId:
-    """Of its own, as target and draft model may share a cache."""
+    """An id of its own, as target and draft model may share a cache."""
     return f"draft of {seq_id}"

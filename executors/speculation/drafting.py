@@ -20,7 +20,7 @@ _LOG = logging.getLogger("paged")
 
 
 def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
-    """Drafts for what decodes, set as their items' next tokens; None where there are none.
+    """Draft for what decodes, and set drafts as the items' next tokens; None where there are none.
 
     A proposer that raises, or proposes what does not fit, is told to forget them: their tokens are right without it.
     """
@@ -47,7 +47,7 @@ def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
-    """Those of `completions`, in their order; completions that were not drafted for have none."""
+    """Pick the drafts of `completions`, in their order; completions that were not drafted for have none."""
     rows = {completion: row for row, completion in enumerate(decodes)}
     chosen = [rows.get(completion, -1) for completion in completions]
     token_ids = [drafts.token_ids[row] if row >= 0 else [] for row in chosen]

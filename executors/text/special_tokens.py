@@ -76,7 +76,7 @@ class SpecialTokens:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
-        """Those that the text itself became: not those put around it, nor the unknown token for what is unknown."""
+        """Find those that the text itself became: not those put around it, nor the unknown token for what is unknown."""
         if self._contents.keys().isdisjoint(encoding.ids):
             return []
         rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -89,7 +89,7 @@ class SpecialTokens:
         ]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without special tokens, whatever stands there, and without any around.
+        """Encode a text without special tokens, whatever stands there, and without any around.
 
         Raises:
             InvalidInputError: a special token of one character stands there, which the model itself takes for one.

@@ -55,7 +55,7 @@ class StopStrings:
 
 
 class StopReader:
-    """One text as it grows. held: its end, which may be the beginning of a string and is not to be shown yet."""
+    """Reads one text as it grows. held: its end, which may be the beginning of a string and is not to be shown yet."""
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings

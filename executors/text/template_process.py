@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
 
 
 class _TemplateProcess:
-    """One process; it is started when there is something to render, and again where a template has ended it."""
+    """Keeps one process, started when there is something to render, and again where a template has ended it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _renew() -> None:
-    """In a forked process: the pipes are its parent's."""
+    """Forget the process in a forked one: the pipes are its parent's."""
     global _shared
     _shared = _TemplateProcess()
 

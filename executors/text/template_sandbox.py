@@ -49,13 +49,13 @@ def read_message(stream: IO[bytes], limit: int) -> bytes | None:
 
 
 def write_message(stream: IO[bytes], data: bytes) -> None:
-    """For `read_message`."""
+    """Write what `read_message` reads."""
     stream.write(len(data).to_bytes(_HEADER, "big") + data)
     stream.flush()
 
 
 def _limit(request_bytes: int) -> None:
-    """Of processor time from now on, and of memory. Where a system lacks such limits, the caller's deadline remains."""
+    """Limit processor time from now on, and memory. Where a system lacks such limits, the caller's deadline remains."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -98,7 +98,7 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """With what templates count on, in the sandbox that transformers takes too."""
+    """Compile with what templates count on, in the sandbox that transformers takes too."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -22,7 +22,7 @@ _STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def excess(values: Any) -> str | None:
-    """In which way a tokenizer.json goes beyond the limits, None where it does not, or is none at all."""
+    """How a tokenizer.json goes beyond the limits, None where it does not, or is none at all."""
     if not isinstance(values, dict):
         return None
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
@@ -52,8 +52,8 @@ def _gap(vocab: Any) -> str | None:
 
 
 def _growth(step: Any) -> float:
-    """By which factor one component makes a text longer at the most; those in a sequence multiply. Components are known
-    by what they hold, as their type may be left out.
+    """The factor by which one component makes a text longer at the most; those in a sequence multiply. Components are
+    known by what they hold, as their type may be left out.
     """
     if not isinstance(step, dict):
         return 1.0
@@ -92,6 +92,6 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
 
 
 def _longest_form(charsmap: bytes) -> float:
-    """Of a table of normal forms: a trie after its size in bytes, then strings that end with a zero byte."""
+    """The longest in a table of normal forms: a trie after its size in bytes, then strings that end with a zero byte."""
     start = 4 + int.from_bytes(charsmap[:4], "little")
     return max([1, *(len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0"))])
