@@ -14,7 +14,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.executors.sampling.operations import apply_penalties, apply_rules_, draw, filter_, rejection_sample
-from paged.executors.sampling.rows import SamplingRows, index_tensor, pair_tensors, row_pairs, sampling_rows
+from paged.executors.sampling.rows import SamplingRows, index_tensor, row_pairs, sampling_rows
 from paged.kernels.layers.greedy_argmax import greedy_argmax
 from paged.staging import to_device
 
@@ -139,8 +139,8 @@ class Sampler:
             counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
             outputs, prompts = self._counts.outputs[counted], self._counts.prompts[counted]
             if extras is not None:
-                pairs = [(index, token) for index, row in enumerate(rows.penalised) for token in extras[row]]
-                where = pair_tensors(pairs, self._device)
+                drafted = [(index, np.array(extras[row], np.int64)) for index, row in enumerate(rows.penalised)]
+                where = row_pairs(drafted, self._device)
                 outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
             logits[index] = apply_penalties(logits[index], outputs, prompts, *rows.penalties)
         if rows.random is not None:

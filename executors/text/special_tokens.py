@@ -76,7 +76,7 @@ class SpecialTokens:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
-        """Find those that the text itself became: not those put around it, nor the unknown token for what is unknown."""
+        """Find those that the text itself became: not those put around it, nor the token for what is unknown."""
         if self._contents.keys().isdisjoint(encoding.ids):
             return []
         rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)

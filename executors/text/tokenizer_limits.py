@@ -92,6 +92,6 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
 
 
 def _longest_form(charsmap: bytes) -> float:
-    """The longest in a table of normal forms: a trie after its size in bytes, then strings that end with a zero byte."""
+    """The longest of a table of normal forms: a trie after its size in bytes, then strings that end with a 0 byte."""
     start = 4 + int.from_bytes(charsmap[:4], "little")
     return max([1, *(len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0"))])
