@@ -9,7 +9,6 @@ vLLM's Python files on the path its attention kernel stands beside ours. Run wit
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import pkgutil
@@ -25,6 +24,7 @@ import triton
 from triton.compiler import ASTSource
 
 import paged.bench.compilation.cases
+from paged.bench.benchmark import option_parser
 from paged.bench.compilation.case import TARGETS, CompileCase
 from paged.bench.compilation.machine_code import SM_LIMITS, count, occupancy, read_code
 from paged.bench.compilation.peers import peer_cases
@@ -120,12 +120,9 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, str]:
     return int(registers), spills, sass
 
 
-def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[Report]:
+def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[tuple[CompileCase, Report]]:
     """Compile each case for each of `targets` that it is meant for."""
-    for case in cases:
-        for target in targets:
-            if target in case.targets:
-                yield compile_case(case, target)
+    return ((case, compile_case(case, target)) for case in cases for target in targets if target in case.targets)
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
@@ -146,17 +143,14 @@ HEADER = f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7} {'pr
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print the table; the exit code is 1 where a report shows a problem."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = option_parser(__doc__, "only", "json")
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the reports here too")
     args = parser.parse_args(argv)
     cases = [case for case in all_cases() if args.only in case.name]
-    by_name = {case.name: case for case in cases}
     done, failed = [], 0
     write(HEADER)
-    for report in reports(cases, args.target):
-        wrong = problems(by_name[report.name], report)
+    for case, report in reports(cases, args.target):
+        wrong = problems(case, report)
         failed += bool(wrong)
         done.append({**asdict(report), "occupancy": report.occupancy, "problems": wrong})
         write(_row(report) + "".join(f"  <- {text}" for text in wrong))
@@ -167,7 +161,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     except FileNotFoundError as missing:
         write(f"no rows of vLLM's kernel: {missing}")
     else:
-        for report in reports(peers, args.target):
+        for _, report in reports(peers, args.target):
             write(_row(report))
     return int(failed > 0)
 
