@@ -103,8 +103,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _backend(device: torch.device) -> tuple[str, str]:
     import torch
 
-    from paged.kernels.common.backend import use_triton
     from paged.kernels.common.compat import HAS_TRITON
+    from paged.kernels.common.device import use_triton
 
     choice = os.environ.get("PAGED_BACKEND")
     try:

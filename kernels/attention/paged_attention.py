@@ -13,7 +13,6 @@ from paged.kernels.attention.launches import launch, prepare
 from paged.kernels.attention.ops import ops
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     check_dtype,
@@ -24,6 +23,7 @@ from paged.kernels.common.checks import (
     check_writable,
     refuse_gradients,
 )
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Sequences, check_sequences
 from paged.kernels.common.launch import signature
@@ -175,7 +175,7 @@ def paged_attention(
         launches = prepare(call, plan)
         if key is not None:
             plan.launches[key] = launches
-    launch(launches, **tensors, out=out, lse=lse)
+    launch(launches, tensors, out, lse)
     return (out, lse) if lse is not None else out
 
 

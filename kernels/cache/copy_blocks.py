@@ -9,9 +9,9 @@ import torch
 
 from paged.kernels.cache.ops import ops
 from paged.kernels.cache.torch_ops import copy_blocks as torch_op
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids
 from paged.kernels.common.scalars import as_int, shown

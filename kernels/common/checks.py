@@ -98,19 +98,37 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < reach:
-                expected = "every element in a place of its own"
+                expected = "no two elements at one address"
                 raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected {expected}")
             reach += stride * (size - 1)
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, expected: Sequence[int | str], dtypes: Sequence[torch.dtype], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    expected: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
 ) -> None:
-    """`check_shape`, `check_dtype` and `check_device` in one call."""
+    """`check_shape`, `check_dtype` and, where a device is given, `check_device` in one call."""
     check_is_tensor(name, tensor)
     _check_shape(name, tensor, expected)
     _check_dtype(name, tensor, dtypes)
-    check_device(name, tensor, device)
+    if device is not None:
+        check_device(name, tensor, device)
+
+
+def output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A new tensor of this shape, dtype and device as `like`; or `out`, if it is such a one and contiguous.
+
+    Raises:
+        InvalidInputError: `out` is given, and another.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_tensor("out", out, shape, (like.dtype,), like.device)
+    check_contiguous("out", out)
+    return out
 
 
 def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:

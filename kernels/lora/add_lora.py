@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     check_device,
     check_is_tensor,
@@ -14,7 +13,7 @@ from paged.kernels.common.checks import (
     refuse_gradients,
 )
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
+from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import check_dtype, check_tensor
+from paged.kernels.common.checks import check_contiguous, check_dtype, check_tensor
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment
@@ -141,8 +141,7 @@ def moe_align_block_size(
     if torch.compiler.is_dynamo_compiling():
         return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
     check_dtype("topk_ids", topk_ids, torch.int32)
-    if not topk_ids.is_contiguous():
-        raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")
+    check_contiguous("topk_ids", topk_ids)
     block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
     check_sizes("num_experts", block_size, num_experts)
     num_entries, device = topk_ids.numel(), topk_ids.device
@@ -195,5 +194,4 @@ def check_expert_map(expert_map: torch.Tensor | None, device: torch.device) -> N
     if expert_map is None:
         return
     check_tensor("expert_map", expert_map, ("num_global_experts",), (torch.int32,), device)
-    if not expert_map.is_contiguous():
-        raise InvalidInputError(f"expert_map: strides {expert_map.stride()}, expected a contiguous tensor")
+    check_contiguous("expert_map", expert_map)

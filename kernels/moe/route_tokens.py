@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.moe.torch_ops import route_tokens as torch_op

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from paged.kernels.common.checks import FLOAT_DTYPES, check_contiguous, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
@@ -179,8 +179,7 @@ def new_routes(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.Ten
 
 def check_routing(router_logits: torch.Tensor, routing: Routing) -> None:
     """Raise InvalidInputError unless `routing` fits the logits."""
-    check_shape("router_logits", router_logits, ("num_tokens", "num_experts"))
-    check_dtype("router_logits", router_logits, *FLOAT_DTYPES)
+    check_tensor("router_logits", router_logits, ("num_tokens", "num_experts"), FLOAT_DTYPES)
     num_experts, groups = router_logits.shape[1], routing.num_expert_groups
     if groups < 1 or num_experts % groups:
         raise InvalidInputError(
@@ -199,5 +198,4 @@ def check_routing(router_logits: torch.Tensor, routing: Routing) -> None:
     if routing.correction_bias is not None:
         bias = routing.correction_bias
         check_tensor("correction_bias", bias, (num_experts,), (torch.float32,), router_logits.device)
-        if not bias.is_contiguous():
-            raise InvalidInputError(f"correction_bias: strides {bias.stride()}, expected a contiguous tensor")
+        check_contiguous("correction_bias", bias)
