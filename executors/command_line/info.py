@@ -152,7 +152,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
 def _tables(device: torch.device) -> list[Feature]:
     """Tuned MoE tiles of this chip: a table for a set of weights."""
     from paged.kernels.common.device import device_of
-    from paged.kernels.moe.table import FOLDER
+    from paged.kernels.moe.config import FOLDER
 
     name = device_of(device).name.replace(" ", "_")
     found = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []

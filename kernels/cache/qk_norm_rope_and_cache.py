@@ -68,8 +68,9 @@ def _qk_norm_rope_and_cache_kernel(
     NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
-    token, cos_sin_ptr, offs_head = locate_token(positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS)
-    head_block = tl.program_id(1)
+    token, head_block, cos_sin_ptr, offs_head = locate_token(
+        positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
+    )
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     if head_block < q_blocks:
         row_ptr = q_ptr + token * stride_q_token

@@ -16,10 +16,11 @@ from paged.kernels.common.launch import num_warps, strides
 
 @triton.jit
 def locate_token(positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS: tl.constexpr):
-    """The program's token (int64), that token's row of cosines and sines, and the heads of a block as int64."""
+    """Of a program: its token (int64), its block of heads, the token's cosines and sines, a block's heads (int64)."""
     token = tl.program_id(0).to(tl.int64)
+    head_block = tl.program_id(1)
     cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
-    return token, cos_sin_ptr, tl.arange(0, BLOCK_HEADS).to(tl.int64)
+    return token, head_block, cos_sin_ptr, tl.arange(0, BLOCK_HEADS).to(tl.int64)
 
 
 @triton.jit

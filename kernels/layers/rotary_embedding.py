@@ -40,8 +40,9 @@ def _rotary_embedding_kernel(
     BLOCK_PAIRS: tl.constexpr,
 ):
     """One program rotates BLOCK_HEADS heads of a token, in place: first the query's blocks of heads, then the key's."""
-    token, cos_sin_ptr, offs_head = locate_token(positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS)
-    head_block = tl.program_id(1)
+    token, head_block, cos_sin_ptr, offs_head = locate_token(
+        positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
+    )
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     # Passing ROTARY_DIM for HEAD_DIM leaves what lies beyond it alone.
     if head_block < q_blocks:

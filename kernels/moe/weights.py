@@ -1,9 +1,8 @@
-"""The weights of all experts' projections, and the forms that they come in."""
+"""The weights of all experts' projections, the formats that they come in, and a call of the fused MoE."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 
@@ -54,11 +53,23 @@ class ExpertLinear:
         return (FP8_GROUP, FP8_GROUP) if self.format == "e4m3" else (1, self.in_features // self.scale.shape[2])
 
 
-class MoeOptions(TypedDict):
-    """What lies between the two projections, as keywords."""
+@dataclass(frozen=True)
+class MoeCall:
+    """Arguments of `kernels.moe.fused_moe.fused_moe`, checked and with their defaults filled in."""
 
+    hidden_states: torch.Tensor
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    out: torch.Tensor
     activation: str
     interleaved: bool
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.gate_up.format or self.down.format)
 
 
 def check_weights(

@@ -31,7 +31,7 @@ def cases() -> list[CompileCase]:
             f"moe_align_block_size count experts={num_experts}",
             _count_kernel,
             dict.fromkeys(("topk_ids_ptr", "counts_ptr", "sorted_token_ids_ptr", "expert_ids_ptr"), "*i32"),
-            ("num_entries", "num_mapped", "num_places", "max_num_blocks", "chunk_size"),
+            ("num_entries", "num_mapped", "max_num_tokens_padded", "max_num_blocks", "chunk_size"),
             {"expert_map_ptr": None, "NUM_EXPERTS": num_experts, "BLOCK_E": 128, "TILE": 2048},
         ),
         kernel_case(
@@ -156,7 +156,7 @@ def _route_and_align(num_experts: int, routing: Routing) -> CompileCase:
         (
             "num_tokens",
             "num_mapped",
-            "num_places",
+            "max_num_tokens_padded",
             "max_num_blocks",
             "scaling_factor",
             "stride_logits_token",

@@ -15,11 +15,11 @@ def moe_align_block_size(
     ids, entries = ids[owned], entries[owned]
     counts = torch.bincount(ids, minlength=num_experts)
     num_blocks = (counts + block_size - 1) // block_size
-    # Entry i stands i - (entries of smaller experts) places into its expert's first block.
+    # Sorted entry i is its expert's i - (entries of smaller experts), counted from its first block.
     shift = (num_blocks.cumsum(0) - num_blocks) * block_size - (counts.cumsum(0) - counts)
-    places = torch.arange(len(ids), device=flat.device) + shift[ids]
+    positions = torch.arange(len(ids), device=flat.device) + shift[ids]
     sorted_token_ids = flat.new_full((max_num_blocks * block_size,), flat.numel(), dtype=torch.int32)
-    sorted_token_ids[places] = entries.int()
+    sorted_token_ids[positions] = entries.int()
     block_experts = torch.arange(num_experts, device=flat.device, dtype=torch.int32).repeat_interleave(num_blocks)
     expert_ids = flat.new_full((max_num_blocks,), -1, dtype=torch.int32)
     expert_ids[: len(block_experts)] = block_experts

@@ -16,8 +16,7 @@ from paged.bench.moe.cases import MODELS
 from paged.bench.moe.tune import Candidate, main, new_table, search_space, shape_of, tune
 from paged.kernels.common.device import Device
 from paged.kernels.moe import table as moe_table
-from paged.kernels.moe.config import MoeTile, fallback_tiles
-from paged.kernels.moe.table import load_table, moe_tiles, table_name
+from paged.kernels.moe.config import MoeTile, fallback_tiles, load_table, moe_tiles, table_name
 
 QWEN3 = MODELS[0]
 H200 = Device("sm_90", 132, "NVIDIA H200")
