@@ -42,7 +42,7 @@ def cascade_attention(
     All queries attend to the prefix as one sequence, then each sequence to what follows it, and the two parts are
     merged by their log-sum-exps (Juravsky et al., "Hydragen", 2024): K and V of the prefix are read once a tile of
     queries, not once a sequence. Pays where the prefix is long and shared by many: B sequences over P shared and S own
-    tokens read P + B S in place of B (P + S).
+    tokens read P + B S instead of B (P + S).
 
     Args:
         shared_prefix_len: a multiple of the block size. The first shared_prefix_len / block_size entries of all rows of

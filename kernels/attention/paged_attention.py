@@ -55,7 +55,7 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v over each sequence's cached keys, float32 inside.
 
-    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i, so a decode step
+    The queries of a sequence are its last positions: query i of n has position seq_len - n + i, so a decode step
     is a sequence with one query and a prompt one with as many queries as keys. A row that sees no key gives 0 and lse
     -inf (the sink, where there is one).
 
@@ -70,8 +70,8 @@ def paged_attention(
         block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
         seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
-        max_seqlen_q: at least the longest query. On a GPU, where nobody looks, a longer one and those behind it give
-            0 and lse -inf.
+        max_seqlen_q: at least the longest query. On a GPU, where lengths are not checked, a longer one and those after
+            it give 0 and lse -inf.
         softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
         causal: position i sees positions <= i; a bool tensor [num_seqs] says so for each sequence.
         window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
@@ -216,7 +216,7 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Left and right as in `AttentionCall`, of numbers from -1."""
     try:
         left, right = window_size
-    except Exception:  # of whatever was given in place of a pair
+    except Exception:  # whatever was given instead of a pair
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
     left, right = as_int("window_size[0]", left, -1), as_int("window_size[1]", right, -1)
     return NO_LIMIT if left == -1 else min(left, NO_LIMIT), NO_LIMIT if right == -1 else min(right, NO_LIMIT)

@@ -57,7 +57,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     Args:
         caches: tensors [num_blocks, ...] of one shape, dtype, device and strides, contiguous within a block.
         block_pairs: (source, destination) block ids, int64 [num_pairs, 2] or a sequence of pairs. No destination is a
-            source or stands twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
+            source or appears twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
             are trusted, since reading them would wait for it, but for their range where PAGED_CHECK=1.
 
     Raises:
@@ -106,7 +106,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
     try:
         listed = list(pairs)
-    except Exception:  # of whatever was given in place of pairs
+    except Exception:  # whatever was given instead of pairs
         raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected pairs of block ids") from None
     ids = []
     for index, pair in enumerate(listed):
@@ -142,5 +142,5 @@ def _check_pairs(pairs: list[list[int]], num_blocks: int) -> None:
         if destination in sources:
             raise InvalidInputError(f"block_pairs[{index}]: destination {destination} is a source too")
         if destination in written:
-            raise InvalidInputError(f"block_pairs[{index}]: destination {destination} stands twice")
+            raise InvalidInputError(f"block_pairs[{index}]: destination {destination} appears twice")
         written.add(destination)

@@ -77,7 +77,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In place: residual becomes residual + x, and x becomes rms_norm(residual); both are returned.
 
-    One pass over memory in place of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
+    One pass over memory instead of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
     [..., hidden_size] are contiguous and do not overlap.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The gated SiLU between the two projections of an MLP, and other gated activations in its place."""
+"""The gated SiLU between the two projections of an MLP, and other gated activations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
 
     Args:
         x: [..., 2 * size], the gate then up, float32, float16 or bfloat16, any strides.
-        activation: another one in place of SiLU, as in `fused_moe`.
+        activation: another one than SiLU, as in `fused_moe`.
         out: [..., size], dtype of x, contiguous; made when not given.
 
     Raises:

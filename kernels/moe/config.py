@@ -148,7 +148,7 @@ def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
     columns and as many up columns, so that the first GEMM's width counts twice.
 
     For 16 rows mma.sync and wgmma on swapped operands take 22 instructions a KB of weights alike. For 32 swapping takes
-    24 in place of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
+    24 instead of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
     """
     if shape.entries_per_expert > 12:
         swap_ab = device.arch in LARGE_SHARED_MEMORY

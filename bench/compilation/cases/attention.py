@@ -164,8 +164,17 @@ def _plan_case() -> CompileCase:
     pointers |= dict.fromkeys(
         ("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr", "first_padding_ptr"), "*i32"
     )
-    scalars = ["num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "places", "max_slots"]
-    scalars += ["min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"]
+    scalars = [
+        "num_seqs",
+        "search_steps",
+        "min_rows",
+        "max_rows",
+        "most_rows",
+        "num_kv_heads",
+        "num_programs",
+        "max_slots",
+    ]
+    scalars += ["min_split_blocks", "split_overhead", "max_splits", "window_left", "window_right"]
     constexprs = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
     return CompileCase(
         name="paged_attention plan",

@@ -8,7 +8,7 @@ import torch
 def merge_attn_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.attention.merge_attn_states`."""
+    """PyTorch implementation of `kernels.attention.merge_attn_states`."""
     # Other stacks say inf of an empty row, where this one says -inf.
     lse_a, lse_b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     out = torch.zeros(out_a.shape, dtype=torch.float32, device=out_a.device)

@@ -12,11 +12,11 @@ from paged.kernels.common.torch_ops.linear import linear as product
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
 from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear, MoeCall
 
-# Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us in place of 126 sorted, 16 in
+# Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us instead of 126 sorted, 16 in
 # float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
 _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
 # Rows an expert from which a product each is faster than PyTorch's grouped ones in float32: on 2 cores of an AMD EPYC
-# 128 rows of 256 x 512 take 112 us in place of 225, some 32 rows 76 in place of 56.
+# 128 rows of 256 x 512 take 112 us instead of 225, some 32 rows 76 instead of 56.
 _MIN_ROWS_ALONE = 64
 
 
@@ -79,7 +79,7 @@ def _batch_length(bounds: list[int], num_entries: int, call: MoeCall) -> int:
     """Rows that every expert gets where one batch of all is better than a product each, else 0.
 
     A batch computes an expert a thread, where a product alone shares out an expert's few rows: on 2 cores 8 rows of 256
-    x 512 take 16 us in place of 34 in float32, where 32 gain nothing, and 64 rows 22 in place of 38 in bfloat16. That
+    x 512 take 16 us instead of 34 in float32, where 32 gain nothing, and 64 rows 22 instead of 38 in bfloat16. That
     pays for the padding, and in bfloat16 for the weights of as many experts without entries; one thread gains nothing.
     """
     num_experts, is_wide = len(bounds) - 1, call.gate_up.w.dtype == torch.float32
@@ -107,7 +107,7 @@ def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torc
 
 
 def quantized_token_groups(x: torch.Tensor) -> torch.Tensor:
-    """Twin of `kernels.moe.quantize_token_groups`, multiplied out in float32."""
+    """PyTorch implementation of `kernels.moe.quantize_token_groups`, multiplied out in float32."""
     groups = functional.pad(x.float(), (0, -x.shape[1] % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
     scale = groups.abs().amax(-1, keepdim=True) / 448.0
     scale = torch.where(scale > 0, scale, 1.0)

@@ -8,7 +8,7 @@ import torch
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, max_num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.moe.moe_align_block_size`; max_num_blocks sizes the results."""
+    """PyTorch implementation of `kernels.moe.moe_align_block_size`; max_num_blocks sizes the results."""
     flat = topk_ids.flatten()
     ids, entries = flat.long().sort(stable=True)
     owned = (ids >= 0) & (ids < num_experts)

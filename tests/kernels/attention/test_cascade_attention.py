@@ -15,7 +15,7 @@ from tests.tolerance import assert_close, dtypes
 
 
 def _shared(problem: Problem, prefix: int, device: torch.device) -> dict[str, Any]:
-    """The problem's tensors with the first sequence's first `prefix` keys in the place of everybody's."""
+    """The problem's tensors with the first sequence's first `prefix` keys in all of them."""
     tensors = vars(make(problem, device))
     num_blocks = prefix // problem.block_size
     tensors["block_table"][:, :num_blocks] = tensors["block_table"][0, :num_blocks]

@@ -1,4 +1,4 @@
-"""paged_attention against float64: every rule of paging that has bitten somebody, on both backends."""
+"""paged_attention against float64: every rule of paging that other projects have broken, on both backends."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_block_offsets_beyond_int32(device: torch.device) -> None:
     assert torch.equal(far, near)
 
 
-def test_layers_share_batches_of_the_twin(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_batches_of_the_pytorch_implementation(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     tensors = make(Problem("", attention_problems.MIXED), device)
     plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=40, max_seqlen_k=70)

@@ -54,7 +54,7 @@ def _norm(x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _same(tensor: torch.Tensor) -> Callable[[], object]:
-    """A call of several operations with one tensor in two places, one of them written."""
+    """A call of several operations with one tensor as two arguments, one of them written."""
     return lambda: paged.fused_add_rms_norm(tensor, tensor, torch.ones(tensor.shape[-1]))
 
 

@@ -44,11 +44,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a length beyond the table": ({"seq_lens": _int32(41, 3, 0, 30)}, r"seq_lens\[0\]: 41, expected 0 to 40"),
     "a longer query": ({"max_seqlen_q": 8}, "max_seqlen_q: 8, expected at least 9, the queries of sequence 3"),
     **{
-        f"block {block} at {place}": (
-            {"block_table": (place, block)},
-            rf"block_table\[{place[0]}, {place[1]}\]: {block}, expected 0 to 33",
+        f"block {block} at {position}": (
+            {"block_table": (position, block)},
+            rf"block_table\[{position[0]}, {position[1]}\]: {block}, expected 0 to 33",
         )
-        for place, block in TABLES.items()
+        for position, block in TABLES.items()
     },
     "anything behind the end": ({"block_table": ((1, 1), -1)}, None),
     "anything in a sequence without queries": ({"block_table": ((2, 0), 2**30)}, None),
@@ -139,17 +139,17 @@ def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.dev
     check_ids(device)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_each_array_has_its_range(place: int, device: torch.device) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_array_has_its_range(index: int, device: torch.device) -> None:
     names = ("rows", "slots", "ranks")
     for value, is_sound in ((-1, True), (-2, False), (9, True), (10, False)):
         ids = [torch.zeros(2000, dtype=torch.int32, device=device) for _ in names]
-        ids[place][1999] = value
+        ids[index][1999] = value
         check_ids_on_device("add_lora", *(Ids(name, each, -1, 9) for name, each in zip(names, ids, strict=True)))
         if is_sound:
             check_ids(device)
         else:
-            with pytest.raises(InvalidInputError, match=rf"{names[place]}\[1999\]: {value}, expected -1 to 9"):
+            with pytest.raises(InvalidInputError, match=rf"{names[index]}\[1999\]: {value}, expected -1 to 9"):
                 check_ids(device)
 
 
@@ -191,7 +191,7 @@ def test_comparison_sees_the_fault(
 
 
 def test_rows_that_no_tile_covers_are_cleared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence longer than said, on a device where nobody looks: it and those behind it give 0 and -inf."""
+    """A sequence longer than said, where lengths are not checked: it and those after it give 0 and -inf."""
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     monkeypatch.setattr("paged.kernels.attention.paged_attention.check_sequences", lambda _: None)
     lengths = ((2, 20), (1, 9), (70, 70), (1, 30))
@@ -214,9 +214,9 @@ def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
     sound, beyond = torch.tensor([0, -1, 31]), torch.tensor([0, -1, 32])
     with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32, expected 31 at most"):
         paged.reshape_and_cache(key, key, *caches, beyond)
-    places = torch.tensor([0, 4, 2])
+    positions = torch.tensor([0, 4, 2])
     with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32"):
-        paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, beyond, places, table)
+        paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, beyond, positions, table)
     for wrong in (-1, 5, 2**40):
         positions = torch.tensor([0, wrong, 2])
         with pytest.raises(InvalidInputError, match=rf"positions\[1\]: {wrong}, expected 0 to 4"):
@@ -226,7 +226,7 @@ def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
     assert bool((caches == 0).all())
     assert bool((key == 1).all())
     paged.reshape_and_cache(key, key, *caches, sound)
-    paged.qk_norm_rope_and_cache(key, key, key, *caches, sound, places, table)
+    paged.qk_norm_rope_and_cache(key, key, key, *caches, sound, positions, table)
     assert float(caches[0, 3, 7].abs().sum()) > 0
 
 
