@@ -25,7 +25,7 @@ class AttentionTile:
     """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
 
     programs_per_sm: how many an SM holds at once, at least; registers and shared memory decide (`make compile`).
-    by_tma: the chip's copy engine fetches the keys, which stand in one cache block, as one box.
+    by_tma: the chip's copy engine fetches the keys, which lie in one cache block, as one box.
     """
 
     block_m: int

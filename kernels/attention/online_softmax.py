@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def finite(maximum):
-    """A maximum to subtract: 0 in place of -inf, the maximum of nothing, for -inf - -inf would be NaN."""
+    """A maximum to subtract: 0 for -inf, the maximum of nothing, as -inf - -inf would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -92,7 +92,7 @@ def attend(
             k = k_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
             v = v_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
             if MASKED:
-                # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 is not enough. Scores are replaced below.
+                # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
                 v = tl.where(key_mask[:, None], v, 0)
         else:
             if MASKED:

@@ -19,6 +19,19 @@ from paged.kernels.common.compat import tl, triton
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def _store_rows(
+    acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_d, row_mask, mask, stride_out_token,
+    stride_out_head, stride_lse_head,
+):  # fmt: skip
+    """Normalise a tile and store it, and the log-sum-exps of its rows to base e."""
+    out, lse = normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
+    out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "window_left", "window_right", "stride_lse_head"])
 def _attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -178,11 +191,10 @@ def _attention_kernel(
         tl.store(partial_out_ptr + partial[:, None] * HEAD_DIM + offs_d[None, :], out, mask=store_mask)
         tl.store(partial_lse_ptr + partial, lse, mask=row_mask)
     else:
-        out, lse = normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
-        out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=store_mask)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
+        _store_rows(
+            acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_d, row_mask, store_mask,
+            stride_out_token, stride_out_head, stride_lse_head,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_lse_head"])
@@ -237,8 +249,7 @@ def _merge_splits_kernel(
 
     token = (first_token + row // GROUP).to(tl.int64)
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
-    out, lse = normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
-    out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
+    _store_rows(
+        acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_d, row_mask, mask, stride_out_token,
+        stride_out_head, stride_lse_head,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ def check_is_tensor(name: str, tensor: object) -> None:
         raise InvalidInputError(f"{name}: a view that negates, expected its resolve_neg()")
     try:
         has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:  # torch.func's tensors and those of a trace stand for others
+    except RuntimeError:  # tensors of torch.func and of a trace only represent others
         has_memory = False
     if not has_memory and tensor.device.type != "meta":  # of "meta" `use_triton` and `check_device` speak
         raise InvalidInputError(f"{name}: {type(tensor).__name__} without memory, expected one with values (no vmap)")

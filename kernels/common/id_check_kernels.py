@@ -95,7 +95,7 @@ def _check_sequences_kernel(
     KEYS_AT_ONCE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One sequence a program: where its queries stand, how long it is, and the blocks that its queries read."""
+    """One sequence a program: where its queries are, how long it is, and the blocks that its queries read."""
     seq = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
     end = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int64)

@@ -12,7 +12,7 @@ _MAX_SPLITS = 8
 
 @dataclass(frozen=True)
 class ShrinkTile:
-    """A x: a program computes a block of rows by block_r ranks of one part, over one of num_splits ranges of columns."""
+    """A x: a program computes a block of rows by block_r ranks of one part, over one of num_splits column ranges."""
 
     block_r: int
     block_k: int

@@ -127,8 +127,8 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
 def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_native: bool) -> MoeTile:
     """The tile for weights of which group_k columns share a scale; is_native: 8-bit numbers are multiplied as such.
 
-    A step stays within a group and has 128 bytes of a row. Its product stands beside the sum, so 128 columns are the
-    most that registers hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
+    A step stays within a group and has 128 bytes of a row. Its product takes registers besides the sum, so 128 columns
+    are the most they hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
     """
     depth = 128 if is_native else 64
     block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)

@@ -126,7 +126,7 @@ def moe_align_block_size(
         topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
         block_size: entries a block, at least 1.
         num_experts: at least 1.
-        expert_map: int32 [num_global_experts], contiguous: the number that stands for each id, -1 or anything else
+        expert_map: int32 [num_global_experts], contiguous: the expert meant by each id, -1 or anything else
             outside [0, num_experts) for no expert; ids outside of it are no expert.
 
     Returns:

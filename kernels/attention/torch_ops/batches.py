@@ -154,7 +154,7 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], max_in_place: int) -> 
         column = (key - context)[:, None].expand(-1, rows.shape[1], -1)  # among the new keys
         allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
         visible = visible & (allowed | (column < 0))
-    # A query sees itself at least, unless it stands before the first key or a mask says otherwise.
+    # A query sees itself at least, unless it comes before the first key or a mask says otherwise.
     may_be_blind = call.mask is not None or any(chunk.position < 0 for chunk in chunks)
     return SequenceBatch(
         rows=rows.flatten(),

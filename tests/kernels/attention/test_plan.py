@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+from paged import InvalidInputError, paged_attention
+from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import DECODE_MAX_ROWS
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
@@ -113,3 +115,15 @@ def test_random_batches_stay_within_bounds(device: torch.device) -> None:
             assert num_items <= schedule.items.shape[0]
             assert num_split_tiles <= schedule.split_tiles.shape[0]
             assert slots <= schedule.partial_out.shape[0]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
+    tensors = vars(make(Problem("", ((1, 40), (3, 3), (0, 5), (9, 30))), device))
+    ids = tensors["cu_seqlens_q"], tensors["seq_lens"]
+    paged_attention(**tensors, max_seqlen_q=9, plan=AttentionPlan(*ids, max_seqlen_q=9, max_seqlen_k=40))
+    with pytest.raises(InvalidInputError, match="plan: made for max_seqlen_q 8, expected at least 9"):
+        paged_attention(**tensors, max_seqlen_q=9, plan=AttentionPlan(*ids, max_seqlen_q=8, max_seqlen_k=40))
+    other = AttentionPlan(ids[0][:2], ids[1][:1], max_seqlen_q=9, max_seqlen_k=40)
+    with pytest.raises(InvalidInputError, match="plan: made for other cu_seqlens_q"):
+        paged_attention(**tensors, max_seqlen_q=9, plan=other)
