@@ -49,9 +49,7 @@ def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
     return launches
 
 
-def launch(
-    launches: list[Launch], tensors: dict[str, torch.Tensor | None], out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
+def launch(launches: list[Launch], tensors: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Run what was prepared for tensors of these shapes, strides, dtypes and alignments: fills out and lse.
 
     tensors: q, k_cache, v_cache, block_table, sinks, alibi_slopes, k_scale and v_scale by name, None where not given.
@@ -61,14 +59,19 @@ def launch(
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    arguments: dict[str, torch.Tensor | None] = {"out_ptr": out, "lse_ptr": lse}
-    for name, tensor in tensors.items():
-        if name in ("k_cache", "v_cache"):
-            arguments[name] = None if tensor is None else as_kernel_argument(tensor)
-        elif name in ("sinks", "alibi_slopes"):
-            arguments[f"{name}_ptr"] = None if tensor is None else tensor.contiguous()
-        else:
-            arguments[f"{name}_ptr"] = tensor
+    sinks, slopes = tensors["sinks"], tensors["alibi_slopes"]
+    arguments = {
+        "q_ptr": tensors["q"],
+        "k_cache": as_kernel_argument(tensors["k_cache"]),
+        "v_cache": as_kernel_argument(tensors["v_cache"]),
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "block_table_ptr": tensors["block_table"],
+        "sinks_ptr": None if sinks is None else sinks.contiguous(),
+        "alibi_slopes_ptr": None if slopes is None else slopes.contiguous(),
+        "k_scale_ptr": tensors["k_scale"],
+        "v_scale_ptr": tensors["v_scale"],
+    }
     for each in launches:
         each(arguments)
 

@@ -75,7 +75,7 @@ def merge_attn_states(
     """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
 
     lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and Gimelshein,
-    2018), in float32, out rounded once. A side with lse -inf, or inf as FlashAttention says it, is empty and adds
+    2018), in float32, out rounded once. A side with lse -inf, or inf as in FlashAttention, is empty and adds
     nothing, whatever its output holds; both empty give 0 and -inf.
 
     Args:

@@ -73,7 +73,7 @@ def paged_attention(
         max_seqlen_q: at least the longest query. On a GPU, where lengths are not checked, a longer one and those after
             it give 0 and lse -inf.
         softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
-        causal: position i sees positions <= i; a bool tensor [num_seqs] says so for each sequence.
+        causal: position i sees positions <= i; a bool tensor [num_seqs] tells it for each sequence.
         window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
         softcap: 1e-6 to 1000, or 0 for none: scores become softcap * tanh(score / softcap) (Gemma 2, 2024), up to an
             error of softcap * 1e-7.
@@ -138,7 +138,7 @@ def paged_attention(
             signatures = tuple(map(signature, (*tensors.values(), out)))
             key = (*signatures, max_seqlen_q, softmax_scale, left, right, softcap, *flags)
             launches = plan.launches.get(key)
-        except (AttributeError, RuntimeError):  # something is no tensor or no plan, which the checks say better
+        except (AttributeError, RuntimeError):  # an argument is no tensor or no plan, as the checks will report
             pass
     if launches is None:
         _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)

@@ -26,7 +26,7 @@ def check_is_tensor(name: str, tensor: object) -> None:
         has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # tensors of torch.func and of a trace only represent others
         has_memory = False
-    if not has_memory and tensor.device.type != "meta":  # of "meta" `use_triton` and `check_device` speak
+    if not has_memory and tensor.device.type != "meta":  # `use_triton` and `check_device` refuse "meta"
         raise InvalidInputError(f"{name}: {type(tensor).__name__} without memory, expected one with values (no vmap)")
 
 

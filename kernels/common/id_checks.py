@@ -65,7 +65,7 @@ def check_all_ids(operation: str, *arrays: Ids, by_triton: bool) -> None:
 
 
 def _value(scalar: torch.Tensor) -> int:
-    """A tensor's one element; on a CPU by NumPy, which waits for nothing and asks no dispatcher."""
+    """A tensor's one element; on a CPU by NumPy, without waiting and without PyTorch's dispatcher."""
     return int(scalar.numpy() if scalar.device.type == "cpu" else scalar)
 
 
@@ -220,7 +220,7 @@ def _indexed(device: torch.device | str | int | None) -> torch.device:
 class _Recorded:
     """Where the kernels on one device leave the first id out of range.
 
-    record: int64 [7] in pinned memory, which kernels write and the host reads as it likes, even after a kernel that
+    record: int64 [7] in pinned memory, which kernels write and the host reads at any time, even after a kernel that
     followed the id has ended the device's context: operation or 0, argument, row or -1, column, value, range. ticket:
     int32 [1] on the device, 1 where something is recorded.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,12 +31,18 @@ def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
     strides("token head", key=key) is {"stride_key_token": key.stride(0), "stride_key_head": key.stride(1)}.
     """
-    names = axes.split()
     return {
-        f"stride_{name}_{axis}": step
+        argument: step
         for name, tensor in tensors.items()
-        for axis, step in zip(names, [0] * len(names) if tensor is None else tensor.stride(), strict=False)
+        for argument, step in zip(
+            _stride_names(name, axes), repeat(0) if tensor is None else tensor.stride(), strict=False
+        )
     }
+
+
+@functools.cache
+def _stride_names(tensor: str, axes: str) -> tuple[str, ...]:
+    return tuple(f"stride_{tensor}_{axis}" for axis in axes.split())
 
 
 def signature(tensor: torch.Tensor | None) -> tuple[object, ...] | None:

@@ -61,7 +61,7 @@ def fused_moe(
             rows of w1 and w2 behind the others that every token names, see `route_tokens`.
         activation: "silu" and "gelu", or "gelu_tanh" for its approximation, of the gate, times up; "swiglu_oai" for
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
-        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where it lives elsewhere: it
+        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where another rank holds it: it
             costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
             are rows.
         out: like hidden_states, written in place; made when not given.
@@ -135,7 +135,7 @@ def moe_block_size(
     w2_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> int | None:
-    """Entries a block that `fused_moe` wants for so many tokens; None where it takes no alignment.
+    """Entries a block of the alignment that `fused_moe` takes for so many tokens; None where it takes none.
 
     dtype: of hidden_states, that of w2 when not given.
     """

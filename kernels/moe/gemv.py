@@ -126,7 +126,7 @@ def moe_gemv(call: MoeCall) -> None:
         "TOP_K": top_k,
     }
     # 64 elements a thread of 4 warps, 16 KB of bfloat16 in flight: at 3 programs an SM (127 registers) more than the
-    # 33 KB that 4.3 TB/s at a microsecond of latency ask of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
+    # 33 KB that 4.3 TB/s at a microsecond of latency require of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
     # programs here and 512 below, each of which has few steps: splitting the depth has nothing to add.
     _gate_up_gemv_kernel[(num_tokens * top_k, triton.cdiv(intermediate_size, 8))](
         x_ptr=call.hidden_states,

@@ -81,7 +81,7 @@ def _route_and_align_kernel(
         shared = tl.arange(0, BLOCK_K)[None, :]
         shared = tl.where(shared < NUM_SHARED, NUM_ROUTED + shared, -1)
         _number(ranks_ptr, counts_ptr, tokens, num_tokens, shared, is_routed & (shared >= 0), NUM_COLUMNS)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one of them takes a ticket
     if tl.num_programs(0) > 1:
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") < tl.num_programs(0) - 1:
             return

@@ -23,7 +23,7 @@ def _moe_sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One token's weighted parts, always added in the same order. Parts of experts that live elsewhere were never
+    """One token's weighted parts, always added in the same order. Parts of experts that other ranks hold were never
     written and are not read; a NaN weight makes the row NaN even where it names no expert."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)

@@ -154,7 +154,7 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], max_in_place: int) -> 
         column = (key - context)[:, None].expand(-1, rows.shape[1], -1)  # among the new keys
         allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
         visible = visible & (allowed | (column < 0))
-    # A query sees itself at least, unless it comes before the first key or a mask says otherwise.
+    # A query sees itself at least, unless it comes before the first key or a mask hides its own key.
     may_be_blind = call.mask is not None or any(chunk.position < 0 for chunk in chunks)
     return SequenceBatch(
         rows=rows.flatten(),
@@ -186,14 +186,14 @@ def _max_queries_in_place(call: AttentionCall) -> int:
 
 
 def _csr(rows: torch.Tensor, columns: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    _say_once_that_csr_is_beta()
+    _silence_csr_warning()
     values = torch.zeros(len(columns))
     # Columns that are neither sorted nor distinct are all the same to what reads them here.
     return torch.sparse_csr_tensor(rows, columns, values, size=size, check_invariants=False)
 
 
 @cache
-def _say_once_that_csr_is_beta() -> None:
+def _silence_csr_warning() -> None:
     """PyTorch warns of it with the first tensor of a process: nothing that a caller of attention could do about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

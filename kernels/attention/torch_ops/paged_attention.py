@@ -63,7 +63,7 @@ def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> 
 def _with_scores(
     call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[n, Hq, Q, D], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse wants it."""
+    """[n, Hq, Q, D], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse is given."""
     products = products_of(call, batch)
     scores = products.scores(queries)
     if call.softcap > 0:
