@@ -1,7 +1,7 @@
 """Tile sizes of paged attention: shape and device in, configuration out.
 
-box: the result of `box_keys` for the caches. more_scores: softcap, ALiBi or a mask is given, which take registers a score.
-fp8: the caches hold 8-bit floats.
+box: the result of `box_keys` for the caches. more_scores: softcap, ALiBi or a mask is given, which take registers for
+each score. fp8: the caches hold 8-bit floats.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from paged.kernels.common.compat import tl, triton
 
 @triton.jit
 def _record(record_ptr, ticket_ptr, is_wrong, operation, argument, row, column, value, low, high):
-    """Store what is wrong, unless something is recorded already. The first field, written last, marks the record as complete."""
+    """Store what is wrong, unless there is a record already. The first field, written last, completes the record."""
     if is_wrong:
         is_first = tl.atomic_cas(ticket_ptr, 0, 1) == 0
         tl.store(record_ptr + 1, argument, mask=is_first)

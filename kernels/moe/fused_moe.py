@@ -61,8 +61,8 @@ def fused_moe(
             rows of w1 and w2 behind the others that every token names, see `route_tokens`.
         activation: "silu" and "gelu", or "gelu_tanh" for its approximation, of the gate, times up; "swiglu_oai" for
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
-        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where another rank holds it: it
-            costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
+        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where another rank holds it:
+            it costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
             are rows.
         out: like hidden_states, written in place; made when not given.
         w1_bias, w2_bias: [num_experts, 2 * intermediate_size] in the order of w1's rows and [num_experts, hidden_size],
@@ -117,9 +117,15 @@ def fused_moe(
         _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, num_experts)
     activated = hidden_states.new_empty((topk_ids.numel(), intermediate_size))
     expert_gemm(
-        hidden_states, gate_up, activated, aligned, tiles.gate_up, activation=activation, interleaved=interleaved,
+        hidden_states,
+        gate_up,
+        activated,
+        aligned,
+        tiles.gate_up,
+        activation=activation,
+        interleaved=interleaved,
         entries_per_row=top_k,
-    )  # fmt: skip
+    )
     parts = hidden_states.new_empty((topk_ids.numel(), hidden_size))
     expert_gemm(activated, down, parts, aligned, tiles.down, entry_weights=topk_weights)
     moe_sum(parts, topk_weights, topk_ids, num_experts, expert_map, out)
