@@ -37,10 +37,9 @@ from paged.bench.moe.cases import MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.timing import take
 from paged.kernels.common.compat import interpreting
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
-from paged.kernels.moe.config import MoeShape, MoeTile, takes_gemv
+from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, table_name, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
-from paged.kernels.moe.table import FOLDER, table_name
 from paged.kernels.moe.weights import ExpertLinear
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -28,7 +28,7 @@ from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
-from paged.kernels.common.backend import use_triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.moe import reference as moe_reference
 

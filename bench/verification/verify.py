@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from paged.kernels.common.backend import use_triton
     from paged.kernels.common.compat import HAS_TRITON, interpreting
+    from paged.kernels.common.device import use_triton
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():

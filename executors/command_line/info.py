@@ -103,8 +103,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _backend(device: torch.device) -> tuple[str, str]:
     import torch
 
-    from paged.kernels.common.backend import use_triton
     from paged.kernels.common.compat import HAS_TRITON
+    from paged.kernels.common.device import use_triton
 
     choice = os.environ.get("PAGED_BACKEND")
     try:
@@ -152,7 +152,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
 def _tables(device: torch.device) -> list[Feature]:
     """Tuned MoE tiles of this chip: a table for a set of weights."""
     from paged.kernels.common.device import device_of
-    from paged.kernels.moe.table import FOLDER
+    from paged.kernels.moe.config import FOLDER
 
     name = device_of(device).name.replace(" ", "_")
     found = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []

@@ -8,10 +8,9 @@ from typing import Any
 from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
-from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, quantized_tile
+from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
 from paged.kernels.moe.gemm import _expert_gemm_kernel
 from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kernel
-from paged.kernels.moe.table import FOLDER, load_table
 from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)

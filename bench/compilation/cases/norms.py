@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 
 from paged.bench.compilation.case import CompileCase, kernel_case
-from paged.kernels.common.grid import num_warps
+from paged.kernels.common.launch import num_warps
 from paged.kernels.layers.rms_norm import _rms_norm_kernel
 
 

@@ -12,7 +12,7 @@ from paged.kernels.attention.merge_attn_states import _merge_attn_states_kernel
 from paged.kernels.cache.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
 from paged.kernels.cache.reshape_and_cache import _reshape_and_cache_kernel
-from paged.kernels.common.grid import num_warps, tile
+from paged.kernels.common.launch import num_warps, tile
 from paged.kernels.common.rotation import heads_per_program
 from paged.kernels.layers.greedy_argmax import BLOCK_TOKENS, _greedy_argmax_chunk_kernel, _greedy_argmax_reduce_kernel
 from paged.kernels.layers.rotary_embedding import _rotary_embedding_kernel

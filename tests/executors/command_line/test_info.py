@@ -13,7 +13,7 @@ import paged
 from paged.executors.command_line import cli, info
 from paged.kernels.common import device, fp8
 from paged.kernels.common.device import Device
-from paged.kernels.moe import table as moe_table
+from paged.kernels.moe import config as moe_config
 
 CPU = torch.device("cpu")
 
@@ -70,10 +70,10 @@ def test_features_follow_the_chip(
     found = {feature.name for feature in info._features(gpu, "triton") if feature.supported}
     assert found & {"bfloat16", "native fp8", "TMA and wgmma"} == expected
     assert "CUDA graphs" in found
-    monkeypatch.setattr(moe_table, "FOLDER", tmp_path)
+    monkeypatch.setattr(moe_config, "FOLDER", tmp_path)
     assert not info._tables(gpu)[0].supported
     for chip in ("NVIDIA H200", "NVIDIA H100"):
-        (tmp_path / moe_table.table_name(128, 768, chip, "bfloat16")).write_text("{}")
+        (tmp_path / moe_config.table_name(128, 768, chip, "bfloat16")).write_text("{}")
     (tables,) = info._tables(gpu)
     assert tables.supported
     assert tables.reason == "E=128,N=768,device_name=NVIDIA_H200,dtype=bfloat16.json"
