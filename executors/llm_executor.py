@@ -60,45 +60,17 @@ class LlmExecutor(UnifiedExecutor):
         super().__init__(info)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | str | None = None,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_seq_len: int | None = None,
-        num_swap_blocks: int = 0,
-        enable_prefix_cache: bool = True,
-        kv_cache_dtype: torch.dtype | str | None = None,
-        max_loras: int = 8,
-        max_lora_rank: int = 64,
-        cuda_graphs: bool | Sequence[int] | None = None,
-    ) -> LlmExecutor:
-        """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
+    def from_pretrained(cls, path: str | Path, **options: Any) -> LlmExecutor:
+        """Load a Hugging Face checkpoint folder.
 
-        cuda_graphs: decode steps run as CUDA graphs from `warmup` on; until then, and without it, none is captured.
+        options: the fields of `paged.models.loading.load_options.LoadOptions`. CUDA graphs are captured by `warmup`.
 
         Raises:
             CheckpointError: files are missing or malformed.
             UnsupportedError: the architecture, or an option of it, is not known.
             InvalidInputError: an argument is of another kind or out of range.
         """
-        model = load_model(
-            path,
-            device=device,
-            dtype=dtype,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_seq_len=max_seq_len,
-            num_swap_blocks=num_swap_blocks,
-            enable_prefix_cache=enable_prefix_cache,
-            kv_cache_dtype=kv_cache_dtype,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            cuda_graphs=cuda_graphs,
-        )
+        model = load_model(path, **options)
         config = model.config
         info = ModelInfo(
             model_id=Path(path).name,

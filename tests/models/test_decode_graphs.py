@@ -273,7 +273,7 @@ def test_sizes() -> None:
     assert graph_sizes(True, cpu, 5) == (1, 2, 4, 5)
     assert graph_sizes([9, 3, 3], cpu, 1000) == (3, 9)
     for choice in ([0], [4, -1], ["4"]):
-        with pytest.raises(InvalidInputError, match="batch size"):
+        with pytest.raises(InvalidInputError, match="cuda_graphs: "):
             graph_sizes(choice, cpu, 1000)  # type: ignore[arg-type]
 
 
