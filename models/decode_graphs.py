@@ -31,7 +31,7 @@ _TABLE_LINE = 16
 
 
 def graph_sizes(choice: bool | Sequence[int] | None, device: torch.device, num_blocks: int) -> tuple[int, ...]:
-    """Return the batch sizes to capture, rising; none above the number of sequences that a cache of `num_blocks` can hold.
+    """Return the batch sizes to capture, rising; none above the number of sequences that `num_blocks` can hold.
 
     choice: the sizes, or True for DEFAULT_SIZES, False for none, None for the default on a GPU alone.
 

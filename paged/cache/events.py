@@ -51,7 +51,7 @@ class Notifier:
     """The cache's lock as a context manager, and what happens when a holder leaves it: by an exception, all that `undo`
     knows of since it came is taken back; otherwise callbacks are told, once the outermost leaves.
 
-    Every listener hears of everything in order: whoever leaves the lock while a delivery is under way adds to it. An
+    Every listener hears of everything in order: a call that ends while a delivery is under way adds to it. An
     error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
     does, is raised again once everything is delivered.
     """

@@ -197,12 +197,12 @@ class PagedKvCacheManager:
             source.settle()
             blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
-            twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            twin.chain = source.chain.copy(source.num_tokens, len(blocks))
-            return self._sequences.add(twin)
+            forked = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
+            forked.chain = source.chain.copy(source.num_tokens, len(blocks))
+            return self._sequences.add(forked)
 
     def free(self, handle: KvCacheHandle) -> None:
-        """Give the sequence up; a second time does nothing. Blocks are free again once nobody holds them.
+        """Give the sequence up; a second time does nothing. Blocks are free again once their last reference is dropped.
 
         Raises:
             InvalidInputError: the handle belongs to another manager.
@@ -268,7 +268,7 @@ class PagedKvCacheManager:
             self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
     def evict(self, num_blocks: int) -> int:
-        """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
+        """Withdraw up to `num_blocks` free published blocks, least recently used first; returns how many there were.
 
         Raises:
             InvalidInputError: `num_blocks` is negative.

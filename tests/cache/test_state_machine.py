@@ -18,7 +18,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from paged import InvalidInputError, StaleHandleError
 from paged.batch import KvSlotRequest
 from paged.cache import sliding_window
-from paged.cache.prefix.index import ChainHash
+from paged.cache.prefix.chain_hash import ChainHash
 from tests.cache.cache_model import Model, Open
 from tests.cache.modelled_cache import BLOCK_SIZE, ROLLBACK_SLACK, ModelledCache
 

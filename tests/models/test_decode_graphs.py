@@ -288,7 +288,7 @@ class _NoSync(TorchDispatchMode):
 
 @pytest.mark.parametrize("folder", ["qwen3_moe", "gpt_oss", "gemma3"], indirect=True)
 def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The PyTorch twins do, so that the check is seen to work."""
+    """The PyTorch implementations do, so that the check is seen to work."""
     forward = make(folder).graphs._forward(4)
 
     def tolist(self: torch.Tensor) -> Any:

@@ -29,7 +29,7 @@ class BlockPool:
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
         undo: UndoLog | None = None,
     ) -> None:
-        """undo: where every change says first how to take it back; None where nobody will."""
+        """undo: where every change says first how to take it back; None where changes are final."""
         self.num_blocks = num_blocks
         self.num_refused = 0
         self.ages = BlockAges()

@@ -12,7 +12,8 @@ import torch
 
 from paged import CacheCleared, OutOfBlocksError
 from paged.cache.prefix.chain import TokenChain
-from paged.cache.prefix.index import ChainHash, PrefixIndex, Sha256Chain
+from paged.cache.prefix.chain_hash import ChainHash, Sha256Chain
+from paged.cache.prefix.index import PrefixIndex
 from tests.cache.event_mirror import Mirror
 from tests.cache.prefix_cache import BLOCK, Cache
 

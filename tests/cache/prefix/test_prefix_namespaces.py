@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged import InvalidInputError
-from paged.cache.prefix.index import ChainHash
+from paged.cache.prefix.chain_hash import ChainHash
 from tests.cache.everything import everything
 from tests.cache.prefix_cache import Cache
 

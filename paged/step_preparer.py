@@ -1,4 +1,4 @@
-"""The forwards over one cache, the next of which may be prepared while the device runs the one before."""
+"""Prepares the next forward over a cache while the device runs the one before."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from paged.errors import PagedError
 from paged.forward_step import ForwardStep, PreparedStep, forward_step
 
 
-class StepAhead:
-    """Owns the prepared step, of which there is one at most: the next forward uses it or cancels it, and to prepare
-    another cancels it too.
-    """
+class StepPreparer:
+    """Holds at most one prepared step: the next forward uses it or cancels it, and preparing another cancels it too."""
 
     def __init__(self, manager: PagedKvCacheManager, *, vocab_size: int, max_seq_len: int) -> None:
         """vocab_size, max_seq_len: the model's."""
@@ -24,7 +22,7 @@ class StepAhead:
         self._prepared: PreparedStep | None = None
 
     def prepare(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Get ready for one more token of each sequence; None where there is no room, as nothing depends on it."""
+        """Prepare a forward over one more token of each sequence; None where there is no room for it."""
         self._cancel()
         try:
             self._prepared = PreparedStep(self._manager, handles, **self._limits)

@@ -12,7 +12,7 @@ import torch
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.step_ahead import StepAhead
+from paged.step_preparer import StepPreparer
 
 Manager = PagedKvCacheManager
 
@@ -29,8 +29,8 @@ def manager(device: torch.device) -> Manager:
     return made
 
 
-def ahead_of(manager: Manager, max_seq_len: int = 100) -> StepAhead:
-    return StepAhead(manager, vocab_size=128, max_seq_len=max_seq_len)
+def preparer_of(manager: Manager, max_seq_len: int = 100) -> StepPreparer:
+    return StepPreparer(manager, vocab_size=128, max_seq_len=max_seq_len)
 
 
 def handles(manager: Manager, names: str = "abc") -> list[KvCacheHandle]:
@@ -52,7 +52,7 @@ def state(manager: Manager) -> object:
 
 @pytest.mark.parametrize("is_uploaded", [False, True])
 def test_what_was_prepared_is_used(manager: Manager, is_uploaded: bool) -> None:
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     prepared = steps.prepare(handles(manager))
     assert prepared is not None
     if is_uploaded:
@@ -94,7 +94,7 @@ def test_what_was_prepared_is_used(manager: Manager, is_uploaded: bool) -> None:
     ],
 )
 def test_another_forward_cancels_it(manager: Manager, other: Callable[[Manager], list[UnifiedBatchItem]]) -> None:
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     prepared = steps.prepare(handles(manager))
     assert prepared is not None
     batch = other(manager)
@@ -113,7 +113,7 @@ def test_another_forward_cancels_it(manager: Manager, other: Callable[[Manager],
 )
 def test_what_is_not_in_order_is_not_expected(manager: Manager, fields: dict[str, Any]) -> None:
     """Then all checks are made, which say what is wrong; only the last one is right."""
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     assert steps.prepare(handles(manager, "ab")) is not None
     first, second = (
         replace(item, kv_cache=handle)
@@ -124,7 +124,7 @@ def test_what_is_not_in_order_is_not_expected(manager: Manager, fields: dict[str
 
 
 def test_one_row_of_drafts_is_a_row(manager: Manager) -> None:
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     prepared = steps.prepare(handles(manager, "a"))
     assert prepared is not None
     with steps.forward([UnifiedBatchItem("a", [1], pos_offset=8, logits_policy=VerifyLogits())]) as step:
@@ -152,7 +152,7 @@ def test_anything_may_happen_to_the_cache_meanwhile(
     manager: Manager, change: Callable[[Manager, KvCacheHandle], object]
 ) -> None:
     """Used or not, the forward that follows is the one that would have run without it."""
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     prepared = steps.prepare(handles(manager))
     assert prepared is not None
     b = handles(manager, "b")[0]
@@ -178,7 +178,7 @@ def test_a_shared_block_is_copied_ahead_and_taken_back(manager: Manager) -> None
     b = handles(manager, "b")[0]
     manager.fork(b, "d")
     before = state(manager)
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     prepared = steps.prepare(handles(manager, "bd"))
     assert prepared is not None
     assert len({handle.blocks[1] for handle in handles(manager, "bd")}) == 2
@@ -189,7 +189,7 @@ def test_a_shared_block_is_copied_ahead_and_taken_back(manager: Manager) -> None
 
 
 def test_a_forward_that_fails_gives_the_room_back(manager: Manager) -> None:
-    steps, before = ahead_of(manager), state(manager)
+    steps, before = preparer_of(manager), state(manager)
     prepared = steps.prepare(handles(manager))
 
     def fail() -> None:
@@ -206,7 +206,7 @@ def test_a_forward_that_fails_gives_the_room_back(manager: Manager) -> None:
 
 
 def test_where_there_is_no_room_nothing_is_prepared(manager: Manager) -> None:
-    steps = ahead_of(manager)
+    steps = preparer_of(manager)
     other = manager.allocate("other", 12)
     before = state(manager)
     assert steps.prepare(handles(manager)) is None
@@ -217,8 +217,8 @@ def test_where_there_is_no_room_nothing_is_prepared(manager: Manager) -> None:
     assert steps.prepare([full]) is None, "it is as long as it may be"
     manager.free(full)
     assert steps.prepare([full]) is None
-    assert ahead_of(manager, max_seq_len=8).prepare(handles(manager)) is None, "beyond what the model can run"
-    short = ahead_of(manager, max_seq_len=8).prepare(handles(manager, "bc"))
+    assert preparer_of(manager, max_seq_len=8).prepare(handles(manager)) is None, "beyond what the model can run"
+    short = preparer_of(manager, max_seq_len=8).prepare(handles(manager, "bc"))
     assert short is not None
     short.cancel()
     assert steps.prepare(handles(manager)) is not None
