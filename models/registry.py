@@ -12,7 +12,6 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.computation_keys import refuse_unread
 from paged.models.families.gemma3 import Gemma3
 from paged.models.families.gpt_oss import GptOss
 from paged.models.families.llama import Llama, Mistral
@@ -21,6 +20,7 @@ from paged.models.families.qwen2 import Qwen2
 from paged.models.families.qwen3 import Qwen3
 from paged.models.families.qwen3_moe import Qwen3Moe
 from paged.models.layers.config import DecoderConfig
+from paged.models.loading.computation_keys import refuse_unread
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
 from paged.models.network_loader import load_network

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
 from itertools import count as count_from
-from itertools import islice, repeat
+from itertools import islice
 
 from paged.cache.blocks.ages import BlockAges
 from paged.cache.blocks.undo_log import UndoLog
@@ -140,26 +140,37 @@ class BlockPool:
         count = min(count, len(self._cached))
         if count <= 0:
             return 0
-        evicted = dict(islice(self._cached.items(), count))
-        blocks = list(evicted)
-        self._undo.add((self._set_free, len(self._free), []))
-        self._undo.add((self._restore_cached, evicted))
+        blocks = list(islice(self._cached, count))
+        self._undo.add((self._take_back_evicted, len(self._free), blocks))
         self._on_evict(blocks)
-        deque(map(self._cached.popitem, repeat(False, count)), maxlen=0)
+        deque(map(self._cached.pop, blocks), maxlen=0)  # two thirds of the time of popitem
         self._free += blocks
         return count
 
     def unpublished(self, block: int) -> None:
         """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
         if block in self._cached:
-            self._undo.add((self._set_free, len(self._free), []))
-            self._undo.add((self._restore_cached, {block: self._cached[block]}))
+            self._undo.add((self._take_back_unpublished, len(self._free), block, self._cached[block]))
             del self._cached[block]
             self._free.append(block)
 
     def _set_free(self, start: int, blocks: list[int]) -> None:
         """Undo: from `start` on, the free blocks were these."""
         self._free[start:] = blocks
+
+    def _take_back_evicted(self, num_free: int, blocks: Sequence[int]) -> None:
+        """Undo `evict`, as far as it was done: so many blocks were free, and these the first cached ones."""
+        del self._free[num_free:]
+        missing = [block for block in blocks if block not in self._cached]
+        first = next(iter(self._cached.values()), 0)
+        for distance, block in enumerate(reversed(missing), 1):
+            self._cached[block] = first - distance
+            self._cached.move_to_end(block, last=False)
+
+    def _take_back_unpublished(self, num_free: int, block: int, tick: int) -> None:
+        """Undo `unpublished`: so many blocks were free, and this one cached, with this number."""
+        del self._free[num_free:]
+        self._restore_cached({block: tick})
 
     def _restore_cached(self, ticks: dict[int, int]) -> None:
         """Undo: these blocks were cached, with these numbers."""

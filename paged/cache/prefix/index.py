@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, KeysView, Sequence
+from collections.abc import Hashable, KeysView, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
 from paged.cache.blocks.undo_log import UndoLog
 from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
 from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
+from paged.cache.prefix.roots import Root, Roots
 from paged.errors import PagedError
 
 # A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
 # Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
 _LOOKUP_GROWTH = 256
-
-
-@dataclass(eq=False, slots=True)
-class _Root:
-    """What the first block of a namespace follows. num_blocks: published ones that do; without one it is gone."""
-
-    namespace: Hashable
-    hash: Hash
-    serial: int
-    num_blocks: int = 0
 
 
 class PrefixIndex:
@@ -46,8 +36,7 @@ class PrefixIndex:
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
-        self._roots: dict[Hashable, _Root] = {}
-        self._root_of: dict[int, _Root] = {}  # the same, by serial number
+        self._roots = Roots(self._undo)
 
     @property
     def published(self) -> KeysView[int]:
@@ -61,15 +50,12 @@ class PrefixIndex:
     @property
     def namespaces(self) -> KeysView[Hashable]:
         """Those in which a prompt can begin with a published block; a view that changes with the index."""
-        return self._roots.keys()
+        return self._roots.namespaces
 
     def forget_root(self, namespace: Hashable) -> None:
         """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
         from this one never match, though their hashes may."""
-        root = self._roots.get(namespace)
-        if root is not None:
-            self._undo.add((self._set_root, root))
-            self._drop_root(root)
+        self._roots.forget(namespace)
 
     def root_hash(self, namespace: Hashable) -> Hash:
         """What the first block of a namespace follows."""
@@ -132,9 +118,8 @@ class PrefixIndex:
         if first:
             previous_hash, previous = chain.hashes[-1], chain.serials[-1]
         else:
-            root = self._roots.get(namespace) or _Root(namespace, self._chain.root(namespace), self._next_serial())
-            self._undo.add((self._reset_root, root, root.num_blocks))
-            self._set_root(root)
+            root = self._roots.get(namespace) or Root(namespace, self._chain.root(namespace), self._next_serial())
+            self._roots.add(root)
             previous_hash, previous = root.hash, root.serial
         hashes = self._chain.extend(previous_hash, tokens)
         serials: Sequence[int]
@@ -150,7 +135,7 @@ class PrefixIndex:
         else:
             serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
         if not first:
-            self._reset_root(root, root.num_blocks)
+            self._roots.drop_unused(root)
         chain.publish(hashes[: len(serials)], serials, self._undo)
         return displaced
 
@@ -165,7 +150,7 @@ class PrefixIndex:
         self._tokens[ids], self._serials[ids] = tokens, serials
         self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
         self._hash_of.update(zip(blocks, hashes, strict=True))
-        self._follow([previous], 1)
+        self._roots.follow(blocks[0], previous)
         return range(first, first + len(blocks))
 
     def _publish_each(
@@ -199,7 +184,7 @@ class PrefixIndex:
             self._undo.add((self._remove, (block,), (hash_,)))
             self._block_of[hash_], self._hash_of[block] = block, hash_
             self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
-            self._follow([previous], 1)
+            self._roots.follow(block, previous)
             previous = serial
             serials.append(previous)
         for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
@@ -212,7 +197,7 @@ class PrefixIndex:
     def _is_findable(self, block: int) -> bool:
         """Whether what a published block follows is there: a root, or another published block. Slow."""
         parent = int(self._parents[block])
-        return parent in self._root_of or bool((self._serials[list(self._hash_of)] == parent).any())
+        return self._roots.has(parent) or bool((self._serials[list(self._hash_of)] == parent).any())
 
     def check(self) -> None:
         """Both directions of the index say the same.
@@ -232,32 +217,8 @@ class PrefixIndex:
         self._undo.add((self._restore, blocks, hashes))
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
         deque(map(self._block_of.__delitem__, hashes), maxlen=0)
-        parents = self._parents.take(blocks).tolist() if hashes else []
-        if not self._root_of.keys().isdisjoint(parents):
-            self._follow(parents, -1)
+        self._roots.withdraw(blocks)
         return hashes
-
-    def _follow(self, parents: Iterable[int], step: int) -> None:
-        """For each of `parents` that is a root, one block more, or less, is published that follows it."""
-        for serial in parents:
-            root = self._root_of.get(serial)
-            if root is not None:
-                self._undo.add((self._reset_root, root, root.num_blocks))
-                self._reset_root(root, root.num_blocks + step)
-
-    def _reset_root(self, root: _Root, num_blocks: int) -> None:
-        root.num_blocks = num_blocks
-        if num_blocks:
-            self._set_root(root)
-        else:
-            self._drop_root(root)
-
-    def _set_root(self, root: _Root) -> None:
-        self._roots[root.namespace] = self._root_of[root.serial] = root
-
-    def _drop_root(self, root: _Root) -> None:
-        self._roots.pop(root.namespace, None)
-        self._root_of.pop(root.serial, None)
 
     def _remove(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
         """Undo what was published, as far as it was."""

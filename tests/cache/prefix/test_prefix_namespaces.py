@@ -16,16 +16,19 @@ pytestmark = pytest.mark.usefixtures("torch_backend")
 
 
 def test_a_namespace_without_blocks_costs_nothing(cache: Cache) -> None:
-    index = cache.manager._prefixes.index
+    roots = cache.manager._prefixes.index._roots
     for tenant in range(50):
         cache.free(cache.run("a", range(9), f"tenant {tenant}"))
-        assert len(index._roots) == len(index._root_of) <= 6  # 12 blocks, two published a tenant
+        assert (
+            len(roots._by_namespace) == len(roots._by_serial) == len(roots._of_block) <= 6
+        )  # 12 blocks, two published a tenant
     assert cache.found(range(9), "tenant 49") == 8
     assert cache.found(range(9), "tenant 0") == 0
     assert "tenant 49" in cache.manager.namespaces()
     cache.manager.evict(12)
     assert cache.manager.namespaces() == ()
-    assert not index._root_of
+    assert not roots._by_serial
+    assert not roots._of_block
     cache.free(cache.run("a", range(3), "nothing full"))
     assert cache.manager.namespaces() == ()
     assert cache.run("a", range(9), "tenant 0").num_cached_tokens == 0
@@ -96,7 +99,7 @@ def test_namespaces_that_change_their_mind(does: str, cache: Cache) -> None:
         manager.free(handle)
     manager.clear_prefix_cache()
     manager.check_integrity()
-    assert not manager._prefixes.index._roots
+    assert not manager._prefixes.index._roots.namespaces
 
 
 class Pair(NamedTuple):
