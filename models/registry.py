@@ -12,6 +12,7 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import shown
+from paged.models.computation_keys import refuse_unread
 from paged.models.families.gemma3 import Gemma3
 from paged.models.families.gpt_oss import GptOss
 from paged.models.families.llama import Llama, Mistral
@@ -20,7 +21,6 @@ from paged.models.families.qwen2 import Qwen2
 from paged.models.families.qwen3 import Qwen3
 from paged.models.families.qwen3_moe import Qwen3Moe
 from paged.models.layers.config import DecoderConfig
-from paged.models.loading.computation_keys import refuse_unread
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
 from paged.models.network_loader import load_network
@@ -61,8 +61,8 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
     given = LoadOptions(**options)
     network_class, config = read_model_config(folder)
     known_positions = config.max_position_embeddings
-    max_seq_len = given.max_seq_len or known_positions
-    if max_seq_len > known_positions:
+    max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
+    if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
     dtype = given.dtype or config.dtype
     kv_cache_dtype = given.kv_cache_dtype or dtype

@@ -11,8 +11,8 @@ from paged.metadata import AttentionMetadata
 from paged.models.families.llama import DecoderLayer, Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import RmsNorm
+from paged.models.layers.decoder_config import decoder_config, known_activation, layer_windows
 from paged.models.layers.rope import RopeConfig, scaled_rope
-from paged.models.loading.decoder_config import decoder_config, known_activation, layer_windows
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
 

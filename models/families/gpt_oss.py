@@ -6,9 +6,7 @@ import torch
 
 from paged.models.families.llama import DecoderLayer, Llama
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.rope import rope_config
-from paged.models.layers.sparse_moe import SparseMoe
-from paged.models.loading.decoder_config import (
+from paged.models.layers.decoder_config import (
     decoder_config,
     is_packed,
     layer_windows,
@@ -16,6 +14,8 @@ from paged.models.loading.decoder_config import (
     require,
     weights_dtype,
 )
+from paged.models.layers.rope import rope_config
+from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.mxfp4 import mxfp4_slots
 from paged.models.loading.weights import WeightSlots

@@ -14,9 +14,9 @@ from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.metadata import AttentionMetadata
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Attention, GatedMlp, Linear, RmsNorm, empty_parameter
+from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
-from paged.models.loading.decoder_config import decoder_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import decoder_config, moe_config, require
 from paged.models.layers.rope import rope_config
-from paged.models.loading.decoder_config import decoder_config, moe_config, require
 from paged.models.loading.hf_config import HfConfig
 
 

@@ -72,8 +72,8 @@ def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
 _as_size = partial(as_int, low=1, high=_LARGEST)
 
 
-def _as_optional_size(name: str, value: object) -> int | None:
-    return None if value is None else _as_size(name, value)
+def _as_optional_size(name: str, value: object, low: int = 1) -> int | None:
+    return None if value is None else as_int(name, value, low, _LARGEST)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "dtype": as_dtype,
     "num_blocks": _as_optional_size,
     "block_size": _as_size,
-    "max_seq_len": _as_optional_size,
+    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # its range is the model's own
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "enable_prefix_cache": as_bool,
     "kv_cache_dtype": partial(as_dtype, others={"float8_e4m3fn": torch.float8_e4m3fn}),

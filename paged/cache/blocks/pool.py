@@ -141,16 +141,17 @@ class BlockPool:
         if count <= 0:
             return 0
         blocks = list(islice(self._cached, count))
-        self._undo.add((self._take_back_evicted, len(self._free), blocks))
+        ticks = list(map(self._cached.__getitem__, blocks))
+        self._undo.add((self._cache_again, len(self._free), blocks, ticks))
         self._on_evict(blocks)
-        deque(map(self._cached.pop, blocks), maxlen=0)  # two thirds of the time of popitem
+        deque(map(self._cached.pop, blocks), maxlen=0)  # half the time of popitem
         self._free += blocks
         return count
 
     def unpublished(self, block: int) -> None:
         """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
         if block in self._cached:
-            self._undo.add((self._take_back_unpublished, len(self._free), block, self._cached[block]))
+            self._undo.add((self._cache_again, len(self._free), [block], [self._cached[block]]))
             del self._cached[block]
             self._free.append(block)
 
@@ -158,19 +159,10 @@ class BlockPool:
         """Undo: from `start` on, the free blocks were these."""
         self._free[start:] = blocks
 
-    def _take_back_evicted(self, num_free: int, blocks: Sequence[int]) -> None:
-        """Undo `evict`, as far as it was done: so many blocks were free, and these the first cached ones."""
+    def _cache_again(self, num_free: int, blocks: Sequence[int], ticks: Sequence[int]) -> None:
+        """Undo `evict` and `unpublished`: so many blocks were free, and these cached, with these numbers."""
         del self._free[num_free:]
-        missing = [block for block in blocks if block not in self._cached]
-        first = next(iter(self._cached.values()), 0)
-        for distance, block in enumerate(reversed(missing), 1):
-            self._cached[block] = first - distance
-            self._cached.move_to_end(block, last=False)
-
-    def _take_back_unpublished(self, num_free: int, block: int, tick: int) -> None:
-        """Undo `unpublished`: so many blocks were free, and this one cached, with this number."""
-        del self._free[num_free:]
-        self._restore_cached({block: tick})
+        self._restore_cached(dict(zip(blocks, ticks, strict=True)))
 
     def _restore_cached(self, ticks: dict[int, int]) -> None:
         """Undo: these blocks were cached, with these numbers."""
