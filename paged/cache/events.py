@@ -10,6 +10,8 @@ from enum import Enum
 from threading import RLock
 
 from paged.cache.blocks.undo_log import UndoLog
+from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import shown
 
 _LOG = logging.getLogger("paged")
 
@@ -77,6 +79,7 @@ class Notifier:
 
     def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Call back with every level that differs from the one before, from now on."""
+        _check_callable(callback)
         with self._lock:
             if not self._pressure_listeners:
                 self._last_pressure = self._pressure()
@@ -84,6 +87,7 @@ class Notifier:
 
     def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
         """Call back with every event from now on."""
+        _check_callable(callback)
         with self._lock:
             self._event_listeners.append(callback)
 
@@ -147,3 +151,8 @@ class Notifier:
                 ending = error
         if ending is not None:
             raise ending
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise InvalidInputError(f"callback: {shown(callback)}, expected a function")
