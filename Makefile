@@ -34,7 +34,7 @@ compile: $(VENV)/installed-dev
 	$(BIN)/python -m bench.compilation.compile
 
 soak: $(VENV)/installed-dev
-	$(BIN)/python -m tests.cache.soak --steps 1000000
+	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
 
 # For FUZZ_S seconds; a case that fails is added to tests/fuzz/seeds, which every run begins with.
 fuzz: $(VENV)/installed-dev

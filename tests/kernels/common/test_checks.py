@@ -13,8 +13,8 @@ from paged import InvalidInputError, UnsupportedError
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.common.checks import check_writable
 from paged.kernels.common.errors import arguments_named
-from tests.fuzz.kernel_calls import CALLS
-from tests.fuzz.test_kernel_arguments import without_memory
+from tests.fuzz.kernels.kernel_calls import CALLS
+from tests.fuzz.kernels.test_kernel_arguments import without_memory
 
 ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "negated": torch._neg_view,
