@@ -6,6 +6,7 @@ imply is left out.
 
 from __future__ import annotations
 
+from functools import cache
 from html import escape
 from itertools import pairwise
 
@@ -30,7 +31,7 @@ HOLDS = {
     "bench/report": "results as one page",
     "bench/verification": "paged verify",
     "executors": "the contract, two executors",
-    "executors/command_line": "paged generate, info, bench, ...",
+    "executors/command_line": "generate, info, inspect, bench",
     "executors/engine": "who runs when: the scheduler",
     "executors/requests": "a request and its parameters",
     "executors/sampling": "logits to tokens",
@@ -66,6 +67,7 @@ COLOURS = {
 }
 
 
+@cache
 def picture() -> str:
     """The SVG of the sources as they are."""
     imports, parts, top = folder_imports(), [], GAP
