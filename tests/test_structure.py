@@ -26,13 +26,6 @@ from tests.structure.imports import (
 )
 
 MOST_FILES = 16
-# Public names whose tests are not in the file that is called as theirs is.
-TESTED_IN = {
-    "CompletionOutput": "tests/executors/engine/test_engine.py",
-    "DraftModel": "tests/executors/speculation/test_speculative.py",
-    "PromptLookup": "tests/executors/speculation/test_speculative.py",
-    "SpeculativeDecoder": "tests/executors/speculation/test_speculative.py",
-}
 
 
 @pytest.mark.parametrize(("package", "path"), SOURCES, ids=lambda value: str(value).removeprefix(f"{ROOT}/"))
@@ -87,17 +80,13 @@ def _does_something(value: Any) -> bool:
 
 def test_public_names_are_tested_where_they_are_looked_for() -> None:
     expected = {
-        name: TESTED_IN.get(name, _test_file(module))
+        name: _test_file(module)
         for module, names in paged._EXPORTS.items()
         for name in names
         if _does_something(getattr(paged, name))
     }
     missing = {name: path for name, path in expected.items() if not (ROOT / path).exists()}
     assert missing == {}
-    unused = {
-        name for name in TESTED_IN if name not in expected or (ROOT / _test_file(paged._MODULE_OF[name])).exists()
-    }
-    assert unused == set()
 
 
 def test_interop_is_a_leaf() -> None:
