@@ -12,7 +12,7 @@ VLLM := .peers/vllm-0.33.0
 RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
 REPORT ?= build/report
 
-.PHONY: demo test check format compile soak fuzz vllm gpu report clean
+.PHONY: demo test check format picture compile soak fuzz vllm gpu report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -30,11 +30,15 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format $(CHECKED)
 	$(BIN)/ruff check --fix $(CHECKED)
 
+# docs/folders.svg, from the imports.
+picture: $(VENV)/installed-dev
+	$(BIN)/python -m tests.structure.picture
+
 compile: $(VENV)/installed-dev
 	$(BIN)/python -m bench.compilation.compile
 
 soak: $(VENV)/installed-dev
-	$(BIN)/python -m tests.cache.soak --steps 1000000
+	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
 
 # For FUZZ_S seconds; a case that fails is added to tests/fuzz/seeds, which every run begins with.
 fuzz: $(VENV)/installed-dev

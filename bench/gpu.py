@@ -10,7 +10,6 @@ chart. The engine comes last and has little of 540 seconds: `--only engine repor
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import signal
@@ -25,6 +24,7 @@ from typing import TextIO
 
 import torch
 
+from paged.bench.benchmark import option_parser
 from paged.bench.environment import DEVICE, environment, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,11 +139,9 @@ def run(steps: Sequence[Step], out: Path, budget: float, peers: Path | None = No
 
 def main(argv: list[str] | None = None) -> int:
     """Refuses a machine without a GPU, where a benchmark of it would mean nothing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="%(default)s when not given"
-    )
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all steps, %(default)s when not given")
+    parser = option_parser(__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="%(default)s by default")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all steps; %(default)s by default")
     parser.add_argument("--peers", type=Path, help="a folder that holds peers' packages, put on PYTHONPATH")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="tests, attention, moe, kernels, engine, report")
     args = parser.parse_args(argv)

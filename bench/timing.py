@@ -6,17 +6,19 @@ import functools
 import itertools
 import math
 import platform
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paged.bench.limits import Ceilings
 
 Call = Callable[[], Any]
+Name = TypeVar("Name")
 # Short calls are repeated in one CUDA graph, so that the launch of the graph is spread over several: 10 us or so, which
 # is 2 % of 8 calls of 60 us and 0.3 % of 4 ms.
 _MIN_CALLS = 8
@@ -49,6 +51,30 @@ def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = T
     replay = _capture(repeated) if capturable else lambda: [call() for call in repeated]
     _elapsed(replay)
     return "graph" if capturable else "events", lambda: _elapsed(replay) / num_calls
+
+
+def take(calls: Sequence[Call], device: torch.device, repeats: int) -> list[float]:
+    """So many samples of `calls`, in seconds; see `sampler`."""
+    _, sample = sampler(calls, device)
+    return [sample() for _ in range(repeats)]
+
+
+def take_in_turns(
+    samplers: Mapping[Name, Callable[[], float]], repeats: int, *, seconds: float = math.inf, least: int = 1
+) -> dict[Name, list[float]]:
+    """Samples of each sampler, one a round, for `repeats` rounds or as many as fit in `seconds`, at least `least`.
+
+    Every round has an order of its own: what always follows the longest call would always find the processor's caches
+    cold, which doubles 150 us.
+    """
+    samples: dict[Name, list[float]] = {name: [] for name in samplers}
+    start, generator = time.monotonic(), random.Random(0)
+    for index in range(repeats):
+        for name in generator.sample(list(samplers), len(samplers)):
+            samples[name].append(samplers[name]())
+        if index + 1 >= least and time.monotonic() - start > seconds:
+            break
+    return samples
 
 
 def host_seconds(calls: Sequence[Call], device: torch.device, repeats: int) -> list[float]:
@@ -93,6 +119,14 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 32 << 20
 
 
+def num_sets(num_bytes: int, device: torch.device, most: int) -> tuple[int, bool]:
+    """How many sets of tensors calls rotate through, at most `most`, for each call to find its own outside the cache;
+    and whether the sets, of `num_bytes` each, are larger than the cache."""
+    cache = cache_bytes(device)
+    count = 1 + min(2 * cache // num_bytes, most - 1)
+    return count, count * num_bytes > cache
+
+
 @functools.cache
 def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings:
     """Median rates of a copy and a sum of random numbers far beyond any cache, and of a square product in `dtype`."""
@@ -102,8 +136,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
     def seconds(call: Call) -> float:
-        _, sample = sampler([call], device)
-        return statistics.median([sample() for _ in range(repeats)])
+        return statistics.median(take([call], device, repeats))
 
     return Ceilings(
         copy=2 * num_bytes / seconds(lambda: target.copy_(source)),

@@ -48,10 +48,18 @@ def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise PagedError(describe(error)) from error
 
 
+def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """Call what one request alone depends on; where it raises, `fail` is told why, and the result is None."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        raise_exit(error)
+        fail(describe(error))
+        return None
+
+
 def quietly(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call what others must not suffer from: what it raises is logged. Where it gives something back after the executor
-    was shut down, there is nothing to say.
-    """
+    """Call, and log what it raises; that the executor was shut down is no news to what gives something back to it."""
     try:
         call(*args, **kwargs)
     except ExecutorShutDownError:

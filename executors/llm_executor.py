@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
-from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.isolation import describe, quietly, raise_exit
+from paged.executors.model_calls import ModelCacheHandle, is_verified, run_by_kind
 from paged.executors.progress import tracked
-from paged.executors.row_batches import cache_id_of, is_decode_step
+from paged.executors.row_batches import cache_id_of
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.end_tokens import read_eos_token_ids
-from paged.models.logits_policy import apply_policies
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
@@ -32,21 +32,6 @@ _LOG = logging.getLogger("paged")
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
-
-
-@dataclass(eq=False)
-class ModelCacheHandle:
-    """A sequence whose KV a third-party model keeps: what the executor knows of it."""
-
-    cache_id: SeqId
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    is_valid: bool = True
-
-    @property
-    def request_id(self) -> SeqId:
-        """The same as `cache_id`."""
-        return self.cache_id
 
 
 class LlmExecutor(UnifiedExecutor):
@@ -75,45 +60,17 @@ class LlmExecutor(UnifiedExecutor):
         super().__init__(info)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | str | None = None,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_seq_len: int | None = None,
-        num_swap_blocks: int = 0,
-        enable_prefix_cache: bool = True,
-        kv_cache_dtype: torch.dtype | str | None = None,
-        max_loras: int = 8,
-        max_lora_rank: int = 64,
-        cuda_graphs: bool | Sequence[int] | None = None,
-    ) -> LlmExecutor:
-        """A Hugging Face checkpoint folder; None takes the loader's choice, see `paged.models.registry.load_model`.
+    def from_pretrained(cls, path: str | Path, **options: Any) -> LlmExecutor:
+        """Load a Hugging Face checkpoint folder.
 
-        cuda_graphs: decode steps run as CUDA graphs from `warmup` on; until then, and without it, none is captured.
+        options: the fields of `paged.models.loading.load_options.LoadOptions`. CUDA graphs are captured by `warmup`.
 
         Raises:
             CheckpointError: files are missing or malformed.
             UnsupportedError: the architecture, or an option of it, is not known.
             InvalidInputError: an argument is of another kind or out of range.
         """
-        model = load_model(
-            path,
-            device=device,
-            dtype=dtype,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_seq_len=max_seq_len,
-            num_swap_blocks=num_swap_blocks,
-            enable_prefix_cache=enable_prefix_cache,
-            kv_cache_dtype=kv_cache_dtype,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            cuda_graphs=cuda_graphs,
-        )
+        model = load_model(path, **options)
         config = model.config
         info = ModelInfo(
             model_id=Path(path).name,
@@ -220,38 +177,12 @@ class LlmExecutor(UnifiedExecutor):
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         # A model of another kind need not know VerifyLogits.
-        if self._is_native and (self.kv_manager is not None or not any(map(_is_verified, items))):
+        if self._is_native and (self.kv_manager is not None or not any(map(is_verified, items))):
             try:
                 return self.model.unified_forward(items)
             except UnsupportedError:
                 self._is_native = False
-        return self._run_apart(items)
-
-    def _run_apart(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Decode steps in one `decode_batch`, then prompts one `prefill` each."""
-        decodes = [item for item in items if is_decode_step(item) and not _is_verified(item)]
-        steps = [(cache_id_of(item), item.q_tokens[0], item.pos_offset) for item in decodes]
-        decoded: Sequence[torch.Tensor] | torch.Tensor = self.model.decode_batch(steps) if steps else []
-        if len(decoded) != len(steps):
-            raise PagedError(f"decode_batch gave {len(decoded)} rows of logits for {len(steps)} tokens")
-        decoded_rows = iter(decoded)
-        results: list[torch.Tensor | None] = []
-        for item in items:
-            if _is_verified(item):
-                results.append(self._run_verify(item))
-                continue
-            logits = (
-                next(decoded_rows) if is_decode_step(item) else self.model.prefill(cache_id_of(item), item.q_tokens)
-            )
-            is_wanted = item.is_final_chunk and logits is not None
-            results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
-        return results
-
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        # The default decodes one by one and must be told the length; a model with its own keeps the length too.
-        if type(self.model).forward_verify is DecoderOnlyLLM.forward_verify:
-            return self.model.forward_verify(cache_id_of(item), item.q_tokens, start_pos=item.pos_offset)
-        return self.model.forward_verify(cache_id_of(item), item.q_tokens)
+        return run_by_kind(self.model, items)
 
     def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
         if self.kv_manager is None:
@@ -270,7 +201,7 @@ class LlmExecutor(UnifiedExecutor):
                     continue
             except BaseException as error:
                 raise_exit(error)
-                # How many tokens it holds nobody knows now, so it is given up: its handle says so.
+                # How many tokens it holds is unknown now, so it is given up: its handle says so.
                 _LOG.warning("sequence %r is given up: %s", cache_id, describe(error))
             quietly(self._release, cache_id)
 
@@ -300,7 +231,3 @@ class LlmExecutor(UnifiedExecutor):
             return needed.weight_bytes + stats.used_blocks * stats.bytes_per_block
         num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
         return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer
-
-
-def _is_verified(item: UnifiedBatchItem) -> bool:
-    return isinstance(item.logits_policy, VerifyLogits)

@@ -69,7 +69,7 @@ class ModelExecutor(ABC):
         return [self.decode(one) for one in inputs]
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
-        """One entry an item, in order: logits float32 [V], or an int64 scalar under GreedyArgmax; None if not final."""
+        """Run a batch; an entry an item: logits float32 [V], or an id, int64, under GreedyArgmax; None if not final."""
         raise UnsupportedError(f"{type(self).__name__} has no unified_decode ({len(batch.items)} items given)")
 
     def forward(self, inputs: Any) -> Any:

@@ -23,7 +23,7 @@ from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.common.scalars import as_int, shown
 from paged.models.logits_policy import answer_items
 from paged.seq_id import SeqId
-from paged.step_ahead import StepAhead
+from paged.step_preparer import StepPreparer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 device=cache.device,
             )
         )
-        self._steps = StepAhead(kv_manager, vocab_size=config.vocab_size, max_seq_len=self._info.max_sequence_length)
+        limits = {"vocab_size": config.vocab_size, "max_seq_len": self._info.max_sequence_length}
+        self._preparer = StepPreparer(kv_manager, **limits)
 
     def capabilities(self) -> ExecutorCapabilities:
         width = self.config.num_heads * self.config.head_dim
@@ -125,18 +126,14 @@ class PagedAttentionExecutor(UnifiedExecutor):
         return self.kv_manager.metrics_snapshot()
 
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        prepared = self._steps.prepare(handles)
+        prepared = self._preparer.prepare(handles)
         if prepared is not None:
             prepared.step.upload()
         return prepared
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        with self._steps.forward(items) as step:
+        with self._preparer.forward(items) as step:
             return answer_items(self._logits(self._attend(step)[step.sample_rows]), items)
-
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        with self._steps.forward([item]) as step:
-            return self._logits(self._attend(step))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> [num_tokens, num_kv_heads, head_dim]."""

@@ -22,13 +22,22 @@ def cache_id_of(item: UnifiedBatchItem) -> SeqId:
 
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:
-    """One token after others, with logits, or several that are verified: what a decode is."""
+    """Whether an item is a decode: one token after others, with logits, or several that are verified."""
     is_one = len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
     return item.is_final_chunk and is_one and item.pos_offset > 0
 
 
+def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object]) -> str | None:
+    """How the results of a forward do not fit its items; None where they do: one each, no final item without logits."""
+    pairs = zip(items, results, strict=False)
+    missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
+    if len(results) == len(items) and not missing:
+        return None
+    return f"{len(results)} results for {len(items)} items, no logits for {missing}"
+
+
 def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
-    """One item a row, without its padding; a row without a cache gets a sequence id of its own.
+    """Turn each row into an item, without its padding; a row without a cache gets a sequence id of its own.
 
     Raises:
         InvalidInputError: a shape or dtype does not fit, positions have a gap, or there is not one cache a row.
@@ -39,7 +48,7 @@ def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
 
 
 def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
-    """One item of one token a row.
+    """Turn each row into an item of one token.
 
     Raises:
         InvalidInputError: a shape or dtype does not fit, or there is not one cache a row.
@@ -52,7 +61,7 @@ def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
 
 
 def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
-    """Consecutive tokens of one sequence as one item.
+    """Turn consecutive tokens of one sequence into one item with the logits of every row.
 
     Raises:
         InvalidInputError: as `decode_items`; an input has more than one row, or another sequence or position than the
@@ -69,7 +78,7 @@ def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
             raise InvalidInputError(
                 f"inputs[{index}].position_ids: {row[0].pos_offset}, expected {first.pos_offset + index}"
             )
-    return replace(first, q_tokens=[row[0].q_tokens[0] for row in rows])
+    return replace(first, q_tokens=[row[0].q_tokens[0] for row in rows], logits_policy=VerifyLogits())
 
 
 def _items(

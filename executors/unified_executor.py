@@ -20,8 +20,8 @@ from paged.batch import (
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
-from paged.executors.row_batches import cache_id_of, decode_items, is_decode_step, prefill_items, verify_item
-from paged.executors.status import ForwardWork, WorkMeter
+from paged.executors.row_batches import cache_id_of, decode_items, prefill_items, results_mismatch, verify_item
+from paged.executors.status import ForwardWork, PromptProgress, WorkMeter
 from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
 from paged.forward_step import PreparedStep, validate_items
 from paged.models.logits_policy import apply_policies
@@ -39,19 +39,15 @@ class UnifiedExecutor(ModelExecutor):
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._meter = WorkMeter(info.device, self._memory_bytes)
-        self._unfinished_prompts: set[KvCacheHandle] = set()
+        self._prompts = PromptProgress(lambda item: item.kv_cache or self._handle(item.seq_id))
         self._expected: tuple[PreparedStep, ForwardWork] | None = None
 
     @abstractmethod
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         """The forward: one entry an item, as `unified_decode` returns them."""
 
-    @abstractmethod
-    def _run_verify(self, item: UnifiedBatchItem) -> torch.Tensor:
-        """The forward of one item with the logits of every row, float32 [n, V]."""
-
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Before the forward: the adapters that items name."""
+        """Choose the adapters that items name, before the forward."""
         for item in items:
             if item.metadata.get("lora_adapter") is not None:
                 raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
@@ -61,7 +57,7 @@ class UnifiedExecutor(ModelExecutor):
         return None
 
     def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """After a forward, for caches that do not count their tokens themselves."""
+        """Count the tokens of a forward, for caches that do not count them themselves."""
 
     @abstractmethod
     def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
@@ -140,32 +136,21 @@ class UnifiedExecutor(ModelExecutor):
                 finally:  # where an error came before the forward could take it
                     expected[0].cancel()
             else:
-                decodes = [
-                    len(item.q_tokens)
-                    for item in batch.items
-                    if is_decode_step(item)
-                    and not self._is_unfinished(item.kv_cache or self._handle(item.seq_id), item.pos_offset)
-                ]
-                rows = sum(decodes)
-                work = ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
+                work = self._prompts.work_of(batch)
                 results = self._forward_items(batch.items, work)
             if work.prefill_tokens:
-                self._note_unfinished(batch.items)
+                self._prompts.update(batch.items)
             return results
 
     def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Do ahead what can be done for a `unified_decode` of one more token of each sequence, in this order, while the
-        device is busy with what came before.
+        """Prepare a `unified_decode` of one more token of each sequence, in this order, while the device is busy with
+        the forward before: its blocks and its metadata. None where there are no blocks, or nothing can be prepared.
 
-        The next call that runs tokens uses it if it is that one, and otherwise gives its room back. Nothing else need
-        know of it. None where the cache has no room, or nothing can be done ahead.
+        The next call that runs tokens uses it if it is that one, and otherwise gives its blocks back.
         """
         prepared, self._expected = self._prepare_step(handles), None
         if prepared is not None:
-            decodes = sum(
-                handle.num_tokens > 0 and not self._is_unfinished(handle, handle.num_tokens) for handle in handles
-            )
-            self._expected = prepared, ForwardWork(len(handles) - decodes, len(handles) - decodes, decodes)
+            self._expected = prepared, self._prompts.work_of_next_tokens(handles)
         return prepared
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
@@ -176,7 +161,7 @@ class UnifiedExecutor(ModelExecutor):
             item = verify_item(inputs)
 
             def verify() -> list[torch.Tensor]:
-                logits = self._run_verify(item)
+                logits = torch.cat([row for row in self._run([item]) if row is not None])
                 if logits.shape[0] != len(inputs):
                     raise PagedError(f"the forward gave {logits.shape[0]} rows of logits for {len(inputs)} tokens")
                 return apply_policies(logits, [one.logits_policy for one in inputs])
@@ -206,20 +191,6 @@ class UnifiedExecutor(ModelExecutor):
         with self._meter.call(), torch.no_grad():
             yield
 
-    def _is_unfinished(self, handle: KvCacheHandle | None, length: int) -> bool:
-        """Whether its next token is of a prompt: chunks of it are not run yet, or it begins with a cached prefix."""
-        if handle is None:
-            return False
-        return 0 < handle.num_cached_tokens == length or handle in self._unfinished_prompts
-
-    def _note_unfinished(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Which prompts have chunks left, after a step with some."""
-        handles = {True: set[KvCacheHandle](), False: set[KvCacheHandle]()}
-        for item in items:
-            handles[item.is_final_chunk].add(self._live_handle(cache_id_of(item)))
-        unfinished = (self._unfinished_prompts | handles[False]) - handles[True]
-        self._unfinished_prompts = {handle for handle in unfinished if handle.is_valid}
-
     def _final_rows(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor]:
         return [row for row in self._forward_items(items, work) if row is not None]
 
@@ -231,13 +202,8 @@ class UnifiedExecutor(ModelExecutor):
 
         def run() -> list[torch.Tensor | None]:
             results = self._run(items)
-            missing = [
-                item.seq_id for item, row in zip(items, results, strict=False) if item.is_final_chunk and row is None
-            ]
-            if len(results) != len(items) or missing:
-                raise PagedError(
-                    f"the forward gave {len(results)} results for {len(items)} items, no logits for {missing}"
-                )
+            if (mismatch := results_mismatch(items, results)) is not None:
+                raise PagedError(f"the forward gave {mismatch}")
             return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
 
         return self._all_or_nothing(items, work, run, is_checked=is_checked)

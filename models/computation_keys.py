@@ -8,7 +8,8 @@ from typing import Any
 
 from paged.errors import UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.layers.config import ACTIVATIONS, DecoderConfig
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import ACTIVATIONS
 from paged.models.loading.hf_config import HfConfig
 
 # From the parameters of the configurations in transformers 5.23 that belong to decoders, and of well-known models that

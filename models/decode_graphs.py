@@ -11,37 +11,39 @@ import torch
 from numpy.typing import NDArray
 
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.graph_recorder import graph_recorder
+from paged.models.loading.load_options import as_graphs
 from paged.staging import staged_size, to_device
 
 # Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 # Token ids, positions, slots, lengths and query offsets of no sequences.
-_NOBODY: tuple[NDArray[Any], ...] = (*[np.empty(0, np.int64)] * 3, np.empty(0, np.int32), np.zeros(1, np.int32))
+_NO_SEQUENCES: tuple[NDArray[Any], ...] = (
+    *[np.empty(0, np.int64)] * 3,
+    np.empty(0, np.int32),
+    np.zeros(1, np.int32),
+)
 # Entries of a row of the block table come in lines of 64 bytes, so that every row is aligned.
 _TABLE_LINE = 16
 
 
 def graph_sizes(choice: bool | Sequence[int] | None, device: torch.device, num_blocks: int) -> tuple[int, ...]:
-    """The batch sizes to capture, rising; none above the number of sequences that a cache of `num_blocks` can hold.
+    """Return the batch sizes to capture, rising; none above the number of sequences that `num_blocks` can hold.
 
     choice: the sizes, or True for DEFAULT_SIZES, False for none, None for the default on a GPU alone.
 
     Raises:
-        InvalidInputError: a size is not positive.
+        InvalidInputError: a size is no positive integer.
     """
-    if choice is None:
-        choice = device.type == "cuda"
-    if isinstance(choice, bool):
-        choice = DEFAULT_SIZES if choice else ()
-    for size in choice:
-        if not isinstance(size, int) or size < 1:
-            raise InvalidInputError(f"cuda_graphs: a batch size of {size!r}, expected positive integers")
-    return tuple(sorted({min(size, num_blocks) for size in choice}))
+    sizes = as_graphs("cuda_graphs", choice)
+    if sizes is None:
+        sizes = device.type == "cuda"
+    if isinstance(sizes, bool):
+        sizes = DEFAULT_SIZES if sizes else ()
+    return tuple(sorted({min(size, num_blocks) for size in sizes}))
 
 
 class DecodeGraphs:
@@ -83,7 +85,7 @@ class DecodeGraphs:
             return
         most, dtype = self._sizes[-1], next(self._network.parameters()).dtype
         empty_table = np.empty((most, self._table_width), np.int32)
-        num_bytes = staged_size((*_padded(_NOBODY, most), empty_table))
+        num_bytes = staged_size((*_padded(_NO_SEQUENCES, most), empty_table))
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._table = torch.zeros(empty_table.shape, dtype=torch.int32, device=self._device)
         self._product = torch.empty(most, self._network.config.vocab_size, dtype=dtype, device=self._device)
@@ -126,7 +128,7 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Callable[[], None]:
         """The forward of `size` rows over the static inputs, all of them padding as yet."""
-        input_ids, *rest = to_device(_padded(_NOBODY, size), self._device, out=self._inputs)
+        input_ids, *rest = to_device(_padded(_NO_SEQUENCES, size), self._device, out=self._inputs)
         tensors, product = (*rest, self._table[:size]), self._product[:size]
 
         def run() -> None:
@@ -138,7 +140,7 @@ class DecodeGraphs:
 
 def _padded(arrays: Sequence[NDArray[Any]], size: int) -> list[NDArray[Any]]:
     """Token ids, positions, slots, lengths and query offsets for `size` sequences: those beyond the given ones have no
-    query, no key, and no place for K/V.
+    query, no key, and no slot for K/V.
     """
     *rows, offsets = arrays
     padded = [_extended(row, size, fill) for row, fill in zip(rows, (0, 0, -1, 0), strict=True)]

@@ -21,7 +21,7 @@ from paged.models.decoder_network import DecoderNetwork
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
 from paged.seq_id import SeqId
-from paged.step_ahead import StepAhead
+from paged.step_preparer import StepPreparer
 
 _WARMUP_ID = "paged.prepare"
 
@@ -72,7 +72,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         sizes = graph_sizes(cuda_graphs, self.device, kv_manager.config.num_blocks)
         self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
         self.num_graph_replays = 0
-        self._steps = StepAhead(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
+        self._preparer = StepPreparer(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -113,7 +113,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         The next forward uses it if it is that one, and otherwise cancels it first, as `PreparedStep.cancel` does. None
         where there is no room for it.
         """
-        prepared = self._steps.prepare(handles)
+        prepared = self._preparer.prepare(handles)
         if prepared is not None:
             step = prepared.step
             if self._is_replay(step, self.adapters.batch(handles, [1] * len(handles))):
@@ -174,14 +174,14 @@ class PagedCausalLM(DecoderOnlyLLM):
     @contextmanager
     def _logits(self, items: Sequence[UnifiedBatchItem], *, all_rows: bool = False) -> Iterator[torch.Tensor]:
         """One forward; logits of the rows that sample, or of all. The sequences grow once the body ends well."""
-        if not self._steps.expects(items):
+        if not self._preparer.expects(items):
             validate_items(
                 items,
                 vocab_size=self._config.vocab_size,
                 max_seq_len=self._config.max_seq_len,
                 length_of=self._length,
             )
-        with torch.no_grad(), self._steps.forward(items) as step:
+        with torch.no_grad(), self._preparer.forward(items) as step:
             counts = [len(item.q_tokens) for item in items]
             lora = self.adapters.batch(step.handles, counts)
             is_replay = self._is_replay(step, lora)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,15 +22,7 @@ from paged.models.families.qwen3 import Qwen3
 from paged.models.families.qwen3_moe import Qwen3Moe
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.load_options import (
-    as_device,
-    as_dtype,
-    as_flag,
-    as_folder,
-    as_graphs,
-    as_optional_size,
-    as_size,
-)
+from paged.models.loading.load_options import LoadOptions, as_folder
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
 
@@ -52,94 +44,52 @@ _CPU_BYTES = 1 << 30
 GPU_FRACTION = 0.9
 
 
-def load_model(
-    path: str | os.PathLike[str],
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    num_blocks: int | None = None,
-    block_size: int = 16,
-    max_seq_len: int | None = None,
-    num_swap_blocks: int = 0,
-    enable_prefix_cache: bool = True,
-    kv_cache_dtype: torch.dtype | str | None = None,
-    max_loras: int = 8,
-    max_lora_rank: int = 64,
-    cuda_graphs: bool | Sequence[int] | None = None,
-) -> PagedCausalLM:
-    """The model of a checkpoint folder (config.json and safetensors), with a KV cache.
+def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
+    """Load the model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
     Args:
         path: the folder.
-        device: CUDA where there is one, else the CPU.
-        dtype: of weights and activations: float32, float16 or bfloat16, as torch.dtype or by name; as the checkpoint
-            says where None or "auto".
-        num_blocks: size of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU room
-            for four sequences of full length, at most 1 GiB.
-        block_size: tokens a block.
-        max_seq_len: longest sequence; the model's own limit where None.
-        num_swap_blocks: blocks of host memory that sequences can be swapped to.
-        enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
-        kv_cache_dtype: that of the weights where None or "auto", or torch.float8_e4m3fn, half of 16 bits: then with the
-            scales that the checkpoint holds for it, else with 1.
-        max_loras: how many adapters can be loaded at once.
-        max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
-        cuda_graphs: batch sizes up to which steps of one token a sequence are padded and replayed from graphs, once
-            `prepare` has captured them; True for 1 to 256 in 22 sizes, False for none, None for True on a GPU alone. On
-            a CPU, where there are no graphs, the same path runs the layers.
+        options: the fields of `LoadOptions`.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
         UnsupportedError: the architecture, or an option of it, is not known here.
-        InvalidInputError: an argument is of another kind, a size is not positive, max_seq_len is beyond the model's own
-            limit, the device is not there, or the cache's dtype is another.
+        InvalidInputError: an argument is of another kind or out of range, max_seq_len is beyond the model's own limit,
+            or the cache's dtype is neither the weights' nor float8_e4m3fn.
     """
     folder = as_folder("path", path)
-    device, given_dtype = as_device(device), as_dtype("dtype", dtype)
-    num_blocks, block_size = as_optional_size("num_blocks", num_blocks), as_size("block_size", block_size)
-    # Its range is the model's own.
-    max_seq_len = None if max_seq_len is None else as_size("max_seq_len", max_seq_len, minimum=-(2**31 - 1))
-    block_size, num_swap_blocks = (
-        as_size("block_size", block_size),
-        as_size("num_swap_blocks", num_swap_blocks, minimum=0),
-    )
-    max_loras, max_lora_rank = as_size("max_loras", max_loras), as_size("max_lora_rank", max_lora_rank)
-    enable_prefix_cache, cuda_graphs = as_flag("enable_prefix_cache", enable_prefix_cache), as_graphs(cuda_graphs)
-    given_kv_dtype = as_dtype("kv_cache_dtype", kv_cache_dtype, torch.float8_e4m3fn)
-
+    given = LoadOptions(**options)
     network_class, config = read_model_config(folder)
     known_positions = config.max_position_embeddings
-    max_seq_len = known_positions if max_seq_len is None else max_seq_len
+    max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
-    dtype = given_dtype or config.dtype
-    kv_cache_dtype = given_kv_dtype or dtype
+    dtype = given.dtype or config.dtype
+    kv_cache_dtype = given.kv_cache_dtype or dtype
     if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {dtype} or torch.float8_e4m3fn")
 
     has_fp8_cache = kv_cache_dtype == torch.float8_e4m3fn
-    network = load_network(network_class, config, folder, dtype=dtype, device=device, has_fp8_cache=has_fp8_cache)
-    if num_blocks is None:
-        num_blocks = _num_blocks(config, kv_cache_dtype, device, block_size, max_seq_len)
+    network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
     kv_config = PagedKvCacheConfig(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        num_swap_blocks=num_swap_blocks,
-        enable_prefix_cache=enable_prefix_cache,
+        block_size=given.block_size,
+        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, given.block_size, max_seq_len),
+        num_swap_blocks=given.num_swap_blocks,
+        enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
-        device=device,
+        device=given.device,
         max_seq_len=max_seq_len,
         sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,
     )
     return PagedCausalLM(
         network,
         PagedKvCacheManager(kv_config),
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        cuda_graphs=cuda_graphs,
+        max_loras=given.max_loras,
+        max_lora_rank=given.max_lora_rank,
+        cuda_graphs=given.cuda_graphs,
     )
 
 

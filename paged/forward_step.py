@@ -71,8 +71,8 @@ class ForwardStep:
 class PreparedStep:
     """A forward over one more token of each sequence that has its room and its metadata, before the tokens are known.
 
-    Whoever changes one of the sequences meanwhile need not know of it: that sequence keeps its room, and the step can
-    only be cancelled. is_used: a forward has taken it.
+    Calls that change one of the sequences meanwhile need not know of it: that sequence keeps its blocks, and the step
+    can only be cancelled. is_used: a forward has taken it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PreparedStep:
         """
         if not self._reservation.is_whole:
             return False
-        if items is not self._fitting:  # asked by the executor, then by its model
+        if items is not self._fitting:  # the executor checks, and its model again
             tokens = [item.q_tokens for item in items]
             if (
                 [item.pos_offset for item in items] != self._positions

@@ -109,9 +109,9 @@ class CachePicture:
         dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
         stripes, width = [], size / max(len(cell.holders), 1)
         height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # of NaN, too
-        for place, index in enumerate(cell.holders):
+        for stripe, index in enumerate(cell.holders):
             stripes.append(
-                f'<rect x="{x + place * width:.1f}" y="{y + size - height:.1f}" width="{width:.1f}" '
+                f'<rect x="{x + stripe * width:.1f}" y="{y + size - height:.1f}" width="{width:.1f}" '
                 f'height="{height:.1f}" fill="{_colour(index)}"/>'
             )
         frame = f'x="{x}" y="{y}" width="{size}" height="{size}"'
@@ -122,22 +122,20 @@ class CachePicture:
 
 
 def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
-    """The cache as it stands. Take it while nobody changes the cache: what is asked one after the other is one moment
-    only then.
-    """
+    """The cache as it stands. Take it while no other call changes the cache: it is read in several calls."""
     handles, stats, block_size = manager.handles(), manager.stats(), manager.config.block_size
     cached = set(manager.cached_blocks())
     holders: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
     is_next: set[int] = set()  # blocks that some sequence's next token goes into
     for index, handle in enumerate(handles):
-        for place, block in enumerate(handle.blocks):
+        for logical, block in enumerate(handle.blocks):
             if block == 0:  # swapped out, or behind the sliding window
                 continue
             holders.setdefault(block, []).append(index)
-            tokens = min(max(handle.num_tokens - place * block_size, 0), block_size)
+            tokens = min(max(handle.num_tokens - logical * block_size, 0), block_size)
             filled[block] = max(filled.get(block, 0), tokens)
-            if place == handle.num_tokens // block_size:
+            if logical == handle.num_tokens // block_size:
                 is_next.add(block)
     cells = []
     for block in range(1, manager.config.num_blocks + 1):

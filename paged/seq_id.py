@@ -10,7 +10,7 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
 
 SeqId = str | int
-# Those of UUIDs, the widest in use; the digits of any integer are a denial of service to whoever prints it.
+# Those of UUIDs, the widest in use; printing the digits of any larger integer is a denial of service.
 _ID_BITS = 128
 
 

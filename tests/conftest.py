@@ -34,7 +34,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["triton", "torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test through the Triton kernels and through their PyTorch twins."""
+    """Runs a test through the Triton kernels and through their PyTorch implementations."""
     monkeypatch.setenv("PAGED_BACKEND", request.param)
     return str(request.param)
 

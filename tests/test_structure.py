@@ -2,132 +2,104 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
+from dataclasses import is_dataclass
+from enum import Enum
 from graphlib import TopologicalSorter
+from inspect import isabstract
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paged
+from tests.structure.imports import (
+    FORWARDERS,
+    MAY_IMPORT,
+    ROOT,
+    SOURCES,
+    file_imports,
+    folder_imports,
+    names_imported,
+    package_of,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-# package -> packages of ours it may import, besides itself
-MAY_IMPORT = {
-    "kernels": set(),
-    "paged": {"kernels"},
-    "models": {"kernels", "paged"},
-    "executors": {"kernels", "paged", "models"},
-    "bench": {"kernels", "paged", "models", "executors"},
-}
-# These two only forward to the public names and to the command line.
-FORWARDERS = {ROOT / "paged" / "__init__.py", ROOT / "paged" / "__main__.py"}
-SOURCES = [(package, path) for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
-
-
-def _imports(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def _typing_imports(path: Path) -> set[str]:
-    blocks = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)]
-    return {
-        f"{node.module}.{alias.name}"
-        for block in blocks
-        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-
-
-def _package_of(name: str) -> str | None:
-    parts = name.split(".")
-    if parts[0] != "paged":
-        return None
-    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "paged"
+MOST_FILES = 16
 
 
 @pytest.mark.parametrize(("package", "path"), SOURCES, ids=lambda value: str(value).removeprefix(f"{ROOT}/"))
 def test_imports_run_one_way(package: str, path: Path) -> None:
-    imports = _imports(path)
+    imports = names_imported(path)
     assert not {name.split(".")[0] for name in imports} & {"kernels", "executors", "models", "tests", "bench"}
     if path not in FORWARDERS:
-        ours = {found for name in imports if (found := _package_of(name))}
+        ours = {found for name in imports if (found := package_of(name))}
         assert ours <= MAY_IMPORT[package] | {package}
     if package == "kernels":
         third_party = {name.split(".")[0] for name in imports} - sys.stdlib_module_names - {"paged", "__future__"}
         assert third_party <= {"torch", "triton"}
 
 
-def _module(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "paged" else ("paged", *parts))
-
-
 def test_no_file_imports_itself_through_others() -> None:
-    files = {_module(path): _imports(path) for _, path in SOURCES if path not in FORWARDERS}
-    graph = {
-        name: {each if each in files else each.rpartition(".")[0] for each in imports} & files.keys() - {name}
-        for name, imports in files.items()
-    }
+    graph = file_imports()
     assert "paged.kernels.common.custom_ops" in graph["paged.kernels.layers.ops"]
     TopologicalSorter(graph).prepare()  # its CycleError names the files
 
 
-def _room(module: str) -> str:
-    """The folder of a file, which holds its PyTorch twins too; a file at the top of its package stands for itself."""
-    parts = [part for part in module.split(".")[1:] if part != "torch_ops"]
-    depth = 2 if parts[0] in ("kernels", "models", "executors", "bench") else 1
-    return ".".join(parts[:depth] if len(parts) > depth else parts)
-
-
-def _rooms() -> dict[str, set[str]]:
-    """Each folder, and those that its files import when they run, not for a type checker alone."""
-    files = {_module(path): _imports(path) - _typing_imports(path) for _, path in SOURCES if path not in FORWARDERS}
-    rooms: dict[str, set[str]] = {}
-    for name, imports in files.items():
-        found = {each if each in files else each.rpartition(".")[0] for each in imports} & files.keys()
-        rooms.setdefault(_room(name), set()).update({_room(each) for each in found} - {_room(name)})
-    return rooms
-
-
 def test_no_folder_imports_itself_through_others() -> None:
-    rooms = _rooms()
-    assert "executors.requests" in rooms["executors.sampling"]
-    TopologicalSorter(rooms).prepare()
+    graph = folder_imports()
+    assert "executors/requests" in graph["executors/sampling"]
+    TopologicalSorter(graph).prepare()
 
 
 def test_families_of_kernels_stand_side_by_side() -> None:
-    rooms = {name: imports for name, imports in _rooms().items() if name.startswith("kernels.")}
-    assert rooms.pop("kernels.common") == set()
-    assert set(rooms) == {f"kernels.{family}" for family in ("attention", "cache", "layers", "lora", "moe", "sampling")}
-    assert all(imports <= {"kernels.common"} for imports in rooms.values())
+    graph = {name: imports for name, imports in folder_imports().items() if name.startswith("kernels/")}
+    assert graph.pop("kernels/common") == set()
+    assert set(graph) == {f"kernels/{family}" for family in ("attention", "cache", "layers", "lora", "moe", "sampling")}
+    assert all(imports <= {"kernels/common"} for imports in graph.values())
 
 
 def test_folders_show_few_files() -> None:
-    """A first look at a folder takes in some fourteen names; 16 is what `kernels/common` holds."""
-    folders = [path.parent for _, path in SOURCES]
-    assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > 16} == {}
+    """A first look at a folder takes in some fourteen names; 16 is what `kernels/common` and `paged/interop` hold."""
+    folders = [path.parent for path in [*(path for _, path in SOURCES), *(ROOT / "tests").rglob("*.py")]]
+    assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > MOST_FILES} == {}
+
+
+def _test_file(module: str) -> str:
+    """tests/<the folder>/test_<the file>.py; folders of `paged/` stand beside those of the other packages."""
+    *folders, name = module.removeprefix("paged.").split(".")
+    return "/".join(["tests", *(folders or ["paged"]), f"test_{name}.py"])
+
+
+def _does_something(value: Any) -> bool:
+    """Functions, and classes that are neither data nor errors nor contracts: others' tests try those."""
+    if not isinstance(value, type):
+        return callable(value)
+    return not (is_dataclass(value) or isabstract(value) or issubclass(value, (BaseException, Enum, tuple)))
+
+
+def test_public_names_are_tested_where_they_are_looked_for() -> None:
+    expected = {
+        name: _test_file(module)
+        for module, names in paged._EXPORTS.items()
+        for name in names
+        if _does_something(getattr(paged, name))
+    }
+    missing = {name: path for name, path in expected.items() if not (ROOT / path).exists()}
+    assert missing == {}
 
 
 def test_interop_is_a_leaf() -> None:
     interop = ROOT / "paged" / "interop"
     for _, path in SOURCES:
-        assert interop in path.parents or not any(name.startswith("paged.interop") for name in _imports(path)), path
+        assert interop in path.parents or not any(name.startswith("paged.interop") for name in names_imported(path)), (
+            path
+        )
 
 
 def test_block_bookkeeping_takes_no_torch() -> None:
     pool = ROOT / "paged" / "cache" / "blocks" / "pool.py"
-    assert not {"torch", "numpy"} & {name.split(".")[0] for name in _imports(pool)}
+    assert not {"torch", "numpy"} & {name.split(".")[0] for name in names_imported(pool)}
 
 
 def test_layout_leaves_top_level_names_alone() -> None:

@@ -1,4 +1,4 @@
-"""The batches that bench_attention times, their tensors, and what they must give.
+"""Cases of the attention benchmark: batches, their tensors, and what attention must give for them.
 
 A step is what all layers of a forward share: lengths, block table, plan. Its layers have queries and caches of their
 own, so that timing one layer after the other finds nothing in the cache of the device, as in a model.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from torch.nn import functional
 
 import paged
-from paged.bench.limits import Cost, attention_cost
+from paged.bench.limits import Cost
 from paged.bench.timing import Call
 from paged.kernels.attention import reference
 from paged.kernels.attention.config import DECODE_MAX_ROWS
 
+# Layers a case rotates through at the most, where even so many do not fill the cache.
+MAX_LAYERS = 512
 Group = tuple[int, int, int]
 """Sequences of one shape: how many, query length, key length with the queries included."""
 
@@ -54,16 +56,19 @@ class AttentionCase:
         (_, q_len, seq_len), *others = self.groups
         return not others and q_len in (1, seq_len)
 
-    def cost(self, dtype: torch.dtype, lengths: list[tuple[int, int]] | None = None) -> Cost:
-        """Of the whole batch, or of some `lengths` of it."""
-        return attention_cost(
-            self.lengths if lengths is None else lengths,
-            num_q_heads=self.heads[0],
-            num_kv_heads=self.heads[1],
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-            element_size=dtype.itemsize,
-        )
+    def cost(self, dtype: torch.dtype, lengths: Sequence[tuple[int, int]] | None = None) -> Cost:
+        """Causal attention of one layer over the batch, or over some `lengths` of it.
+
+        With the context c = L - q a sequence of q queries and L keys has P = q c + q (q + 1) / 2 pairs of a query and a
+        key it sees; each pair and query head takes 2 D operations for its score and 2 D for its value. Queries are read
+        and outputs written, K, V and 4-byte block ids are read once. Partial results of split sequences are overhead
+        and do not count.
+        """
+        lengths, (num_q_heads, num_kv_heads) = self.lengths if lengths is None else lengths, self.heads
+        pairs = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in lengths)
+        elements = sum(2 * q * num_q_heads + 2 * seq_len * num_kv_heads for q, seq_len in lengths) * self.head_dim
+        num_blocks = sum(-(-seq_len // self.block_size) for _, seq_len in lengths)
+        return Cost(4 * num_q_heads * self.head_dim * pairs, elements * dtype.itemsize + 4 * num_blocks)
 
     def small(self) -> AttentionCase:
         """The same batch at a size for CPUs: 4 sequences of a shape at most, a 64th of the lengths."""
@@ -94,7 +99,7 @@ class AttentionCase:
         blocks_of = [-(-seq_len // self.block_size) for _, seq_len in self.lengths]
         # A multiple of 16 columns, as where the table has room for the longest sequence that a server admits.
         table = torch.zeros(len(blocks_of), -(-max(blocks_of) // 16) * 16, dtype=torch.int32)
-        ids = torch.randperm(sum(blocks_of), dtype=torch.int32) + 1  # block 0 belongs to nobody
+        ids = torch.randperm(sum(blocks_of), dtype=torch.int32) + 1  # block 0 is never handed out
         for seq, blocks in enumerate(ids.split(blocks_of)):
             table[seq, : len(blocks)] = blocks
         q_lens, seq_lens = torch.tensor(self.lengths, dtype=torch.int32).unbind(1)
@@ -210,6 +215,11 @@ def _chunk(**options: Any) -> AttentionCase:
     return AttentionCase("mixed", "chunk_2k+63x8k", ((1, 2048, 8192), (63, 1, 8192)), **options)
 
 
+# Options other than the usual heads and blocks.
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    *({"heads": heads} for heads in ((64, 8), (28, 4), (16, 16))),
+    *({"block_size": size} for size in (64, 128)),
+)
 # By importance: a run that is out of time has done the first.
 CASES = (
     _decode(64, 8),
@@ -218,37 +228,19 @@ CASES = (
     AttentionCase("mixed", "1x128k+31x4k", ((1, 1, 1 << 17), (31, 1, 4096))),
     AttentionCase("mixed", "122x600+8x10000", ((122, 1, 600), (8, 1, 10_000))),
     AttentionCase("mixed", "verify_64x5x8k", ((64, 5, 8192),)),
-    _prefill(4, 4),
-    _prefill(1, 16),
-    _decode(256, 4),
-    _decode(16, 32),
-    _decode(1, 1),
-    _decode(1, 32),
-    _prefill(1, 1),
-    _prefill(16, 1),
+    *(_prefill(*size) for size in ((4, 4), (1, 16))),
+    *(_decode(*size) for size in ((256, 4), (16, 32), (1, 1), (1, 32))),
+    *(_prefill(*size) for size in ((1, 1), (16, 1))),
     _decode(64, 1),
     *(
-        make(**options)
-        for options in (
-            {"heads": (64, 8)},
-            {"heads": (28, 4)},
-            {"heads": (16, 16)},
-            {"block_size": 64},
-            {"block_size": 128},
-        )
-        for make in (lambda **o: _decode(64, 8, **o), lambda **o: _prefill(4, 4, **o), _chunk)
+        case
+        for options in _OPTIONS
+        for case in (_decode(64, 8, **options), _prefill(4, 4, **options), _chunk(**options))
     ),
     _prefill(2, 8, compiled=True),
     _decode(16, 8, compiled=True),
     AttentionCase("mixed", "first_chunk_2k+63x8k", ((1, 2048, 2048), (63, 1, 8192))),
-    _decode(1, 8),
-    _decode(256, 1),
-    _decode(256, 8),
-    _prefill(1, 2),
-    _prefill(16, 2),
-    _prefill(1, 4),
-    _prefill(4, 16),
-    _prefill(16, 4),
-    _decode(64, 32),
-    _decode(256, 32),
+    *(_decode(*size) for size in ((1, 8), (256, 1), (256, 8))),
+    *(_prefill(*size) for size in ((1, 2), (16, 2), (1, 4), (4, 16), (16, 4))),
+    *(_decode(*size) for size in ((64, 32), (256, 32))),
 )

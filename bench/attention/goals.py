@@ -1,4 +1,4 @@
-"""What a row of bench_attention is meant to reach, on one H200."""
+"""Goals of the attention benchmark's rows, on one H200."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST_US = 30.0
 
 
 def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Goal]:
-    """The goals of a row, as `Measurement.row` makes it."""
+    """The goals of a row, without its goals."""
     ratios = {name: peer.get("ratio") for name, peer in row["peers"].items()}
     found = [at_least(f"{_VLLM_RATIO[case.kind]}x vLLM's Triton kernel", ratios.get("vllm"), _VLLM_RATIO[case.kind])]
     if case.kind == "prefill" and row["longest_key"] >= _LONG_PREFILL:

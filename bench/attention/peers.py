@@ -1,7 +1,6 @@
-"""What others' attention takes for the same batches, in the same process.
+"""Calls other implementations of attention on the same batches, in the same process.
 
-A peer that is missing, that cannot run on the device or cannot take a case says why. Dense peers (torch's) attend over
-contiguous copies of the keys and values, made before anything is timed.
+Dense peers (torch's) attend over contiguous copies of the keys and values, made before anything is timed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from paged.bench.attention.cases import AttentionCase, Layer, MakeCalls, Step
+from paged.bench.contest import Peer
 from paged.bench.timing import Call
 
 _MAX_COPY_BYTES = 8 << 30
@@ -31,27 +30,22 @@ _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation tells callers to
 _VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
 
 
-@dataclass(frozen=True)
-class Peer:
-    """missing(device) and refuses(case, dtype): why it takes no part, or None. make: its calls."""
-
-    name: str
-    missing: Callable[[torch.device], str | None]
-    refuses: Callable[[AttentionCase, torch.dtype], str | None]
-    make: MakeCalls
+Refuses = Callable[[AttentionCase, torch.dtype, torch.device], str | None]
 
 
-def _missing_module(name: str, load: Callable[[], Any]) -> Callable[[torch.device], str | None]:
-    def missing(device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "needs a GPU"
-        try:
-            load()
-        except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
-            return f"{name} cannot be imported: {type(error).__name__}: {error}"
-        return None
+@functools.cache
+def missing(name: str, load: Callable[[], Any]) -> str | None:
+    """Why a package cannot be loaded, or None."""
+    try:
+        load()
+    except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
+        return f"{name} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
-    return missing
+
+def _needs(name: str, load: Callable[[], Any]) -> Refuses:
+    """Of a peer that takes every case on a GPU, where its package can be loaded."""
+    return lambda case, dtype, device: missing(name, load) if device.type == "cuda" else "needs a GPU"
 
 
 @functools.cache
@@ -59,7 +53,7 @@ def vllm_attention() -> Callable[..., None]:
     """vLLM's Triton kernel for all lengths.
 
     Its module asks for the platform, which imports the compiled extension although nothing of it is used: where only
-    the Python files are there, an empty module takes its place.
+    the Python files are there, an empty module stands in for it.
     """
     extension = "vllm._C_stable_libtorch"
     if extension not in sys.modules and importlib.util.find_spec(extension) is None:
@@ -109,11 +103,20 @@ def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(call, layer) for layer in layers]
 
 
-def _needs_dense(case: AttentionCase, dtype: torch.dtype) -> str | None:
-    if not case.is_uniform:
-        return "needs sequences of one length, whole prompts or decode steps"
-    num_bytes = case.cost(dtype).num_bytes
-    return f"would copy {num_bytes / 1e9:.0f} GB" if num_bytes > _MAX_COPY_BYTES else None
+def _dense_on(device_type: str, *, compiled: bool = False) -> Refuses:
+    """Of a peer that takes sequences of one length, as copies, on one type of device; compiled: see `AttentionCase`."""
+
+    def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
+        if device.type != device_type:
+            return f"is compared on {device_type} devices only"
+        if compiled and not case.compiled:
+            return "compiles for every shape: timed in a few cases only"
+        if not case.is_uniform:
+            return "needs sequences of one length, whole prompts or decode steps"
+        num_bytes = case.cost(dtype).num_bytes
+        return f"would copy {num_bytes / 1e9:.0f} GB" if num_bytes > _MAX_COPY_BYTES else None
+
+    return refuses
 
 
 def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
@@ -153,13 +156,9 @@ def _flex_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
 
-def _refused_by_flex(case: AttentionCase, dtype: torch.dtype) -> str | None:
-    return _needs_dense(case, dtype) if case.compiled else "compiles for every shape: timed in a few cases only"
-
-
 def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
     """The wrapper for chunks, or for batches of decode steps the one for those with tensor cores, which GQA needs."""
-    flashinfer = importlib.import_module("flashinfer")
+    flashinfer = _load_flashinfer()
     case, device, dtype = step.case, step.block_table.device, layers[0].q.dtype
     num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lengths]
     table = step.block_table.cpu()
@@ -182,24 +181,15 @@ def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(wrapper.run, layer.q, (layer.k_cache, layer.v_cache)) for layer in layers]
 
 
-def _takes_all(case: AttentionCase, dtype: torch.dtype) -> None:
-    return None
-
-
-def _only_on(device_type: str) -> Callable[[torch.device], str | None]:
-    return lambda device: None if device.type == device_type else f"is compared on {device_type} devices only"
+def _load_flashinfer() -> Any:
+    return importlib.import_module("flashinfer")
 
 
 PEERS = (
-    Peer("vllm", _missing_module("vLLM", vllm_attention), _takes_all, _vllm_calls),
-    Peer("sdpa_cudnn", _only_on("cuda"), _needs_dense, _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
-    Peer("sdpa_flash", _only_on("cuda"), _needs_dense, _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
-    Peer("sdpa_math", _only_on("cpu"), _needs_dense, _sdpa_calls(SDPBackend.MATH)),
-    Peer("flex", _only_on("cuda"), _refused_by_flex, _flex_calls),
-    Peer(
-        "flashinfer",
-        _missing_module("FlashInfer", lambda: importlib.import_module("flashinfer")),
-        _takes_all,
-        _flashinfer_calls,
-    ),
+    Peer("vllm", _needs("vLLM", vllm_attention), _vllm_calls),
+    Peer("sdpa_cudnn", _dense_on("cuda"), _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
+    Peer("sdpa_flash", _dense_on("cuda"), _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
+    Peer("sdpa_math", _dense_on("cpu"), _sdpa_calls(SDPBackend.MATH)),
+    Peer("flex", _dense_on("cuda", compiled=True), _flex_calls),
+    Peer("flashinfer", _needs("FlashInfer", _load_flashinfer), _flashinfer_calls),
 )

@@ -51,7 +51,7 @@ class Tensors:
 
 
 def make(problem: Problem, device: torch.device) -> Tensors:
-    """Random tensors: a shuffled table out of a pool three times larger than needed, NaN in every slot nobody owns."""
+    """Random tensors: shuffled tables over a pool three times larger than needed, NaN in slots without a token."""
     num_q_heads, num_kv_heads = problem.heads
     block_size, head_dim = problem.block_size, problem.head_dim
     blocks_of = [math.ceil(seq_len / block_size) for _, seq_len in problem.lengths]

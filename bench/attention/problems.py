@@ -1,4 +1,4 @@
-"""A problem for every rule of paging that has bitten somebody; see `attention_problem`."""
+"""Problems for every rule of paged attention that is known to go wrong; see `problem`."""
 
 from __future__ import annotations
 

@@ -3,18 +3,19 @@
     TRITON_INTERPRET=1 python -m bench.attention.schedule [--sms 132 ...] [--heads 32/8 ...] [--only NAME]
 
 The planning kernel runs in Triton's interpreter as if on a chip of so many SMs. Its programs, items times KV heads, are
-then dealt to SMs in grid order, each to the first free place, as the hardware does; `schedule_model` says what they are
+then dealt to SMs in grid order, each to the first free SM, as the hardware does; `schedule_model` says what they are
 assumed to cost. No time in the table is measured.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
 
+from paged.bench.attention.cases import AttentionCase
 from paged.bench.attention.schedule_model import (
     ELEMENT_SIZE,
     HEAD_DIM,
@@ -22,17 +23,17 @@ from paged.bench.attention.schedule_model import (
     SM_FLOPS,
     Launch,
     Outcome,
-    Piece,
+    WorkItem,
     simulate,
 )
-from paged.bench.limits import Ceilings, attention_cost
+from paged.bench.benchmark import option_parser
+from paged.bench.limits import Ceilings
 from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
 from paged.kernels.common.device import Device
 
 Lengths = Sequence[tuple[int, int]]  # (query length, key length) a sequence
-BLOCK_SIZE = 16
 # The architecture whose tiles a chip of so many SMs gets: A100, H100 and H200, B200.
 ARCH = {108: "sm_80", 132: "sm_90", 148: "sm_100"}
 
@@ -72,7 +73,7 @@ def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]
     launches = [
         _launch(kind, schedule, num_kv_heads) for kind, schedule in zip(("decode", "prefill"), schedules, strict=False)
     ]
-    return [launch for launch in launches if launch.pieces]
+    return [launch for launch in launches if launch.items]
 
 
 def _launch(kind: str, schedule: AttentionSchedule, num_kv_heads: int) -> Launch:
@@ -82,7 +83,7 @@ def _launch(kind: str, schedule: AttentionSchedule, num_kv_heads: int) -> Launch
         kind=kind,
         tile=schedule.tile,
         num_kv_heads=num_kv_heads,
-        pieces=[Piece(end - begin, slot >= 0) for _, _, begin, end, slot in items],
+        items=[WorkItem(end - begin, slot >= 0) for _, _, begin, end, slot in items],
         num_tiles=len({(seq, tile) for seq, tile, *_ in items}),
         num_split_tiles=num_split_tiles,
         num_idle=(schedule.items.shape[0] - num_items) * num_kv_heads,
@@ -91,57 +92,40 @@ def _launch(kind: str, schedule: AttentionSchedule, num_kv_heads: int) -> Launch
 
 def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> Outcome:
     """Plan and simulate one batch."""
-    cost = attention_cost(
-        lengths,
-        num_q_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=HEAD_DIM,
-        block_size=BLOCK_SIZE,
-        element_size=ELEMENT_SIZE,
-    )
+    cost = AttentionCase("", "", (), heads, head_dim=HEAD_DIM).cost(torch.bfloat16, lengths)
     bandwidth = SM_BANDWIDTH * num_sms
     limits = Ceilings(copy=bandwidth, read=bandwidth, matmul=SM_FLOPS * num_sms)
     return simulate(plan(lengths, heads, num_sms), num_sms, limits.bound(cost)[0])
 
 
-def rows(cases: dict[str, Lengths], heads: Sequence[str], sms: Sequence[int]) -> Iterator[str]:
-    """The table, a line at a time."""
-    columns = (
-        "makespan",
-        "ideal",
-        "ratio",
-        "roofline",
-        "total",
-        "overlapped",
-        "items",
-        "idle",
-        "splits",
-        "partials KB",
-    )
-    yield f"{'case':36} {'heads':>5} {'SMs':>3} " + " ".join(f"{name:>11}" for name in columns)
-    for num_sms in sms:
-        for pair in heads:
-            num_q_heads, num_kv_heads = (int(number) for number in pair.split("/"))
-            for name, lengths in cases.items():
-                result = outcome(lengths, (num_q_heads, num_kv_heads), num_sms)
-                times = (result.makespan_s, result.ideal_s, result.roofline_s, result.total_s, result.overlapped_s)
-                cells = [f"{1e6 * seconds:9.1f}us" for seconds in times]
-                cells.insert(2, f"{result.ratio:11.3f}")
-                numbers = (result.num_items, result.num_idle, result.num_split_tiles, result.partial_bytes // 1024)
-                cells += [f"{number:11}" for number in numbers]
-                yield f"{name:36} {pair:>5} {num_sms:3} " + " ".join(cells)
+# Columns of the table: their heads, and what stands in them.
+COLUMNS: dict[str, Callable[[Outcome], str]] = {
+    "makespan": lambda found: f"{1e6 * found.makespan_s:.1f}us",
+    "ideal": lambda found: f"{1e6 * found.ideal_s:.1f}us",
+    "ratio": lambda found: f"{found.ratio:.3f}",
+    "roofline": lambda found: f"{1e6 * found.roofline_s:.1f}us",
+    "total": lambda found: f"{1e6 * found.total_s:.1f}us",
+    "overlapped": lambda found: f"{1e6 * found.overlapped_s:.1f}us",
+    "items": lambda found: str(found.num_items),
+    "idle": lambda found: str(found.num_idle),
+    "splits": lambda found: str(found.num_split_tiles),
+    "partials KB": lambda found: str(found.partial_bytes // 1024),
+}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = option_parser(__doc__, "only")
     parser.add_argument("--sms", nargs="+", type=int, choices=list(ARCH), default=[132])
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads / KV heads")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args(argv)
     cases = {name: lengths for name, lengths in (CASES | SWEEP).items() if args.only in name}
-    for line in rows(cases, args.heads, args.sms):
-        print(line)
+    print(f"{'case':36} {'heads':>5} {'SMs':>3} " + " ".join(f"{name:>11}" for name in COLUMNS))
+    for num_sms, heads, (name, lengths) in itertools.product(args.sms, args.heads, cases.items()):
+        num_q_heads, num_kv_heads = map(int, heads.split("/"))
+        found = outcome(lengths, (num_q_heads, num_kv_heads), num_sms)
+        cells = " ".join(f"{cell(found):>11}" for cell in COLUMNS.values())
+        print(f"{name:36} {heads:>5} {num_sms:3} {cells}")
 
 
 if __name__ == "__main__":

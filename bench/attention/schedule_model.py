@@ -3,7 +3,7 @@
 What a program costs is assumed, not measured: a fixed start, then its key blocks at its share of the SM. Rates are an
 H200's, an SM each 1/132 of 4.3 TB/s and of 790 TFLOP/s. A decode tile reads K and V from memory; neighbouring prefill
 tiles read the same K and V, so theirs come from the L2 at twice that rate. Programs on one SM share it equally, also
-when some of its places are empty: in truth the others then go faster, so that makespans err on the high side.
+when fewer run there than fit: in truth the others then go faster, so that makespans err on the high side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START_S, IDLE_S, LAUNCH_S = 2e-6, 0.7e-6, 4e-6
 
 
 @dataclass(frozen=True)
-class Piece:
+class WorkItem:
     """One item of a work list: so many key blocks of one tile, a partial result where the tile is split."""
 
     blocks: int
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kind's work list: its pieces in grid order, each run once a KV head, and how many tiles they were cut from.
+    """One kind's work list: its items in grid order, each run once a KV head, and how many tiles they were cut from.
 
     num_idle: programs of the grid, an upper bound known to the host, that find no item.
     """
@@ -39,7 +39,7 @@ class Launch:
     kind: str
     tile: AttentionTile
     num_kv_heads: int
-    pieces: list[Piece]
+    items: list[WorkItem]
     num_tiles: int
     num_split_tiles: int
     num_idle: int = 0
@@ -47,7 +47,7 @@ class Launch:
     @property
     def partial_bytes(self) -> int:
         """Size of the partial results, outputs and log-sum-exps in float32."""
-        slots = sum(piece.is_partial for piece in self.pieces)
+        slots = sum(item.is_partial for item in self.items)
         return slots * self.num_kv_heads * self.tile.block_m * (HEAD_DIM + 1) * 4
 
     @property
@@ -62,14 +62,14 @@ class Launch:
         """Seconds of every program in grid order, where the KV head runs fastest."""
         partial_s = self.tile.block_m * (HEAD_DIM + 1) * 4 / SM_BANDWIDTH * self.tile.programs_per_sm
         return [
-            START_S + piece.blocks * self.block_s + piece.is_partial * partial_s
-            for piece in self.pieces
+            START_S + item.blocks * self.block_s + item.is_partial * partial_s
+            for item in self.items
             for _ in range(self.num_kv_heads)
         ]
 
     def ideal_s(self, num_sms: int) -> float:
-        """The tiles unsplit, spread evenly over every place of the chip: what splitting adds counts as imbalance."""
-        blocks = sum(piece.blocks for piece in self.pieces)
+        """The tiles unsplit, spread evenly over the chip: what splitting adds counts as imbalance."""
+        blocks = sum(item.blocks for item in self.items)
         work = (self.num_tiles * START_S + blocks * self.block_s) * self.num_kv_heads
         return work / (num_sms * self.tile.programs_per_sm)
 
@@ -151,7 +151,7 @@ def simulate(launches: Sequence[Launch], num_sms: int, roofline_s: float = 0.0) 
         total_s=sum(alone) + idle + sum(merges) + LAUNCH_S * len(launches),
         overlapped_s=together + idle + max(merges) + LAUNCH_S,
         num_idle=sum(launch.num_idle for launch in launches),
-        num_items=sum(len(launch.pieces) for launch in launches),
+        num_items=sum(len(launch.items) for launch in launches),
         num_split_tiles=sum(launch.num_split_tiles for launch in launches),
         partial_bytes=sum(launch.partial_bytes for launch in launches),
     )

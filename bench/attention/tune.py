@@ -1,4 +1,4 @@
-"""Which tile is fastest: every candidate on a few batches, in place of the one that the chooser returns.
+"""Times every candidate tile on a few batches, instead of the one that the chooser returns.
 
     python -m bench.attention.tune [--json FILE] [--budget SECONDS] [--only NAME] [--repeats N]
 
@@ -9,24 +9,23 @@ with the reason. The chooser's own tile is timed first and again last, so that d
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, ours
+from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
+from paged.bench.benchmark import option_parser
 from paged.bench.check import compare
 from paged.bench.environment import benchmark_dtype, environment, save
 from paged.bench.limits import Ceilings, speed
-from paged.bench.timing import cache_bytes, ceilings, sampler
+from paged.bench.timing import ceilings, num_sets, take
 from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.config import AttentionTile
 
@@ -39,7 +38,7 @@ NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5
 def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
     """Tiles of one kind over caches of one block size; boxes wherever a block holds BLOCK_N keys.
 
-    programs_per_sm is what the planner aims at: where more fit, a lower number only makes longer pieces.
+    programs_per_sm is what the planner aims at: where more fit, a lower number only makes longer work items.
     """
     if kind == "prefill":
         shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
@@ -60,62 +59,42 @@ def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ig
     return mock.patch.object(attention_plan, name, choose if tile is None else lambda *_, **__: tile)
 
 
-def measure(
-    kind: str, tile: AttentionTile | None, step: Step, layers: list[Layer], want: torch.Tensor | None, repeats: int
-) -> tuple[list[float], torch.Tensor]:
-    """Seconds that a layer took, every time, and the first layer's output.
-
-    Raises:
-        WrongResultError: it differs from `want`.
-    """
-    with with_tile(kind, tile):
-        calls = ours(step, layers)
-        out = calls[0]()
-        if want is not None:
-            compare(out, want)
-        _, sample = sampler(calls, step.seq_lens.device)
-        return [sample() for _ in range(repeats)], out
-
-
 def tune(
     case: AttentionCase, device: torch.device, repeats: int, limits: Ceilings, is_over: Callable[[], bool]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Rows of tiles and their speed, fastest first, and why other tiles have none."""
     torch.manual_seed(0)
     dtype = benchmark_dtype(device)
-    num_layers = 1 + 2 * cache_bytes(device) // case.cost(dtype).num_bytes
-    step, layers = case.tensors(device, dtype, num_layers)
+    step, layers = case.tensors(device, dtype, num_sets(case.cost(dtype).num_bytes, device, MAX_LAYERS)[0])
     kind = "prefill" if case.kind == "prefill" else "decode"
-    samples, want = measure(kind, None, step, layers, None, repeats)
+    want = ours(step, layers)[0]()
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
 
-    def add(tile: dict[str, Any] | str, samples: list[float]) -> None:
-        rows.append({"name": case.name, "tile": tile, **asdict(speed(samples, case.cost(dtype), limits))})
+    def add(name: dict[str, Any] | str, tile: AttentionTile | None = None) -> None:
+        with with_tile(kind, tile):
+            calls = ours(step, layers)
+            compare(calls[0](), want)
+            found = speed(take(calls, device, repeats), case.cost(dtype), limits)
+        rows.append({"name": case.name, "tile": name, **found})
 
-    add("the chooser's", samples)
+    add("the chooser's")
     tiles = list(candidates(kind, case.block_size))
     random.Random(0).shuffle(tiles)  # where time runs out, what was tried is spread over all of them
     for tile in tiles:
         if is_over():
             break
         try:
-            samples, _ = measure(kind, tile, step, layers, want, repeats)
-            add(asdict(tile), samples)
+            add(asdict(tile), tile)
         except Exception as error:  # too much shared memory, or what the compiler refuses: the others go on
             refused[f"{case.name} {tile}"] = f"{type(error).__name__}: {str(error)[:200]}"
-    samples, _ = measure(kind, None, step, layers, want, repeats)
-    add("the chooser's, again", samples)
+    add("the chooser's, again")
     return sorted(rows, key=lambda row: float(row["median_us"])), refused
 
 
 def main(argv: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print the fastest tiles of every case; the JSON holds all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write everything here, after every case")
-    parser.add_argument("--budget", type=float, default=500.0, help="seconds for all cases; %(default)s by default")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="samples a tile; %(default)s by default")
+    parser = option_parser(__doc__, "json", "only", "repeats", "budget", budget=500.0, repeats=REPEATS)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU: tiles can only be compared where they run")

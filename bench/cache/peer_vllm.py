@@ -1,4 +1,6 @@
-"""vLLM's KVCacheManager under the work of `bench_cache`. Importing this needs vLLM's Python files, and no GPU.
+"""vLLM's KVCacheManager in the cases of the cache benchmark, by functions of the same names as ours.
+
+Importing this needs vLLM's Python files, and no GPU.
 
 The peer gives room and publishes full blocks in one call, `allocate_slots`. It hashes a request's blocks when the
 request is made.

@@ -1,9 +1,11 @@
-"""What ours and the peer do alike in `bench_cache`: sizes, random prompts, and the hit a prompt must have."""
+"""Sizes, random prompts and the hit that a prompt must have: the same for our cache and the peer's."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+
+from paged.bench.check import WrongResultError
 
 BLOCK_SIZE = 16
 # No row but the one that means to comes to evict: 300 samples of 2,048 tokens each are 38,400 blocks.
@@ -11,10 +13,6 @@ NUM_BLOCKS = 40_000
 # Steps after which a decode starts over with new sequences.
 DECODE_STEPS = 256
 _VOCAB_SIZE = 50_000
-
-
-class WrongResultError(Exception):
-    """A prompt's hit is not what was published, so its speed means nothing."""
 
 
 def prompts(num_tokens: int) -> Iterator[list[int]]:

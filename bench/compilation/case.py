@@ -1,9 +1,10 @@
-"""What is compiled ahead of time: a configuration of a kernel, for the targets it may run on."""
+"""A case of ahead-of-time compilation: one configuration of a kernel, for the targets it may run on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -38,3 +39,34 @@ class CompileCase:
     expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = tuple(TARGETS)
     programs_per_sm: int = 1
+
+
+# Sizes that 16 divides wherever kernels are launched; so do strides.
+_ALIGNED_SIZES = ("K", "vocab_size", "words_per_block")
+
+
+def kernel_case(
+    name: str,
+    kernel: Any,
+    constexprs: dict[str, Any],
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    *,
+    dtype: str = "bf16",
+    aligned: tuple[str, ...] | None = None,
+    **options: Any,
+) -> CompileCase:
+    """A case whose signature is read off the kernel.
+
+    Arguments that are neither in `constexprs` nor in `kinds` are pointers to `dtype` or int32. aligned: see
+    `divisible_by_16`, strides and some sizes when not given. options: of `CompileCase`.
+    """
+    signature = {
+        argument: "constexpr"
+        if argument in constexprs
+        else kinds.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
+        for argument in kernel.arg_names
+    }
+    if aligned is None:
+        scalars = [argument for argument, kind in signature.items() if kind == "i32"]
+        aligned = tuple(each for each in scalars if each.startswith("stride_") or each in _ALIGNED_SIZES)
+    return CompileCase(name, kernel, signature, constexprs, divisible_by_16=aligned, **options)

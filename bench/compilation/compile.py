@@ -2,35 +2,41 @@
 
     python -m bench.compilation.compile [--target sm_90 ...] [--only NAME] [--json FILE]
 
-Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` from
-the triton wheel for NVIDIA, the assembly's metadata for AMD. The last column counts those of the inner loop. With
-vLLM's Python files on the path its attention kernel stands beside ours. Run without TRITON_INTERPRET.
+Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` and
+`nvdisasm` from the triton wheel for NVIDIA, the assembly's metadata for AMD. The last column counts those of the inner
+loop. With vLLM's Python files on the path its attention kernel stands beside ours. Run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import pkgutil
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import triton
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 import paged.bench.compilation.cases
+from paged.bench.benchmark import option_parser
 from paged.bench.compilation.case import TARGETS, CompileCase
 from paged.bench.compilation.machine_code import SM_LIMITS, count, occupancy, read_code
 from paged.bench.compilation.peers import peer_cases
 
 # Shared memory one program may take, bytes: all of an SM's that is not reserved.
 SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limits in SM_LIMITS.items()}
+# Kernels disassembled at once: nvdisasm takes half a second to start, which was a third of the whole run when it was
+# started for each kernel.
+_AT_ONCE = 32
+_INSTRUCTION_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,28 @@ def all_cases() -> list[CompileCase]:
     return [case for module in modules for case in module.cases()]
 
 
+def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[tuple[CompileCase, Report]]:
+    """Compile each case for each of `targets` that it is meant for, and read the results."""
+    for target in targets:
+        chosen = [case for case in cases if target in case.targets]
+        for start in range(0, len(chosen), _AT_ONCE):
+            group = chosen[start : start + _AT_ONCE]
+            yield from zip(group, _compile_group(group, target), strict=True)
+
+
 def compile_case(case: CompileCase, target: str) -> Report:
     """Compile `case` for one of TARGETS and read the result."""
+    (report,) = _compile_group([case], target)
+    return report
+
+
+def _compile_group(cases: list[CompileCase], target: str) -> list[Report]:
+    compiled = [_compile(case, target) for case in cases]
+    texts = _machine_code(compiled, target)
+    return [_report(case, target, *read) for case, *read in zip(cases, compiled, texts, strict=True)]
+
+
+def _compile(case: CompileCase, target: str) -> CompiledKernel:
     pointers = tuple(name for name, kind in case.signature.items() if kind.startswith("*"))
     index = {name: position for position, name in enumerate(case.signature)}
     source = ASTSource(
@@ -82,12 +108,16 @@ def compile_case(case: CompileCase, target: str) -> Report:
         attrs={(index[name],): [["tt.divisibility", 16]] for name in (*pointers, *case.divisible_by_16)},
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def _report(case: CompileCase, target: str, compiled: CompiledKernel, text: str) -> Report:
     if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
         registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
     else:
-        registers, spills, text = _read_cubin(compiled.asm["cubin"])
+        registers = _registers(compiled.asm["cubin"])
+        # A stack frame alone is not a spill: spilled values are what local loads and stores move.
+        spills = len(re.findall(r"\b(?:LDL|STL)\b", text))
     code, loop = read_code(text)
     return Report(
         name=case.name,
@@ -103,29 +133,48 @@ def compile_case(case: CompileCase, target: str) -> Report:
     )
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, str]:
-    """Registers a thread, spilled bytes a thread and the SASS of a cubin."""
-    cuobjdump = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump*"))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def _machine_code(compiled: list[CompiledKernel], target: str) -> list[str]:
+    """AMD's assembly or NVIDIA's SASS of each."""
+    if target.startswith("gfx"):
+        return [kernel.asm["amdgcn"] for kernel in compiled]
+    sections = [_code_section(kernel.asm["cubin"]) for kernel in compiled]
+    capability = TARGETS[target].arch
+    architecture = f"SM{capability}{'a' if capability >= 90 else ''}"  # as Triton compiles
+    sass = _nvidia_tool("nvdisasm", b"".join(sections), "--no-dataflow", "--binary", architecture)
+    lines = iter([line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)])
+    texts = ["\n".join(islice(lines, len(section) // _INSTRUCTION_BYTES)) for section in sections]
+    assert next(lines, None) is None
+    return texts
+
+
+def _code_section(cubin: bytes) -> bytes:
+    """The instructions in a cubin, an ELF file of 64 bits with one `.text` section, that of the kernel."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_bytes, num_entries, names = struct.unpack_from("<3H", cubin, 0x3A)
+    # name, type, flags, address, offset, size
+    headers = [struct.unpack_from("<2I4Q", cubin, table + entry * entry_bytes) for entry in range(num_entries)]
+    found = [
+        cubin[offset : offset + size]
+        for name, _, _, _, offset, size in headers
+        if cubin.startswith(b".text.", headers[names][4] + name)
+    ]
+    (code,) = found
+    return code
+
+
+def _registers(cubin: bytes) -> int:
+    """Registers a thread."""
+    (registers,) = re.findall(r"REG:(\d+)", _nvidia_tool("cuobjdump", cubin, "-res-usage"))
+    return int(registers)
+
+
+def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
+    """What a program of the triton wheel prints of a file with this content."""
+    program = next(Path(triton.__file__).parent.glob(f"backends/nvidia/bin/{name}*"))
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
         file.flush()
-
-        def dump(flag: str) -> str:
-            return subprocess.run([cuobjdump, flag, file.name], check=True, capture_output=True, text=True).stdout
-
-        usage, sass = dump("-res-usage"), dump("-sass")
-    (registers,) = re.findall(r"REG:(\d+)", usage)
-    # A stack frame alone is not a spill: spilled values are what local loads and stores move.
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    return int(registers), spills, sass
-
-
-def reports(cases: list[CompileCase], targets: list[str]) -> Iterator[Report]:
-    """Compile each case for each of `targets` that it is meant for."""
-    for case in cases:
-        for target in targets:
-            if target in case.targets:
-                yield compile_case(case, target)
+        return subprocess.run([program, *options, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
@@ -146,17 +195,14 @@ HEADER = f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7} {'pr
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Print the table; the exit code is 1 where a report shows a problem."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = option_parser(__doc__, "only", "json")
     parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the reports here too")
     args = parser.parse_args(argv)
     cases = [case for case in all_cases() if args.only in case.name]
-    by_name = {case.name: case for case in cases}
     done, failed = [], 0
     write(HEADER)
-    for report in reports(cases, args.target):
-        wrong = problems(by_name[report.name], report)
+    for case, report in reports(cases, args.target):
+        wrong = problems(case, report)
         failed += bool(wrong)
         done.append({**asdict(report), "occupancy": report.occupancy, "problems": wrong})
         write(_row(report) + "".join(f"  <- {text}" for text in wrong))
@@ -167,7 +213,7 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     except FileNotFoundError as missing:
         write(f"no rows of vLLM's kernel: {missing}")
     else:
-        for report in reports(peers, args.target):
+        for _, report in reports(peers, args.target):
             write(_row(report))
     return int(failed > 0)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
 from paged.bench.vllm_files import jit_functions, vllm_folder
 
 _FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
@@ -99,12 +99,6 @@ def _case(kernel: Any, kind: str, tile_size: int, segments: int, target: str) ->
         else (False if parameter.name.startswith("USE_") else None)
         for parameter in rest
     }
-    return CompileCase(
-        name=f"vllm unified attention {kind} D={_HEAD_DIM} bf16",
-        targets=(target,),
-        num_stages=2 if target.startswith("gfx") else 3,
-        kernel=kernel,
-        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs=values | defaults,
-        divisible_by_16=_STRIDES,
-    )
+    name, num_stages = f"vllm unified attention {kind} D={_HEAD_DIM} bf16", 2 if target.startswith("gfx") else 3
+    constexprs = values | defaults
+    return kernel_case(name, kernel, constexprs, types, aligned=_STRIDES, num_stages=num_stages, targets=(target,))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 from unittest import mock
 
 import torch
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, UnifiedBatch
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.bench.engine.models import BLOCK_SIZE, MODELS, random_executor
 from paged.bench.engine.rows import Row
 from paged.bench.environment import benchmark_dtype
@@ -25,25 +25,25 @@ _CEILING_REPEATS = 10
 
 
 class _Clock:
-    """Seconds in an executor's forward: on a GPU those between two events around its launches."""
+    """Seconds in a call: on a GPU those between two events around its launches."""
 
-    def __init__(self, executor: LlmExecutor, device: torch.device) -> None:
-        self._run = executor.unified_decode
+    def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
+        self._call = call
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._seconds = 0.0
 
-    def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
+    def __call__(self, *args: Any) -> Any:
         start = perf_counter()
-        if self._events:
-            self._events[0].record()
-        results: list[torch.Tensor | None] = self._run(batch)
-        if self._events:
-            self._events[1].record()
+        for event in self._events[:1]:
+            event.record()
+        result = self._call(*args)
+        for event in self._events[1:]:
+            event.record()
         self._seconds = perf_counter() - start
-        return results
+        return result
 
     def seconds(self) -> float:
-        """Of the last forward, which is over."""
+        """Of the last call, which is over."""
         if not self._events:
             return self._seconds
         first, last = self._events
@@ -80,8 +80,8 @@ def decode(
     prefill_seconds = perf_counter() - start
 
     steps, forwards, replays = [], [], executor.status().graph_replays
-    clock = _Clock(executor, device)
-    with mock.patch.object(executor, "unified_decode", clock.unified_decode):
+    clock = _Clock(executor.unified_decode, device)
+    with mock.patch.object(executor, "unified_decode", clock):
         num_tokens = manager.stats().num_tokens
         for _ in range(repeats):
             start = perf_counter()
@@ -92,22 +92,21 @@ def decode(
     weight_bytes, multiplied = _weights(executor, config, batch)
     kv_bytes = num_tokens * manager.stats().bytes_per_block // BLOCK_SIZE
     found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
-    tokens_per_second = batch / (found.median_us / 1e6)
     detail = {
         "sequences": batch,
-        "step_ms": found.median_us / 1e3,
-        "p20_ms": found.p20_us / 1e3,
-        "p80_ms": found.p80_us / 1e3,
+        "step_ms": found["median_us"] / 1e3,
+        "p20_ms": found["p20_us"] / 1e3,
+        "p80_ms": found["p80_us"] / 1e3,
         "forward_ms": statistics.median(forwards) * 1e3,
         "host_ms": statistics.median([step - forward for step, forward in zip(steps, forwards, strict=True)]) * 1e3,
-        "bound_ms": found.bound_us / 1e3,
-        "percent": found.percent,
-        "gb_per_s": found.gb_per_s,
+        "bound_ms": found["bound_us"] / 1e3,
+        "percent": found["percent"],
+        "gb_per_s": found["gb_per_s"],
         "graph_replays": executor.status().graph_replays - replays,
         "prefill_tokens_per_second": batch * context / prefill_seconds,
     }
-    goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found.percent, goal)]
-    return Row(f"decode.{model}", tokens_per_second, "tokens/s", goals, detail)
+    goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
+    return Row(f"decode.{model}", batch / found["median_us"] * 1e6, "tokens/s", goals, detail)
 
 
 def _weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -> tuple[int, int]:

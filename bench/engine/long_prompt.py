@@ -32,7 +32,7 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
         engine.add_request([index] * (30 + 2 * index), SamplingParams(temperature=0, max_tokens=length))
     while engine.status().decoding < _NUM_DECODES:
         engine.step()
-    # A mixed step that nobody times: kernels may have to compile for it.
+    # A mixed step that is not timed: kernels may have to compile for it.
     engine.add_request([8] * 200, SamplingParams(temperature=0, max_tokens=1))
     while engine.num_unfinished > _NUM_DECODES:
         engine.step()

@@ -22,69 +22,28 @@ from paged.models.network_loader import meta_network
 BLOCK_SIZE = 16
 # Of the free memory, for weights and cache; the rest is for graphs and the allocator.
 _MEMORY_SHARE = 0.95
-_QWEN3: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 8000,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _config(architecture: str, model_type: str, *sizes: int, **rest: Any) -> dict[str, Any]:
+    """sizes: of _SIZES."""
+    shared = {"max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}
+    named = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
+    return {**named, **shared, **dict(zip(_SIZES, sizes, strict=True)), **rest}
+
+
+_LLAMA: dict[str, Any] = {"vocab_size": 8000, "tie_word_embeddings": True}
+_QWEN3: dict[str, Any] = {"vocab_size": 151_936, "tie_word_embeddings": False, "head_dim": 128, "rope_theta": 1e6}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_8B = (4096, 12_288, 36, 32, 8)
 # What config.json says of them: of the Qwens as published, as far as it matters here; Llama-8B is Qwen3-8B without its
 # norms of queries and keys, and with a small vocabulary.
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama-10M": {
-        **_LLAMA,
-        "hidden_size": 288,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    },
-    "Llama-100M": {
-        **_LLAMA,
-        "hidden_size": 768,
-        "intermediate_size": 2304,
-        "num_hidden_layers": 13,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 3,
-    },
-    "Llama-8B": {**_LLAMA, **_8B},
-    "Qwen3-8B": {
-        **_QWEN3,
-        **_8B,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-    },
-    "Qwen3-30B-A3B": {
-        **_QWEN3,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+MODELS = {
+    "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_LLAMA),
+    "Llama-100M": _config("Llama", "llama", 768, 2304, 13, 12, 3, **_LLAMA),
+    "Llama-8B": _config("Llama", "llama", *_8B, **_LLAMA),
+    "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
+    "Qwen3-30B-A3B": _config("Qwen3Moe", "qwen3_moe", 2048, 6144, 48, 32, 4, **_QWEN3, **_EXPERTS),
 }
 
 
@@ -111,7 +70,7 @@ def _random_network(
     device: torch.device,
     **_: bool,
 ) -> Llama:
-    """In place of loading: normal numbers that keep the variance of what passes through, and norms of 1."""
+    """Instead of loading: normal numbers that keep the variance of what passes through, and norms of 1."""
     network = meta_network(network_class, config, dtype).to_empty(device=device)
     for weight in network.weight_slots().values():
         assert isinstance(weight, torch.Tensor)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from paged.bench.goal import Goal
 
@@ -26,7 +27,7 @@ class Row:
 @contextmanager
 def timed_inside(module: ModuleType, *names: str) -> Iterator[list[float]]:
     """Adds up the seconds inside of a module's functions, called by these names in it."""
-    total, originals = [0.0], {name: getattr(module, name) for name in names}
+    total = [0.0]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -37,10 +38,7 @@ def timed_inside(module: ModuleType, *names: str) -> Iterator[list[float]]:
 
         return wrapped
 
-    for name, call in originals.items():
-        setattr(module, name, timed(call))
-    try:
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(module, name, timed(getattr(module, name))))
         yield total
-    finally:
-        for name, call in originals.items():
-            setattr(module, name, call)

@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 
 from paged import Engine, LlmExecutor, SamplingParams
+from paged.bench.check import WrongResultError
 from paged.bench.engine.models import BLOCK_SIZE, MODELS
 from paged.bench.engine.rows import Row, timed_inside
 from paged.bench.environment import benchmark_dtype
@@ -24,10 +25,6 @@ _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _NUM_BLOCKS = 1024
 # Of ours and theirs in turns, on a CPU, where other work on the machine moves a run by a third.
 _CPU_ROUNDS = 3
-
-
-class DifferentTokensError(Exception):
-    """Ours and the peer do not give the same text, so their times say nothing."""
 
 
 def throughput(size: str, least: float, device: torch.device, repeats: int) -> Row:
@@ -104,4 +101,4 @@ def _check_same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], 
     """At least 90 % of the texts begin alike: rounding may turn one where two logits are almost equal."""
     same = sum(list(one[:length]) == list(other[:length]) for one, other in zip(ours, theirs, strict=True))
     if same < 0.9 * len(ours):
-        raise DifferentTokensError(f"{same} of {len(ours)} texts are those of the peer")
+        raise WrongResultError(f"{same} of {len(ours)} texts are those of the peer")

@@ -1,4 +1,4 @@
-"""The mixtures of experts that bench_moe times: published sizes, numbers of tokens, and how the tokens spread."""
+"""Cases of the MoE benchmark: published sizes of models, numbers of tokens, and how the tokens spread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from paged.bench.limits import Cost, moe_cost
+import paged
+from paged.bench.limits import Cost
 from paged.bench.moe.formats import FORMATS, Format, quantize
+from paged.bench.timing import Call
 
 ROUTINGS = ("balanced", "zipf")
 # The sizes that goals are set for come first, so that a budget that runs out costs little.
@@ -18,7 +20,7 @@ TOKENS = (1, 16384, 128, 32768, 16, 1024, 4, 256, 64, 4096, 2, 8, 32, 512, 2048,
 
 @dataclass(frozen=True)
 class MoeModel:
-    """num_local_experts: those of one rank, the first ones."""
+    """The sizes of a layer. num_local_experts: those of one rank, the first ones."""
 
     name: str
     num_experts: int
@@ -63,6 +65,13 @@ class MoeLayer:
         """What `fused_moe` takes of it by keyword."""
         return {"expert_map": self.expert_map, "w1_scale": self.w1_scale, "w2_scale": self.w2_scale}
 
+    def arguments(self, batch: MoeBatch) -> list[torch.Tensor]:
+        """What `fused_moe` takes of it and of a batch by position."""
+        return [batch.hidden_states, self.w1, self.w2, batch.topk_weights, batch.topk_ids]
+
+    def call(self, batch: MoeBatch) -> Call:
+        return lambda: paged.fused_moe(*self.arguments(batch), **self.options)
+
     @property
     def expert_bytes(self) -> int:
         """Of one expert's weights and scales, as they are stored."""
@@ -78,11 +87,18 @@ class MoeBatch:
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
 
+    def rows(self, which: slice) -> MoeBatch:
+        """Some of its tokens."""
+        return MoeBatch(*(tensor[which] for tensor in vars(self).values()))
+
 
 @dataclass(frozen=True)
 class MoeCase:
-    """routing: "balanced" draws experts evenly, "zipf" the i-th with a probability that falls as 1 / i. format: of
-    quantised weights, None for those of the hidden states' dtype."""
+    """A batch for the experts of a model.
+
+    routing: "balanced" draws experts evenly, "zipf" the i-th with a probability that falls as 1 / i. format: of
+    quantised weights, None for those of the hidden states' dtype.
+    """
 
     model: MoeModel
     num_tokens: int
@@ -116,10 +132,13 @@ class MoeCase:
     def layer(self, device: torch.device, dtype: torch.dtype) -> MoeLayer:
         """Random weights that keep the variance of what passes through them."""
         model = self.model
-        sizes = (model.num_local_experts, 2 * model.intermediate_size, model.hidden_size)
-        w1 = torch.randn(sizes, device=device, dtype=dtype).mul_(1 / math.sqrt(model.hidden_size))
-        sizes = (model.num_local_experts, model.hidden_size, model.intermediate_size)
-        w2 = torch.randn(sizes, device=device, dtype=dtype).mul_(1 / math.sqrt(model.intermediate_size))
+        w1, w2 = (
+            torch.randn(model.num_local_experts, rows, columns, device=device, dtype=dtype).div_(math.sqrt(columns))
+            for rows, columns in (
+                (2 * model.intermediate_size, model.hidden_size),
+                (model.hidden_size, model.intermediate_size),
+            )
+        )
         expert_map = None
         if not model.is_whole:
             ids = torch.arange(model.num_experts, device=device, dtype=torch.int32)
@@ -147,15 +166,15 @@ class MoeCase:
         return histogram
 
     def cost(self, layer: MoeLayer, batch: MoeBatch) -> Cost:
-        model = self.model
-        return moe_cost(
-            self.histogram(batch),
-            num_tokens=self.num_tokens,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            element_size=batch.hidden_states.element_size(),
-            expert_bytes=layer.expert_bytes,
-        )
+        """The three products of every routed entry, without padding: F = 6 (T K) H I.
+
+        Weights of experts that got entries are read once, hidden states read and written once; activations between the
+        products and the parts that are summed after them are overhead and do not count.
+        """
+        histogram, model = self.histogram(batch), self.model
+        active = sum(entries > 0 for entries in histogram)
+        num_bytes = active * layer.expert_bytes + 2 * batch.hidden_states.nbytes
+        return Cost(6 * sum(histogram) * model.hidden_size * model.intermediate_size, num_bytes)
 
 
 CASES = (

@@ -1,19 +1,17 @@
-"""What others' experts take for the same batches, in the same process.
+"""Calls other implementations of experts on the same batches, in the same process.
 
-A peer that is missing, or that cannot take a case, says why. A rank's part of the experts is for kernels with an expert
-map alone.
+A rank's part of the experts is for kernels with an expert map alone.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 import paged
+from paged.bench.contest import Peer
 from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
 from paged.bench.moe.peer_vllm import refused_by_vllm, vllm_call
 from paged.bench.timing import Call
@@ -21,15 +19,6 @@ from paged.bench.timing import Call
 # The experts of transformers that copy the weights of every entry copy no more than this.
 _MAX_COPIED_BYTES = 32 << 20
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
-
-
-@dataclass(frozen=True)
-class MoePeer:
-    """refuses(case, dtype, device): why it takes no part, or None. make: the call for a layer and a batch."""
-
-    name: str
-    refuses: Callable[[MoeCase, torch.dtype, torch.device], str | None]
-    make: Callable[[MoeCase, MoeLayer, MoeBatch], Call]
 
 
 def _refused_by_grouped_mm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -93,18 +82,19 @@ def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batc
     return lambda: experts(batch.hidden_states, ids, batch.topk_weights)
 
 
-def _transformers_peer(name: str, implementation: str) -> MoePeer:
-    return MoePeer(
-        name,
-        functools.partial(_refused_by_transformers, implementation),
-        functools.partial(_transformers_call, implementation),
-    )
-
-
 PEERS = (
-    MoePeer("vllm", refused_by_vllm, vllm_call),
-    MoePeer("torch_grouped_mm", _refused_by_grouped_mm, _grouped_mm_call),
-    _transformers_peer("transformers", "grouped_mm"),
-    _transformers_peer("transformers_eager", "eager"),
-    _transformers_peer("transformers_batched_mm", "batched_mm"),
+    Peer("vllm", refused_by_vllm, vllm_call),
+    Peer("torch_grouped_mm", _refused_by_grouped_mm, _grouped_mm_call),
+    *(
+        Peer(
+            name,
+            functools.partial(_refused_by_transformers, implementation),
+            functools.partial(_transformers_call, implementation),
+        )
+        for name, implementation in (
+            ("transformers", "grouped_mm"),
+            ("transformers_eager", "eager"),
+            ("transformers_batched_mm", "batched_mm"),
+        )
+    ),
 )

@@ -10,7 +10,6 @@ are left alone, so that a run that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -30,17 +29,17 @@ import torch
 import triton
 from tqdm import tqdm
 
+from paged.bench.benchmark import option_parser
 from paged.bench.compilation.cases.moe import gemm_case
 from paged.bench.compilation.compile import SHARED_LIMIT, compile_case, problems
-from paged.bench.environment import INTERPRETING
+from paged.bench.environment import INTERPRETING, save
 from paged.bench.moe.cases import MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
-from paged.bench.timing import sampler
+from paged.bench.timing import take
 from paged.kernels.common.compat import interpreting
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
-from paged.kernels.moe.config import MoeShape, MoeTile, takes_gemv
+from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, table_name, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
-from paged.kernels.moe.table import FOLDER, table_name
 from paged.kernels.moe.weights import ExpertLinear
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -133,8 +132,7 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
                 expert_gemm(activated, ExpertLinear(layer.w2), parts, aligned, tile, entry_weights=batch.topk_weights)
 
         try:
-            _, sample = sampler([call], device)
-            return statistics.median(sample() for _ in range(REPEATS))
+            return statistics.median(take([call], device, REPEATS))
         except Exception:  # a launch that the device refuses
             return math.inf
 
@@ -146,12 +144,10 @@ def shape_of(model: MoeModel, num_tokens: int) -> MoeShape:
 
 
 def new_table(model: MoeModel, arch: str) -> dict[str, Any]:
+    sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
     return {
         "model": model.name,
-        "num_experts": model.num_experts,
-        "top_k": model.top_k,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
+        **{name: getattr(model, name) for name in sizes},
         "arch": arch,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -161,12 +157,9 @@ def new_table(model: MoeModel, arch: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = option_parser(__doc__, "budget")
     parser.add_argument("--model", required=True, choices=[model.name for model in MODELS])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, help="start no number of tokens after so many seconds"
-    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="where tables lie, %(default)s when not given")
     args = parser.parse_args(argv)
     if interpreting():
@@ -194,9 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         row = {name: asdict(tile) for name, tile in tiles.items()}
         table["tiles"][str(tokens)] = {**row, "microseconds": times}
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".part")  # a run may be killed at any time
-        draft.write_text(json.dumps(table, indent=1) + "\n")
-        os.replace(draft, path)
+        save(path, table)
     print(f"{path}: {len(table['tiles'])} numbers of tokens")
     return 0
 

@@ -29,16 +29,16 @@ def _panels(
     """Axes side by side over shared lines, one for each name from the top; gaps part groups of names alike at first."""
     groups = [name.partition(".")[0] for name in names]
     is_grouped = len(set(groups)) <= len(names) / 4
-    lines, place = {}, 0
+    lines, height = {}, 0
     for index, name in enumerate(names):
-        place += is_grouped and index > 0 and groups[index] != groups[index - 1]
-        lines[name] = place
-        place += 1
+        height += is_grouped and index > 0 and groups[index] != groups[index - 1]
+        lines[name] = height
+        height += 1
     label = 0.075 * max(map(len, names))
-    figure = Figure(figsize=(label + width * len(titles), 0.9 + _LINE * place), layout="constrained")
+    figure = Figure(figsize=(label + width * len(titles), 0.9 + _LINE * height), layout="constrained")
     panels = list(figure.subplots(1, len(titles), sharex=True, sharey=True, squeeze=False)[0])
     panels[0].set_yticks(list(lines.values()), list(lines))
-    panels[0].set_ylim(place - 0.4, -0.6)
+    panels[0].set_ylim(height - 0.4, -0.6)
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title)
         axes.grid(visible=False, axis="y")
@@ -61,6 +61,17 @@ def _ratio_axes(panels: Sequence[Axes], values: Iterable[float], text: str, *, r
     panels[0].set_xlim(low, high * (high / low) ** (room / (1 - room)))
 
 
+def _bar(axes: Axes, line: int, end: float, tip: str, *, start: float = 1.0, **paint: Any) -> None:
+    """A bar from `start` to `end` that shows `tip` when pointed at."""
+    (bar,) = axes.barh(line, end - start, left=start, height=0.7, **paint)
+    bar.set_gid(tips(tip))
+
+
+def _label(axes: Axes, line: int, x: float, text: str, **style: Any) -> None:
+    """A text behind x."""
+    axes.annotate(text, (x, line), (4, 0), textcoords="offset points", va="center", size=8, **style)
+
+
 def speed_over_peers(run: Run) -> tuple[str, Figure] | str:
     """Ours over every peer, a bar a case from the line of equal speed."""
     if not run.peers:
@@ -74,19 +85,9 @@ def speed_over_peers(run: Run) -> tuple[str, Figure] | str:
         ratios = {name: rows[name]["peers"][peer]["ratio"] for name in names[1:] if peer in rows[name]["peers"]}
         paint = colour(system(peer).role)
         for name, ratio in {overall: mean, **ratios}.items():
-            (bar,) = axes.barh(
-                lines[name], ratio - 1, left=1, height=0.7, color=paint, alpha=1 if name == overall else 0.7
-            )
-            bar.set_gid(tips(f"{name}: {ratio:.3g} times {system(peer).label}"))
-            axes.annotate(
-                f"{ratio:.2f}",
-                (max(ratio, 1.0), lines[name]),
-                (3, 0),
-                textcoords="offset points",
-                va="center",
-                size=8,
-                weight="bold" if name == overall else "normal",
-            )
+            is_mean, tip = name == overall, f"{name}: {ratio:.3g} times {system(peer).label}"
+            _bar(axes, lines[name], ratio, tip, color=paint, alpha=1 if is_mean else 0.7)
+            _label(axes, lines[name], max(ratio, 1.0), f"{ratio:.2f}", weight="bold" if is_mean else "normal")
         for name in set(names[1:]) - set(ratios):
             if is_fault(reason := rows[name].get("absent", {}).get(peer, "")):
                 axes.text(1.03, lines[name], reason.partition(":")[0], va="center", size=8, color=colour("muted"))
@@ -106,19 +107,11 @@ def share_of_limit(runs: Sequence[Run]) -> tuple[str, Figure] | str:
     highest = max(row["percent"] for run in rows for row in run.values())
     for axes, run in zip(panels, rows, strict=True):
         for name, row in run.items():
-            (bar,) = axes.barh(lines[name], row["percent"], height=0.7, color=colour("ours"), alpha=0.8)
-            bar.set_gid(
-                tips(f"{name}: {row['median_us']:,.1f} µs, at least {row['bound_us']:,.1f} µs by {row['bound_by']}")
-            )
+            tip = f"{name}: {row['median_us']:,.1f} µs, at least {row['bound_us']:,.1f} µs by {row['bound_by']}"
+            _bar(axes, lines[name], row["percent"], tip, start=0, color=colour("ours"), alpha=0.8)
             note = "" if row.get("cold", True) else ", warm"
-            axes.annotate(
-                f"{row['percent']:.0f}  {row['bound_by']}{note}",
-                (max(row["percent"], 100.0), lines[name]),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                size=8,
-            )
+            text = f"{row['percent']:.0f}  {row['bound_by']}{note}"
+            _label(axes, lines[name], max(row["percent"], 100.0), text)
         axes.axvline(100, color=colour("ink"), linewidth=0.9, zorder=3)
         axes.set(xlim=(0, max(100.0, highest) * 1.45), xlabel="% of what the device was measured to reach")
         axes.set_xticks([0, 25, 50, 75, 100])
@@ -148,11 +141,9 @@ def goals_reached(runs: Sequence[Run]) -> tuple[str, Figure] | str:
             if not goal["met"]:
                 paint = {"facecolor": "none", "edgecolor": colour("ours"), "linewidth": 1.2}
             line, reached = lines[names[key]], goal["reached"]
-            (bar,) = axes.barh(line, reached - 1, left=1, height=0.66, **paint)
-            bar.set_gid(tips(f"{names[key]}: {goal['value']:.4g}, {reached:.2f} of the goal"))
+            _bar(axes, line, reached, f"{names[key]}: {goal['value']:.4g}, {reached:.2f} of the goal", **paint)
             sign = "\N{CHECK MARK}" if goal["met"] else "\N{BALLOT X} missed"
-            at = (max(reached, 1.0), line)
-            axes.annotate(f"{goal['value']:.4g} {sign}", at, (4, 0), textcoords="offset points", va="center", size=8)
+            _label(axes, line, max(reached, 1.0), f"{goal['value']:.4g} {sign}")
     every = [goal["reached"] for goals in found for goal in goals.values()]
     _ratio_axes(panels, every, "share of the goal reached; 1 meets it", room=0.25)
     met = [goal["met"] for goals in found for goal in goals.values()]
@@ -178,7 +169,7 @@ def tiles(run: Run) -> tuple[str, Figure] | str:
         best = max(range(len(share)), key=lambda index: share[index])
         text = f"{share[best]:.2f}  {_tile_text(cases[name][best]['tile'])}"
         axes.scatter(share[best], lines[name], s=22, color=colour("ours"), zorder=4)
-        axes.annotate(text, (share[best], lines[name]), (6, 0), textcoords="offset points", va="center", size=8)
+        _label(axes, lines[name], share[best], text)
         gains.append(share[best])
         shares += share
     _ratio_axes([axes], shares, "speed, the chooser's tile = 1", room=0.5)

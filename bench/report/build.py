@@ -2,18 +2,18 @@
 
     python -m bench.report.build RESULTS.json [RESULTS.json ...] --out DIR
 
-Takes what bench_attention, bench_moe, bench_kernels, bench_cache, bench_engine, tune_attention and bench.gpu write with
+Takes what the benchmarks of attention, moe, kernels, cache and engine, attention.tune and bench.gpu write with
 --json, of one device or of several, and writes DIR/report.html, which needs no other file, and a PNG of every chart.
 Without matplotlib there are tables only. What did not run stands in no table.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from paged.bench.benchmark import option_parser
 from paged.bench.report.charts import charts, save_pngs
 from paged.bench.report.page import page
 from paged.bench.report.results import ResultsError, load_runs
@@ -22,7 +22,7 @@ from paged.printable import one_line
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
     """Write the report; a file that is no results of a benchmark is an error, and then nothing is written."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path())
     args = parser.parse_args(argv)

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -119,13 +120,18 @@ def experts(model: str, rows: Sequence[Json], run: Run) -> tuple[str, Figure] | 
     for routing, (times, shares, *ratios) in zip(routings, grid, strict=True):
         part = [row for row in rows if row["routing"] == routing]
         times.set(title=f"{routing}: time, µs")
-        ends.append([*_plot_systems(times, part, _tokens, _time, "µs"), _plot_limit(times, part, _tokens)])
+        ends.append(
+            [
+                *_plot_systems(times, part, itemgetter("tokens"), _time, "µs"),
+                _plot_limit(times, part, itemgetter("tokens")),
+            ]
+        )
         shares.set(title=f"{routing}: % of the limit")
-        ends.append(_plot_systems(shares, part, _tokens, _share, "%"))
+        ends.append(_plot_systems(shares, part, itemgetter("tokens"), _share, "%"))
         shares.axhline(100, color=colour("muted"), linewidth=1, linestyle=":")
         for axes in ratios:
             axes.set(title=f"{routing}: times as fast as")
-            ends.append(_plot_systems(axes, part, _tokens, _ratio, "times", ours=False))
+            ends.append(_plot_systems(axes, part, itemgetter("tokens"), _ratio, "times", ours=False))
             axes.axhline(1, color=colour("ink"), linewidth=0.9)
     _count_axis(grid[0][0], [row["tokens"] for row in rows])
     log_axis(grid[0][0].yaxis)
@@ -141,10 +147,6 @@ def experts(model: str, rows: Sequence[Json], run: Run) -> tuple[str, Figure] | 
 
 def _context(row: Json) -> int:
     return int(row["groups"][0][2])
-
-
-def _tokens(row: Json) -> int:
-    return int(row["tokens"])
 
 
 def _time(row: Json, own: Json) -> float:
@@ -209,11 +211,11 @@ def _label_ends(figure: Figure, panels: Iterable[Axes], ends: Iterable[Sequence[
     for axes, labels in zip(panels, ends, strict=True):
         ordered = sorted(labels, key=lambda end: end[1])
         heights = [float(axes.transData.transform(end[:2])[1]) for end in ordered]
-        places = list(itertools.accumulate(heights, lambda below, height: max(height, below + gap)))
+        moved = list(itertools.accumulate(heights, lambda below, height: max(height, below + gap)))
         ceiling = axes.bbox.y1 + gap
-        for index in reversed(range(len(places))):
-            ceiling = places[index] = min(places[index], ceiling - gap)
-        for (x, y, text, paint), height, place in zip(ordered, heights, places, strict=True):
-            at = (6, (place - height) * 72 / figure.dpi)
+        for index in reversed(range(len(moved))):
+            ceiling = moved[index] = min(moved[index], ceiling - gap)
+        for (x, y, text, paint), height, target in zip(ordered, heights, moved, strict=True):
+            at = (6, (target - height) * 72 / figure.dpi)
             label = axes.annotate(text, (x, y), at, textcoords="offset points", va="center", size=8, color=paint)
             label.set_in_layout(False)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,16 +19,17 @@ from paged.batch import DecodeInput, UnifiedBatch, UnifiedBatchItem
 from paged.bench.attention.problem import Problem, solve
 from paged.bench.attention.problems import PROBLEMS
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.moe.formats import FORMATS, quantize
+from paged.bench.kernels.work import Draw, lora_work, tensors
+from paged.bench.moe.cases import MoeCase, MoeModel
+from paged.bench.moe.formats import FORMATS
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.cache import reference as cache_reference
-from paged.kernels.common.backend import use_triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.layers import reference as layers_reference
-from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.sampling import reference as sampling_reference
 
@@ -53,17 +55,12 @@ class Check:
 
 def _benchmarked(case: Case, device: torch.device, dtype: torch.dtype) -> Pairs:
     work = case.work("check", device, dtype)
-    want, got = work.expected(), work.call()  # in this order, as operations work in place
-    if isinstance(want, torch.Tensor) or isinstance(got, torch.Tensor):
-        assert isinstance(want, torch.Tensor)
-        assert isinstance(got, torch.Tensor)
-        yield got, want
-    else:
-        yield from zip(got, want, strict=True)
+    want = work.expected()  # first, as operations change their tensors
+    yield from _pairs(work.call(), want)
 
 
 def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Pairs:
-    # Without the log-sum-exp the PyTorch twin takes another path.
+    # Without the log-sum-exp the PyTorch implementation takes another path.
     for return_lse in (True,) if use_triton(torch.empty(0, device=device)) else (True, False):
         solved = solve(replace(problem, dtype=dtype), device, return_lse=return_lse)
         yield solved.out, solved.expected_out
@@ -71,20 +68,21 @@ def _attention(problem: Problem, device: torch.device, dtype: torch.dtype) -> Pa
             yield solved.lse, solved.expected_lse
 
 
-def _moe(device: torch.device, tokens: int, sizes: tuple[int, int, int], top_k: int) -> list[torch.Tensor]:
-    """Hidden states and weights whose products have about unit variance, in float32, and where tokens go."""
-    num_experts, hidden_size, intermediate_size = sizes
-    x = torch.randn(tokens, hidden_size, device=device)
-    w1 = torch.randn(num_experts, 2 * intermediate_size, hidden_size, device=device) / math.sqrt(hidden_size)
-    w2 = torch.randn(num_experts, hidden_size, intermediate_size, device=device) / math.sqrt(intermediate_size)
-    return [x, w1, w2, *moe_reference.route_tokens(torch.randn(tokens, num_experts), top_k)]
+def _both(operation: str, reference: ModuleType, *arguments: Any, **options: Any) -> Pairs:
+    """What an operation gives, and the function of its name in a module of references, for the same arguments."""
+    return _pairs(*(getattr(module, operation)(*arguments, **options) for module in (paged, reference)))
+
+
+def _pairs(got: Any, want: Any) -> Pairs:
+    yield from zip(tensors(got), tensors(want), strict=True)
 
 
 def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> Pairs:
     """Interleaved gates, biases, and experts of another rank; one token takes matrix-vector products."""
     for tokens in (1, 12):
-        x, w1, w2, weights, ids = _moe(device, tokens, (8, 48, 40), 2)
-        tensors = [x.to(dtype), (4 * w1).to(dtype), w2.to(dtype), weights.float().to(device), ids.to(device)]
+        case = MoeCase(MoeModel("", 8, 2, 48, 40, 8), tokens, "balanced")
+        layer = case.layer(device, dtype)
+        x, w1, *others = layer.arguments(case.batch(device, dtype))
         options: dict[str, Any] = {
             "activation": activation,
             "interleaved": True,
@@ -92,15 +90,13 @@ def _moe_options(activation: str, device: torch.device, dtype: torch.dtype) -> P
             "w2_bias": torch.randn(8, 48, device=device),
             "expert_map": torch.tensor([3, 0, -1, 7, 5, -1, 1, 2], dtype=torch.int32, device=device),
         }
-        yield paged.fused_moe(*tensors, **options), moe_reference.fused_moe(*tensors, **options)
+        yield from _both("fused_moe", moe_reference, x, 4 * w1, *others, **options)
 
 
 def _quantized_moe(layout: str, device: torch.device, dtype: torch.dtype) -> Pairs:
-    x, *whole, weights, ids = _moe(device, 5, (3, 192, 96), 2)
-    (w1, w1_scale), (w2, w2_scale) = (quantize(w, *FORMATS[layout]) for w in whole)
-    tensors = x.to(dtype), w1, w2, weights.float().to(device), ids.to(device)
-    scales: dict[str, Any] = {"w1_scale": w1_scale, "w2_scale": w2_scale}
-    yield paged.fused_moe(*tensors, **scales), moe_reference.fused_moe(*tensors, **scales)
+    case = MoeCase(MoeModel("", 3, 2, 192, 96, 3), 5, "balanced", FORMATS[layout])
+    layer = case.layer(device, torch.float32)
+    yield from _both("fused_moe", moe_reference, *layer.arguments(case.batch(device, dtype)), **layer.options)
 
 
 def _routing(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -116,9 +112,7 @@ def _routing(device: torch.device, dtype: torch.dtype) -> Pairs:
             "routed_scaling_factor": 2.5,
             "num_shared_experts": 2,
         }
-        yield from zip(
-            paged.route_tokens(logits, 8, **options), moe_reference.route_tokens(logits, 8, **options), strict=True
-        )
+        yield from _both("route_tokens", moe_reference, logits, 8, **options)
 
 
 def _argmax(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -130,7 +124,7 @@ def _argmax(device: torch.device, dtype: torch.dtype) -> Pairs:
             "token_mask": torch.rand(shape, device=device) < 0.8,
             "repetition_penalty": torch.where(torch.rand(shape, device=device) < 0.5, 1.0, 1.3),
         }
-        yield paged.greedy_argmax(logits, **options), sampling_reference.greedy_argmax(logits, **options)
+        yield from _both("greedy_argmax", sampling_reference, logits, **options)
 
 
 def _rotary(interleaved: bool, device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -163,40 +157,24 @@ def _empty_states(device: torch.device, dtype: torch.dtype) -> Pairs:
     lse_a, lse_b = (torch.randn(3, 7, device=device) * 5 for _ in range(2))
     lse_a[:, 1:4] = -math.inf
     lse_b[:, 3:6] = -math.inf
-    got, want = (
-        merge(out_a, lse_a, out_b, lse_b) for merge in (paged.merge_attn_states, attention_reference.merge_attn_states)
-    )
-    yield from zip(got, want, strict=True)
+    yield from _both("merge_attn_states", attention_reference, out_a, lse_a, out_b, lse_b)
 
 
 def _norms(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Sizes that fill no tile, and every activation."""
     x, weight = torch.randn(3, 1025, device=device, dtype=dtype) * 30, torch.randn(1025, device=device, dtype=dtype)
-    yield paged.rms_norm(x, weight, 1e-5), layers_reference.rms_norm(x, weight, 1e-5)
+    yield from _both("rms_norm", layers_reference, x, weight, 1e-5)
     gates = torch.randn(3, 2 * 1025, device=device, dtype=dtype) * 4
     for activation in _ACTIVATIONS:
-        yield paged.silu_and_mul(gates, activation=activation), layers_reference.silu_and_mul(gates, activation)
+        yield from _both("silu_and_mul", layers_reference, gates, activation=activation)
 
 
 def _ragged_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Adapters of different ranks that leave parts alone, beside rows without one; what no adapter has is NaN."""
-    sizes, ranks, max_rank = (40, 24, 24), ((4, 4, 4), (20, 0, 7), (0, 9, 0)), 20
-    a = torch.full((3, 3, max_rank, 48), math.nan, device=device, dtype=dtype)
-    b = torch.full((3, max_rank, sum(sizes)), math.nan, device=device, dtype=dtype)
-    scales = torch.rand(3, 3, device=device) + 0.5
-    adapters: list[dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = [{}, {}, {}]
-    for slot, part in ((slot, part) for slot in range(3) for part in range(3) if ranks[slot][part]):
-        rank, columns = ranks[slot][part], slice(sum(sizes[:part]), sum(sizes[: part + 1]))
-        a[slot, part, :rank] = torch.randn(rank, 48, device=device) / math.sqrt(48)
-        b[slot, :rank, columns] = torch.randn(rank, sizes[part], device=device) / math.sqrt(rank)
-        adapters[slot][part] = a[slot, part, :rank], b[slot, :rank, columns].T, float(scales[slot, part])
-    rows = [1, -1, 0, 2, 2, 1, -1, 0]
-    x, out = (torch.randn(len(rows), size, device=device, dtype=dtype) for size in (48, sum(sizes)))
-    want = lora_reference.add_lora(out, x, adapters, sizes, rows)
-    grouped = paged.LoraBatch.group(torch.tensor(rows, dtype=torch.int32))
-    batch = paged.LoraBatch(grouped.rows.to(device), grouped.slots.to(device))
-    weights = paged.LoraWeights(a, b, torch.tensor(ranks, dtype=torch.int32, device=device), scales, sizes)
-    yield paged.add_lora(out, x, weights, batch), want
+    """Adapters of different ranks that leave parts alone, beside rows without one."""
+    ranks = ((4, 4, 4), (20, 0, 7), (0, 9, 0))
+    work = lora_work(Draw(device, dtype), [1, -1, 0, 2, 2, 1, -1, 0], 48, (40, 24, 24), ranks)
+    want = work.expected()
+    yield work.call(), want
 
 
 def _oracle(heads: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Pairs:

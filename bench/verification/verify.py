@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Checks every kernel against a slow, obviously right version in float64, and cache and attention together against "
-    "a model whose answers are known in closed form. On a CPU that is the PyTorch twins; --backend triton runs the "
-    "Triton kernels in Triton's interpreter. The exit code is 1 where a result is off."
+    "a model whose answers are known in closed form. On a CPU that is the PyTorch implementations; --backend triton "
+    "runs the Triton kernels in Triton's interpreter. The exit code is 1 where a result is off."
 )
 
 
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from paged.kernels.common.backend import use_triton
     from paged.kernels.common.compat import HAS_TRITON, interpreting
+    from paged.kernels.common.device import use_triton
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from paged.executors.command_line.prompts import Prompt
@@ -78,20 +78,16 @@ def summary_of(
     metrics, manager = engine.metrics, engine.executor.kv_manager
     assert manager is not None
     is_task = any(answer.expected is not None for answer in answers)
+    counts = {one.name: vars(metrics)[one.name] for one in fields(Summary) if one.name in vars(metrics)}
     return Summary(
         prompts=num_prompts,
         correct=sum(bool(answer.correct) for answer in answers) if is_task else None,
-        steps=metrics.steps,
-        mixed_steps=metrics.mixed_steps,
-        prefill_tokens=metrics.prefill_tokens,
-        decode_tokens=metrics.decode_tokens,
-        draft_tokens=metrics.draft_tokens,
-        accepted_tokens=metrics.accepted_tokens,
         seconds=seconds,
         tokens_per_second=(metrics.prefill_tokens + metrics.decode_tokens) / seconds,
         peak_blocks=peak_blocks,
         num_blocks=manager.config.num_blocks,
         block_size=manager.config.block_size,
+        **counts,
     )
 
 

@@ -100,7 +100,7 @@ def _list(*, as_json: bool) -> None:
 
 
 def _run_all(arguments: Sequence[str]) -> int:
-    """One after the other, each in a process of its own; the worst exit code, when all had their turn."""
+    """Run one after the other, each in a process of its own; the worst exit code, when all had their turn."""
     parser = argparse.ArgumentParser(prog="paged bench all", description="Runs the benchmarks and writes a report.")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results; %(default)s")
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -116,5 +116,5 @@ def _run_all(arguments: Sequence[str]) -> int:
 
 
 def _call(*arguments: str) -> int:
-    """The code of a process that a signal ended counts as failed, too."""
+    """Run a benchmark in a process; what a signal ended counts as failed, too."""
     return abs(subprocess.run([sys.executable, "-m", "paged", "bench", *arguments], check=False).returncode)

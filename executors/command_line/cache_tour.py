@@ -19,7 +19,7 @@ def run_tour(executor: LlmExecutor) -> None:
     size, vocab_size = manager.config.block_size, executor.info().vocab_size
 
     def ids(first: int, count: int) -> list[int]:
-        return [(first + 7 * place) % vocab_size for place in range(count)]
+        return [(first + 7 * index) % vocab_size for index in range(count)]
 
     def extend(handle: KvCacheHandle, token_ids: Sequence[int]) -> None:
         item = UnifiedBatchItem(handle.cache_id, token_ids, kv_cache=handle, pos_offset=handle.num_tokens)

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         drop_unwritten()
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has seen enough
         drop_unwritten()
         return 0
     except OSError as error:  # a full disk
@@ -81,7 +81,7 @@ def _leave(*_: object) -> NoReturn:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Whoever imports may catch an interrupt, or make another error of it: then leave at once."""
+    """Raise it, but amid an import, which may catch it or make another error of it, leave at once."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _leave()
@@ -100,7 +100,7 @@ def _failed(error: Exception) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Of all commands, with the arguments of the one that is called."""
+    """Parse all commands, with the arguments of the one that is called."""
     parser = _Parser(prog="paged", description="Paged attention and fused MoE in Triton.")
     parser.add_argument("--version", action="version", version=f"paged {paged.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

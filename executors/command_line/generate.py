@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,21 +97,8 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     from paged.executors.requests.sampling_params import SamplingParams
 
-    return SamplingParams(
-        n=args.n,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        max_tokens=args.max_new_tokens,
-        seed=args.seed,
-        logprobs=args.logprobs,
-    )
+    names = vars(args).keys() & {one.name for one in fields(SamplingParams)}
+    return SamplingParams(**{name: vars(args)[name] for name in names})
 
 
 def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:

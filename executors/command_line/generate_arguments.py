@@ -15,12 +15,20 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to run, how to choose tokens, and how to run it."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which checkpoint, in which dtypes and blocks, and how to print."""
     parser.add_argument(
         "model", nargs="?", default=str(RECALL), help="folder in Hugging Face layout, or OWNER/NAME on the Hub"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object: answers and summary")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: that of the weights")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV cache block")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to run, how to choose tokens, and how to run it."""
+    add_model_arguments(parser)
 
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
@@ -36,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
-    sampling.add_argument("--max-new-tokens", "--max-tokens", type=int, default=32, metavar="N")
+    sampling.add_argument("--max-new-tokens", "--max-tokens", type=int, default=32, metavar="N", dest="max_tokens")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the best token")
     sampling.add_argument("--top-k", type=int, default=0, help="0 for all")
     sampling.add_argument("--top-p", type=float, default=1.0)
@@ -51,9 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
-    model.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
-    model.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: that of the weights")
-    model.add_argument("--block-size", type=int, default=16, help="tokens a KV cache block")
     model.add_argument("--num-blocks", type=int, help="KV cache blocks")
     model.add_argument("--num-swap-blocks", type=int, default=0, help="blocks of host memory that may take a sequence")
     model.add_argument("--max-seq-len", type=int, help="longest sequence; default: the model's own limit")

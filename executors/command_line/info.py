@@ -35,12 +35,12 @@ class Feature:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Only how to print."""
+    """Add how to print, and no more."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Gather the report and print it."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,8 +103,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _backend(device: torch.device) -> tuple[str, str]:
     import torch
 
-    from paged.kernels.common.backend import use_triton
     from paged.kernels.common.compat import HAS_TRITON
+    from paged.kernels.common.device import use_triton
 
     choice = os.environ.get("PAGED_BACKEND")
     try:
@@ -118,9 +118,9 @@ def _backend(device: torch.device) -> tuple[str, str]:
     elif by_triton:
         reason = "TRITON_INTERPRET=1: the Triton kernels run in Triton's interpreter, slowly"
     elif not HAS_TRITON:
-        reason = "no GPU, and triton is not installed: PyTorch twins"
+        reason = "no GPU, and triton is not installed: operations of PyTorch"
     else:
-        reason = "no GPU: PyTorch twins; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
+        reason = "no GPU: operations of PyTorch; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
     return "triton" if by_triton else "torch", reason
 
 
@@ -152,7 +152,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
 def _tables(device: torch.device) -> list[Feature]:
     """Tuned MoE tiles of this chip: a table for a set of weights."""
     from paged.kernels.common.device import device_of
-    from paged.kernels.moe.table import FOLDER
+    from paged.kernels.moe.config import FOLDER
 
     name = device_of(device).name.replace(" ", "_")
     found = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paged.errors import InvalidInputError
 from paged.executors.command_line.checkpoint_folder import checkpoint_folder
-from paged.executors.command_line.cli import RECALL
+from paged.executors.command_line.generate_arguments import add_model_arguments
 from paged.executors.command_line.safe_output import print_json
 from paged.printable import one_line
 
@@ -29,14 +29,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of both kinds."""
-    parser.add_argument(
-        "model", nargs="?", default=str(RECALL), help="folder in Hugging Face layout, or OWNER/NAME on the Hub"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV cache block")
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: that of the weights")
+    """Add which checkpoint, and what to show of it."""
+    add_model_arguments(parser)
     parser.add_argument("--device-memory", metavar="SIZE", help="as 141GB or 80GiB; default: this machine's GPU")
     cache = parser.add_argument_group("the picture")
     cache.add_argument("--cache", action="store_true", help="run a small workload and draw its cache")
@@ -114,10 +108,10 @@ def _print(summary: CheckpointSummary) -> None:
         heads = f"{summary.num_attention_heads}, KV {summary.num_kv_heads}, of {summary.head_dim or 'unknown size'}"
     stored = ", ".join(f"{count:,} {dtype}" for dtype, count in summary.tensors.items())
     windows = f", {summary.sliding_layers} with a sliding window" if summary.sliding_layers else ""
-    room = None
+    fitting = None
     if summary.kv_tokens is not None:
         sequences = summary.kv_tokens // summary.max_seq_len if summary.max_seq_len else 0
-        room = (
+        fitting = (
             f"{summary.kv_tokens:,} tokens in {size(summary.device_bytes)}, in blocks of {summary.block_size}: "
             f"{sequences} sequences of full length"
         )
@@ -136,7 +130,7 @@ def _print(summary: CheckpointSummary) -> None:
         "longest sequence": None if summary.max_seq_len is None else f"{summary.max_seq_len:,} tokens",
         "weights": size(summary.weight_bytes),
         "KV a token": None if summary.kv_bytes_per_token is None else f"{summary.kv_bytes_per_token:,} bytes",
-        "KV cache": room or "give --device-memory to see how many tokens fit",
+        "KV cache": fitting or "give --device-memory to see how many tokens fit",
     }
     for name, value in lines.items():
         if value is not None:

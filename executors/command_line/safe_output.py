@@ -34,7 +34,7 @@ class SafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Raises, too, what `write` raised to somebody who made nothing of it, as argparse does."""
+        """Flush; raise again what `write` raised, which its caller may have dropped, as argparse does."""
         if self._failure is not None:
             raise self._failure
         self.unescaped.flush()
@@ -49,10 +49,10 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
-    """Both streams are safe within; on leaving without an error all of stdout has been written.
+    """Make both streams safe within; on leaving without an error all of stdout has been written.
 
     Raises:
-        OSError: stdout takes no more, as on a full disk; BrokenPipeError where nobody reads it.
+        OSError: stdout takes no more, as on a full disk; BrokenPipeError where its reader has gone.
     """
     before = sys.stdout, sys.stderr
     # None where the process was started without one; print() then prints nothing.
@@ -104,7 +104,7 @@ def native_stderr_dropped() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object in ASCII, all other characters escaped; numbers that JSON lacks, NaN and infinities, are null."""
+    """Print one JSON object in ASCII, others escaped; numbers that JSON lacks, NaN and infinities, are null."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 

@@ -14,6 +14,7 @@ from paged.executors.engine.engine import Engine
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
 from paged.executors.isolation import describe, for_future
 from paged.executors.requests.output import Mark, RequestOutput
+from paged.executors.requests.output_stream import OutputStream
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.seq_id import SeqId
 
@@ -26,7 +27,7 @@ class EngineStoppedError(PagedError):
 
 
 class AsyncEngine:
-    """Streams of a synchronous `Engine`; whoever awaits one never blocks the event loop.
+    """Streams the outputs of a synchronous `Engine`; to await them never blocks the event loop.
 
     Steps run as long as there are requests; calls wait for the step in between. Use it from one event loop at a
     time. A stream that is left, by `aclose`, an exception or a cancelled task, aborts its request; one that is read
@@ -37,7 +38,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
-        self._streams: dict[RequestOutput, _Stream] = {}
+        self._streams: dict[RequestOutput, OutputStream] = {}
         self._steps: asyncio.Task[None] | None = None
         self._may_run = asyncio.Event()
         self._may_run.set()
@@ -131,7 +132,7 @@ class AsyncEngine:
         self._may_run.clear()
         try:
             await self._call(lambda: None)  # behind the step that runs
-        except asyncio.CancelledError:  # nobody knows of it, who would resume
+        except asyncio.CancelledError:  # the caller does not know that it paused
             if was_running:
                 self._may_run.set()
             raise
@@ -165,16 +166,16 @@ class AsyncEngine:
 
     async def _open(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None, options: Mapping[str, Any]
-    ) -> _Stream:
+    ) -> OutputStream:
         """Add a request; one whose caller is cancelled meanwhile leaves nothing behind."""
 
-        def add() -> _Stream:  # before the next step, whose output may be the last
+        def add() -> OutputStream:  # before the next step, whose output may be the last
             self._check_accepting()
-            stream = _Stream(self.engine.add_request(prompt_token_ids, params, **options))
+            stream = OutputStream(self.engine.add_request(prompt_token_ids, params, **options))
             self._streams[stream.output] = stream
             return stream
 
-        def leave(added: Future[_Stream]) -> None:
+        def leave(added: Future[OutputStream]) -> None:
             if not added.cancelled() and added.exception() is None:
                 output = added.result().output
                 del self._streams[output]
@@ -199,7 +200,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
 
     def _check_loop(self) -> None:
-        """One loop's streams are not woken by what another's does."""
+        """Refuse another loop than before, whose streams would not be woken, while that one runs."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
@@ -217,9 +218,9 @@ class AsyncEngine:
         for output in list(self._streams):
             self.engine.discard(output)
 
-    def _step(self) -> list[tuple[_Stream, RequestOutput | BaseException]]:
-        """Streams, and what is new for each: a state, or why that cannot be had, which ends its request alone."""
-        changed: list[tuple[_Stream, RequestOutput | BaseException]] = []
+    def _step(self) -> list[tuple[OutputStream, RequestOutput | BaseException]]:
+        """Run a step; the streams with news, and their newest state or why it cannot be had, which ends them alone."""
+        changed: list[tuple[OutputStream, RequestOutput | BaseException]] = []
         for output in self.engine.step():
             if (stream := self._streams.get(output)) is None:
                 continue
@@ -243,7 +244,7 @@ class AsyncEngine:
         except Exception as error:
             self._fail_streams(error, list(self._streams.values()))
 
-    def _fail_streams(self, error: BaseException, streams: Sequence[_Stream]) -> None:
+    def _fail_streams(self, error: BaseException, streams: Sequence[OutputStream]) -> None:
         for stream in streams:
             stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
             stopped.__cause__ = error
@@ -256,41 +257,10 @@ class AsyncEngine:
         return self._steps
 
     def _note_cancelled(self, steps: asyncio.Task[None]) -> None:
-        """Somebody cancelled what runs the steps, perhaps before it began, as the end of an event loop does."""
+        """Fail what is open where the task that runs steps was cancelled, as the end of an event loop does."""
         if steps.cancelled():
             error = asyncio.CancelledError("the task that runs steps was cancelled")
             self._fail_streams(error, list(self._streams.values()))
 
     async def _steps_end(self) -> None:
         await asyncio.wait([self._start_steps()])
-
-
-class _Stream:
-    """What the reader of a request has not taken yet: its newest state, and an error after that."""
-
-    def __init__(self, output: RequestOutput) -> None:
-        self.output = output
-        self._newest: RequestOutput | None = None
-        self._error: EngineStoppedError | None = None
-        self._has_news = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        """There is a newer state."""
-        self._newest = output
-        self._has_news.set()
-
-    def fail(self, error: EngineStoppedError) -> None:
-        """There will be none after this."""
-        self._error = error
-        self._has_news.set()
-
-    async def newest(self) -> RequestOutput:
-        """The newest state, once there is one that was not taken; else the error."""
-        await self._has_news.wait()
-        newest, self._newest = self._newest, None
-        if newest is None:
-            assert self._error is not None
-            raise self._error
-        if self._error is None:
-            self._has_news.clear()
-        return newest

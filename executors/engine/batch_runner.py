@@ -11,6 +11,7 @@ from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, VerifyLogits
 from paged.errors import PagedError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
+from paged.executors.row_batches import results_mismatch
 
 
 class WrongResultsError(PagedError):
@@ -24,11 +25,11 @@ class BatchRunner(Protocol):
         """Completions that run together."""
 
     def run(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
-        """One entry an item: None where the chunk is not final, else logits [V], or [rows, V] for VerifyLogits."""
+        """Run a group; an entry an item: None if not final, else logits [V], or [rows, V] for VerifyLogits."""
 
 
 class UnifiedRunner:
-    """One `unified_decode` for all."""
+    """Runs one `unified_decode` for all."""
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor
@@ -39,14 +40,13 @@ class UnifiedRunner:
     def run(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
         items = [completion.item for completion in group]
         rows = self._executor.unified_decode(UnifiedBatch(items))
-        missing = [item.seq_id for item, row in zip(items, rows, strict=False) if row is None and item.is_final_chunk]
-        if len(rows) != len(items) or missing:
-            raise WrongResultsError(f"{len(rows)} results for {len(items)} items, no logits for {missing}")
+        if (mismatch := results_mismatch(items, rows)) is not None:
+            raise WrongResultsError(mismatch)
         return rows
 
 
 class HandleRunner:
-    """One `batch_decode` for all decodes, one `prefill` a chunk, one `forward_verify` a sequence with drafts; the
+    """Runs one `batch_decode` for all decodes, one `prefill` a chunk, one `forward_verify` a sequence with drafts; the
     executor's handles are kept with the completions.
     """
 

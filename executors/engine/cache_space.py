@@ -1,4 +1,4 @@
-"""Room in the KV cache for completions: by blocks where the executor has a cache manager, else by counting tokens."""
+"""The capacity of the KV cache: in blocks where the executor has a cache manager, else in tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged.executors.requests.request import Completion
 
 
 class BlockSpace:
-    """Sequences in a `PagedKvCacheManager`: shared prefixes, forks, swap.
+    """A `CacheSpace` of sequences in a `PagedKvCacheManager`: shared prefixes, forks, swap.
 
     admission_tokens: see `EngineConfig`.
     """
@@ -23,11 +23,9 @@ class BlockSpace:
         self._growth = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
-        """Add up the blocks that those which run may still take, once for all that is admitted beside them."""
         self._growth = sum(map(self._growth_of, running))
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Blocks for all tokens it has, those of a published prefix shared. Alone it needs no room to grow."""
         was_swapped = completion.is_swapped
         if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
             return False
@@ -45,12 +43,10 @@ class BlockSpace:
         return True
 
     def release(self, completion: Completion) -> None:
-        """Give its blocks back; through the executor, which may know more of the sequence."""
         if completion.handle is not None:
             self._executor.release_cache(completion.seq_id)
 
     def swap_out(self, completion: Completion) -> bool:
-        """Move its own blocks to host memory."""
         assert completion.handle is not None
         try:
             self._manager.swap_out(completion.handle)
@@ -59,7 +55,7 @@ class BlockSpace:
         return True
 
     def fork(self, source: Completion, target: Completion) -> None:
-        """`target` begins with what `source` holds, over the same blocks."""
+        """Have `target` begin with what `source` holds, over the same blocks."""
         assert source.handle is not None
         target.hold(self._manager.fork(source.handle, target.seq_id))
 
@@ -76,7 +72,7 @@ class BlockSpace:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
 
     def _growth_of(self, completion: Completion) -> int:
-        """Blocks between its room and its admission_target_len."""
+        """Blocks that it lacks for as many tokens as it may have by the admission policy."""
         assert completion.handle is not None
         if self._admission_tokens is None:
             target = completion.longest
@@ -86,7 +82,7 @@ class BlockSpace:
 
 
 class TokenSpace:
-    """Tokens of sequences that an executor keeps its own way: each is counted at its longest, so none has to stop."""
+    """A `CacheSpace` of sequences that an executor keeps its own way: each counts at its longest: none must stop."""
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor
@@ -95,11 +91,9 @@ class TokenSpace:
         self._tokens = self._sequences = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
-        """Add up the lengths of those that run."""
         self._tokens, self._sequences = sum(one.longest for one in running), len(running)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Whether it fits at its longest."""
         tokens, sequences = self._tokens + completion.longest, self._sequences + 1
         if self._capacity is not None and tokens > self._capacity:
             return False
@@ -110,11 +104,9 @@ class TokenSpace:
         return True
 
     def release(self, completion: Completion) -> None:
-        """Tell the executor to forget it."""
         if completion.cached:
             handle = completion.handle
             self._executor.release_cache(completion.seq_id if handle is None else handle.cache_id)
 
     def swap_out(self, completion: Completion) -> bool:
-        """There is no host memory known to move it to."""
         return False

@@ -48,7 +48,7 @@ class EngineConfig:
     prepare_ahead: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check every value, and put Python's own in its place."""
+        """Check every value, and keep it as Python's own."""
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paged.errors import InvalidInputError
+from paged.executors.engine.admission import Admission
 from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
-from paged.executors.engine.intake import Intake
 from paged.executors.engine.metrics import EngineStatus
 from paged.executors.lora_loader import lora_loader
 from paged.executors.model_executor import ModelExecutor
@@ -51,12 +51,12 @@ class Engine(EngineCore):
     ) -> None:
         config = EngineConfig() if config is None else config
         super().__init__(executor, config, proposer)
-        self._intake = Intake(executor, tokenizer, eos_token_ids, config.priority_requests, seed)
+        self._admission = Admission(executor, tokenizer, eos_token_ids, config.priority_requests, seed)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that are not done."""
-        return len(self._requests)
+        return len(self._lifecycle.requests)
 
     def status(self) -> EngineStatus:
         """Queue, running sequences and cache, as of now."""
@@ -101,22 +101,16 @@ class Engine(EngineCore):
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
         request_id = None if request_id is None else as_seq_id("request_id", request_id)
-        if request_id in self._requests:
+        if request_id in self._lifecycle.requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         params = _DEFAULT_PARAMS if params is None else params
-        request = self._intake.request(
-            prompt_token_ids,
-            params,
-            request_id,
-            priority=priority,
-            metadata=metadata,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
+        request = self._admission.request(
+            prompt_token_ids, params, request_id, priority, metadata, timeout_s, cache_salt
         )
         limit, waiting = self.config.max_waiting, len(self._scheduler.waiting)
         if limit is not None and waiting >= limit:
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {limit}")
-        self._add(request)
+        self._lifecycle.add(request)
         return request.output
 
     def abort(self, request_id: SeqId) -> bool:
@@ -125,19 +119,19 @@ class Engine(EngineCore):
         Raises:
             InvalidInputError: it is neither a text nor an int.
         """
-        request = self._requests.get(as_seq_id("request_id", request_id))
+        request = self._lifecycle.requests.get(as_seq_id("request_id", request_id))
         if request is not None:
             self._abort(request)
         return request is not None
 
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """The output of a request that is not done."""
-        request = self._requests.get(as_seq_id("request_id", request_id))
+        request = self._lifecycle.requests.get(as_seq_id("request_id", request_id))
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; one that is done is left alone, and so is another that took its id."""
-        request = self._requests.get(output.request_id)
+        request = self._lifecycle.requests.get(output.request_id)
         if request is not None and request.output is output:
             self._abort(request)
 
@@ -162,11 +156,8 @@ class Engine(EngineCore):
             self.discard(output)
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.
-
-        Raises:
-            InvalidInputError, CheckpointError: as `LlmExecutor.load_lora`.
-            UnsupportedError: the executor takes no adapters.
+        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}; errors as in
+        `LlmExecutor.load_lora`, and UnsupportedError where the executor takes no adapters, as for the next two.
         """
         lora_loader(self.executor).load_lora(name, path)
 
@@ -175,20 +166,15 @@ class Engine(EngineCore):
 
         Raises:
             InvalidInputError: it is not loaded, or requests that are not done name it.
-            UnsupportedError: the executor takes no adapters.
         """
         loader = lora_loader(self.executor)
         # Those that wait hold no sequence yet, so the executor cannot know of them.
-        if named := [one.request_id for one in self._requests.values() if one.adapter == name]:
+        if named := [one.request_id for one in self._lifecycle.requests.values() if one.adapter == name]:
             raise InvalidInputError(f"adapter {name!r}: {len(named)} requests name it, first {named[0]!r}")
         loader.unload_lora(name)
 
     def list_loras(self) -> tuple[str, ...]:
-        """Names of the loaded adapters.
-
-        Raises:
-            UnsupportedError: the executor takes no adapters.
-        """
+        """Names of the loaded adapters."""
         return lora_loader(self.executor).list_loras()
 
     def generate(
@@ -215,7 +201,7 @@ class Engine(EngineCore):
                 outputs.append(self.add_request(prompt, one))
             with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
                 pending = set(outputs)
-                while pending and self._requests:
+                while pending and self._lifecycle.requests:
                     done = pending.intersection(output for output in self.step() if output.finished)
                     pending -= done
                     bar.update(len(done))

@@ -87,7 +87,7 @@ class EngineStatus:
 
 
 def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
-    """Both as a page in Prometheus' text format.
+    """Write both as a page in Prometheus' text format.
 
     Raises:
         UnsupportedError: the package prometheus-client is not installed.

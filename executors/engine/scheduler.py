@@ -6,11 +6,12 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from paged.executors.engine.config import EngineConfig
-from paged.executors.isolation import describe, quietly, raise_exit
+from paged.executors.isolation import attempt, quietly
 from paged.executors.requests.request import Completion, State
 
 _LOG = logging.getLogger("paged")
@@ -21,16 +22,16 @@ class CacheSpace(Protocol):
     """The scheduler's view of the KV cache."""
 
     def begin(self, running: Sequence[Completion]) -> None:
-        """Count what those that run hold, before others are admitted beside them."""
+        """Count what those that run may take, once for all that are admitted beside them."""
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Give a waiting completion its room; False where that is not there."""
+        """Give a waiting completion what it takes to run; False where there is not as much. Alone it need not grow."""
 
     def release(self, completion: Completion) -> None:
-        """Take back what a completion holds, if anything."""
+        """Take back what a completion holds, if anything, through the executor, which may know more of it."""
 
     def swap_out(self, completion: Completion) -> bool:
-        """Move what it holds to host memory; False where that has no room."""
+        """Move what it holds alone to host memory; False where that has not as much, or is not known."""
 
 
 class Plan(NamedTuple):
@@ -85,12 +86,12 @@ class Scheduler:
         insort(self.waiting, completion, key=_RANK)
 
     def add_decoding(self, completion: Completion) -> None:
-        """A completion that holds its prompt's K/V already, as a fork of another does."""
+        """Have a completion decode that holds the K/V of its prompt already, as a fork does."""
         completion.state = State.DECODE
         self.decoding.append(completion)
 
     def plan(self, *, max_prefill_tokens: int | None = None) -> Plan:
-        """The next step; admits what has room. `max_prefill_tokens` bounds the chunks where something decodes."""
+        """Plan the next step, and admit what fits. `max_prefill_tokens` bounds the chunks where something decodes."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
         if len(self.decoding) > fitting:  # in turns
@@ -117,9 +118,9 @@ class Scheduler:
             index += 1
         return Plan(decodes, chunks, sum(len(completion.item.q_tokens) for completion in chunks))
 
-    def foresee(self) -> list[Completion]:
-        """Who will decode in the next step, if all that run get a token and only those end whose last one it is; none
-        where others would run beside them, or not all of them.
+    def predict(self) -> list[Completion]:
+        """The completions that decode in the next step, if all that run get a token and only those end that reach their
+        max_tokens by it; none where others would run beside them, or not all of them.
         """
         budget, cost = self._config.token_budget, self._decode_cost
         staying = [completion for completion in self.decoding if not completion.is_ending]
@@ -129,12 +130,12 @@ class Scheduler:
         return [] if has_others or len(self.decoding) * cost > budget else staying
 
     def to_decoding(self, completion: Completion) -> None:
-        """Its prompt is done."""
+        """Have a completion decode whose prompt is done."""
         self.prefilling.remove(completion)
         self.add_decoding(completion)
 
     def remove(self, completion: Completion) -> None:
-        """It is finished: take back its room."""
+        """Take a finished completion out, and back what it holds."""
         self._leave(completion)
         completion.state = State.FINISHED
         self._is_full = False
@@ -154,7 +155,10 @@ class Scheduler:
         victim = max(victims, key=_RANK)
         was_swapped = victim.is_swapped
         self._leave(victim)
-        victim.is_swapped = self._config.preemption == "swap" and not was_swapped and self._swap_out(victim)
+        victim.is_swapped = False
+        if self._config.preemption == "swap" and not was_swapped:
+            warn = partial(_LOG.warning, "%r was not swapped out: %s", victim)
+            victim.is_swapped = bool(attempt(warn, self._space.swap_out, victim))
         if victim.is_swapped:
             self._swapped.add(victim)
         else:
@@ -168,16 +172,14 @@ class Scheduler:
         """Admit the first of the queue, if it fits the cache and, where it decodes at once, the rest of the budget."""
         while self.waiting and not (self._is_full and self.num_running):
             first = self.waiting[0]
-            if not self._has_place(first) or (first.is_decoding and left < self._decode_cost):
+            if not self._has_slot(first) or (first.is_decoding and left < self._decode_cost):
                 return False
             if not self._has_begun:
                 self._space.begin(self.prefilling + self.decoding)
                 self._has_begun = True
-            try:
-                is_admitted = self._space.admit(first, is_alone=self.num_running == 0)
-            except BaseException as error:  # of whatever it asks for: those behind it do not wait for ever
-                raise_exit(error)
-                self._fail(first, describe(error))
+            is_alone = self.num_running == 0
+            is_admitted = attempt(partial(self._fail, first), self._space.admit, first, is_alone=is_alone)
+            if is_admitted is None:  # it has failed, and those behind it need not wait
                 continue
             if not is_admitted:
                 self._is_full = True
@@ -192,26 +194,18 @@ class Scheduler:
             return True
         return False
 
-    def _has_place(self, completion: Completion) -> bool:
+    def _has_slot(self, completion: Completion) -> bool:
         """Whether it may run beside the others, with all that will fork from it and from them."""
         running = len(self.decoding) + sum(one.num_sequences for one in self.prefilling)
         return running == 0 or running + completion.num_sequences <= self._config.max_num_seqs
-
-    def _swap_out(self, completion: Completion) -> bool:
-        try:
-            return self._space.swap_out(completion)
-        except BaseException as error:
-            raise_exit(error)
-            _LOG.warning("%r was not swapped out: %s", completion, describe(error))
-            return False
 
     def _leave(self, completion: Completion) -> None:
         """Take it out of the list that it stands in, if any."""
         self._swapped.discard(completion)
         if completion.state is State.WAITING:  # by its rank: a queue may hold 40,000
-            place = bisect_left(self.waiting, completion.rank, key=_RANK)
-            if self.waiting[place : place + 1] == [completion]:
-                del self.waiting[place]
+            index = bisect_left(self.waiting, completion.rank, key=_RANK)
+            if self.waiting[index : index + 1] == [completion]:
+                del self.waiting[index]
         elif completion.state is not State.FINISHED:
             running = self.prefilling if completion.state is State.PREFILL else self.decoding
             with suppress(ValueError):  # after an error that came while it was on its way there it is in none

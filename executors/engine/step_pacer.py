@@ -25,7 +25,7 @@ class StepPacer:
 
     @property
     def max_prefill_tokens(self) -> int:
-        """For the next step; a chunk is at most twice the largest one that was measured."""
+        """How many prompt tokens the next step may take; at most twice the largest one that was measured."""
         if self._steady is None:
             return 0  # one step of decodes tells
         if self._per_token is None:

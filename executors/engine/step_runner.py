@@ -1,4 +1,4 @@
-"""A step's forward, come what may: without room it preempts, after an error it finds who cannot run."""
+"""Runs the forward of a step: preempts where blocks run out, and after an error finds the completions that fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged.executors.requests.request import Completion, State
 _RUNNING = (State.PREFILL, State.DECODE)
 
 
-class Ran(NamedTuple):
+class StepResults(NamedTuple):
     """What ran: completions, and for each its logits, None where its chunk is not final."""
 
     completions: list[Completion]
@@ -28,7 +28,7 @@ class StepRunner:
     """Runs completions so that one that fails takes no other with it.
 
     After a call that raised its items run again in halves, until the one that cannot run is alone and fails; an error
-    that does not come again costs nobody. Results that do not fit the items say nothing about the caches: all of that
+    that does not come again ends none. Results that do not fit the items say nothing about the caches: all of that
     call fail.
 
     make_room: free blocks by taking them from completions other than those given; False if there are none.
@@ -51,18 +51,18 @@ class StepRunner:
         self._give_up = give_up
         self._metrics = metrics
 
-    def run(self, completions: Sequence[Completion]) -> Ran:
+    def run(self, completions: Sequence[Completion]) -> StepResults:
         """Run all that can.
 
         Raises:
             ExecutorShutDownError: nothing can run any more.
         """
-        ran = Ran([], [])
+        ran = StepResults([], [])
         for group in self._runner.groups(completions):
             self._run(group, ran)
         return ran
 
-    def _run(self, group: list[Completion], ran: Ran) -> None:
+    def _run(self, group: list[Completion], ran: StepResults) -> None:
         while group := [completion for completion in group if completion.state in _RUNNING]:
             try:
                 rows = self._runner.run(group)

@@ -75,7 +75,7 @@ class CompletionOutput:
 
     @property
     def mark(self) -> Mark:
-        """Where this ends."""
+        """The end of this part, a `Mark` of all."""
         return self.growth.mark if self.end is None else self.end
 
     def since(self, begin: Mark) -> CompletionOutput:

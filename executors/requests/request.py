@@ -20,7 +20,7 @@ from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader, StopStrings
 from paged.seq_id import SeqId
 
-# Given in place of a token where the logits left none to choose: all of them NaN or -inf.
+# Stands for a token where the logits left none to choose: all of them NaN or -inf.
 NO_TOKEN = -1
 
 
@@ -33,7 +33,7 @@ class RunningItem(UnifiedBatchItem):
 
 
 class State(Enum):
-    """Of a completion: in the queue (perhaps swapped out), with prompt left to run, decoding, or done."""
+    """The state of a completion: in the queue (perhaps swapped out), with prompt left to run, decoding, or done."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -47,7 +47,7 @@ class Request:
 
     arrived, deadline, first_token: seconds of `perf_counter`.
     name: of its sequences in the executor, unlike any other's. cache_salt: requests of another share no K/V with it.
-    num_begun: completions that are in the engine's hands; the others wait for the first one's prompt, to fork from it.
+    num_begun: completions that were queued; the others wait for the first one's prompt, to fork from it.
     has_begun: whether one has run. num_left: completions that are not done. num_cached_tokens: the output's.
     generating_s: over all completions that have ended, from the first token to the last one's.
     """
@@ -105,7 +105,7 @@ class Request:
 
 
 class Completion:
-    """One completion of a request: its tokens and its place in the cache.
+    """One completion of a request: its tokens and its sequence in the cache.
 
     handle: where the executor's cache manager knows the sequence. item: what runs next. tokens: what has to run before
     the next token can be sampled: the prompt, after a preemption with the output until then. cached: how many tokens
@@ -179,34 +179,34 @@ class Completion:
         return self.token_ids[beyond:] if beyond >= 0 else self.request.prompt[start:] + self.token_ids
 
     def hold(self, handle: KvCacheHandle | None) -> None:
-        """It has a sequence in the cache, and whatever that holds need not run."""
+        """Take a sequence in the cache, or None; what that holds already need not run."""
         self.handle, self.cached = handle, 0 if handle is None else handle.num_tokens
         self.item.move((), self.cached, kv_cache=handle)
 
     def requeue(self) -> None:
-        """It lost its K/V: all of its tokens will run again."""
+        """Give up its K/V: all of its tokens run again."""
         self.hold(None)
         self.tokens = self.tokens_from(0)
 
     def start_over(self) -> None:
-        """It lost its K/V while its item was to run: the item begins with the tokens that were in the cache."""
+        """Give up its K/V while its item is to run: the item begins with the tokens that were in the cache."""
         end = self.item.pos_offset + len(self.item.q_tokens)
         self.hold(None)
         self.item.move(self.tokens_from(0)[:end], 0)
 
     def take_chunk(self, count: int) -> None:
-        """Run the next `count` tokens of those that are left to prefill."""
+        """Set the item to the next `count` tokens of those that are left to prefill."""
         end = self.cached + count
         is_final = end == len(self.tokens)
         self.item.move(self.tokens[self.cached : end], self.cached, is_final_chunk=is_final, logits_policy=FullLogits())
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
-        """Run the newest token next, and drafts after it."""
+        """Set the item to the newest token, and drafts after it."""
         policy = VerifyLogits() if drafts else FullLogits()
         self.item.move([self.token_ids[-1], *drafts], self.cached, logits_policy=policy)
 
     def advance(self, token: int) -> bool:
-        """One more token of the output, which is what runs next; True where it may be the last.
+        """Add a token to the output, which is what runs next; True where it may be the last.
 
         Most of the engine's time goes by here: 256 calls take 100 us.
         """
@@ -218,7 +218,7 @@ class Completion:
         return token in self._end_token_ids or count >= self._max_tokens or self._detokenizer is not None
 
     def finish_reason(self) -> str | None:
-        """What the newest token ends the output by, or None; brings the text up to date."""
+        """Bring the text up to date; what the newest token ends the output by, or None."""
         token, count = self.token_ids[-1], len(self.token_ids)
         if token < 0:
             self.token_ids.pop()
@@ -234,13 +234,13 @@ class Completion:
     def _read_text(self, count: int, *, is_last: bool) -> bool:
         """Bring the text up to `count` tokens; whether a stop string ended it."""
         assert self._detokenizer is not None
-        piece, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
+        added, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
         if self.params.stop:
             self._stops = self._stops or StopReader(self.request.stops)
-            piece, found = self._stops.read(piece, may_stop=len(self.token_ids) >= self.params.min_tokens)
+            added, found = self._stops.read(added, may_stop=len(self.token_ids) >= self.params.min_tokens)
             if is_last and found is None:
-                piece += self._stops.held
-        if piece:
-            self.output.growth.texts.append(piece)
+                added += self._stops.held
+        if added:
+            self.output.growth.texts.append(added)
         self.output.stop_reason = found
         return found is not None

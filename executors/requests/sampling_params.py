@@ -29,7 +29,7 @@ _SMALLEST = 2.0**-126
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Of one request; the names are those of other engines. None in place of a value stands for the default.
+    """Parameters of one request; the names are those of other engines. None for a value stands for the default.
 
     Numbers of any library are taken where they are whole numbers or floats, token ids in any sequence, and kept as
     Python's own; a bool is no number.
@@ -75,7 +75,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every value, and put Python's own in its place."""
+        """Check every value, and keep it as Python's own."""
         for one in fields(self):
             given = getattr(self, one.name)
             # As many as fit is what None means for max_tokens, whose default is a number.
@@ -87,7 +87,7 @@ class SamplingParams:
             raise InvalidInputError(f"min_tokens: {self.min_tokens}, expected 0 to max_tokens, {self.max_tokens}")
 
     def snapshot(self) -> SamplingParams:
-        """The same, checked again, and out of reach of whoever holds this one: a mapping or a field that is changed
+        """The same, checked again, and out of reach of the caller: a mapping or a field that is changed
         later, or a subclass with ideas of its own, would be found in the middle of a step.
 
         Raises:

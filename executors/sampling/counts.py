@@ -51,7 +51,7 @@ class TokenCounts:
         return asked_rows
 
     def forget(self, completion: Completion) -> None:
-        """It is finished; its row goes to another."""
+        """Give the row of a finished completion to another."""
         row = self._rows.pop(completion.seq_id, None)
         if row is not None:
             del self._counted[completion.seq_id]

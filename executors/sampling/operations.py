@@ -28,7 +28,7 @@ class TokenRules:
 
 
 def apply_rules_(logits: torch.Tensor, rules: TokenRules) -> torch.Tensor:
-    """Masks and biases; what is masked becomes -inf."""
+    """Apply masks and biases; what is masked becomes -inf."""
     if rules.allowed is not None and rules.allowed_rows is not None:
         kept = logits[rules.allowed]
         # Not by the pairs: a row that allows 150,000 tokens would be filled as many times, which takes 16 s.

@@ -96,17 +96,11 @@ def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device([np.array(values, np.int64)], device)[0]
 
 
-def pair_tensors(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs as two tensors to index with, int64 [n] each."""
-    rows, tokens = to_device([np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1)], device)
-    return rows, tokens
-
-
 def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
     sizes = [len(tokens) for _, tokens in rows]
-    places = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
-    first, second = to_device([places, np.concatenate([tokens for _, tokens in rows])], device)
+    row_indices = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
+    first, second = to_device([row_indices, np.concatenate([tokens for _, tokens in rows])], device)
     return first, second
 
 

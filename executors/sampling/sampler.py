@@ -14,7 +14,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.executors.sampling.operations import apply_rules_, rejection_sample
-from paged.executors.sampling.rows import SamplingRows, index_tensor, pair_tensors, row_pairs, sampling_rows
+from paged.executors.sampling.rows import SamplingRows, index_tensor, row_pairs, sampling_rows
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
@@ -53,7 +53,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, completions: list[Completion], meanwhile: Callable[[], None] | None = None
     ) -> Sampled:
-        """One token for each completion, from float32 [n, V].
+        """Sample one token for each completion, from float32 [n, V].
 
         meanwhile: called when the device has been told to choose, before its choice is waited for.
         """
@@ -98,7 +98,7 @@ class Sampler:
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
-        """It is finished."""
+        """Drop what is kept of a finished completion."""
         self._counts.forget(completion)
 
     def reset(self) -> None:
@@ -157,8 +157,8 @@ class Sampler:
         if extras is not None:
             outputs, seen = outputs[counted], seen[counted]
             counted = torch.arange(len(counted), device=self._device)
-            pairs = [(place, token) for place, row in enumerate(rows.penalised) for token in extras[row]]
-            where = pair_tensors(pairs, self._device)
+            drafted = [(index, np.array(extras[row], np.int64)) for index, row in enumerate(rows.penalised)]
+            where = row_pairs(drafted, self._device)
             outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
             seen[where] = True
         tables = torch.full((len(rows.completions),), -1, device=self._device).index_copy_(0, index, counted)
@@ -180,7 +180,7 @@ class Sampler:
         most, wanting = 0, rows.with_logprobs
         if rows.num_logprobs is not None:
             most = min(rows.num_logprobs, self._vocab_size)
-            flat = [row * width + place for row, size in enumerate(sizes) for place in range(size)]
+            flat = [row * width + column for row, size in enumerate(sizes) for column in range(size)]
             chosen = tokens.flatten()[index_tensor([flat[row] for row in wanting], self._device)]
             asked = logits if len(wanting) == len(logits) else logits[index_tensor(wanting, self._device)]
             logprobs = asked.log_softmax(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,15 +11,12 @@ from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
-from paged.executors.isolation import raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.seq_id import SeqId
-
-_LOG = logging.getLogger("paged")
 
 
 @dataclass
@@ -36,8 +32,7 @@ class DraftModel:
     """A `Proposer`: a model over the target's vocabulary, with K/V of its own, all completions in one forward.
 
     num_tokens: drafts at the most. token_budget: tokens it runs a step to catch up with texts it has not seen; those
-    behind get no drafts meanwhile. Where its cache has no room or its forward fails there are none in that step: the
-    output is the same.
+    behind get no drafts meanwhile, nor do those that its cache has no blocks for: the output is the same.
 
     Raises:
         InvalidInputError: num_tokens is not positive.
@@ -61,14 +56,37 @@ class DraftModel:
         self._sequences: dict[SeqId, _DraftSequence] = {}
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        try:
-            return self._propose(completions, limits)
-        except BaseException as error:  # whatever a draft fails with, the target's tokens are right without it
-            raise_exit(error)
-            _LOG.exception("no drafts in this step")
-            for completion in completions:
-                self.forget(completion)
-            return Drafts([[] for _ in completions])
+        drafts: list[list[int]] = [[] for _ in completions]
+        probs: torch.Tensor | None = None
+        # The last draft is not run, so it may stand one beyond the longest sequence.
+        limits = [
+            min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
+            for one, limit in zip(completions, limits, strict=True)
+        ]
+        items, active = self._catch_up(completions, limits)
+        for position in range(self.num_tokens):
+            answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
+            if not active:
+                break
+            rows = row_matrix([row for row in answers if row is not None])
+            tokens, shares = self._sampler.propose(
+                rows, [completions[index] for index in active], [drafts[index] for index in active]
+            )
+            if shares is not None:
+                if probs is None:
+                    probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
+                probs[index_tensor(active, self._device), position] = shares
+            for index, token in zip(active, tokens.tolist(), strict=True):
+                if token < 0:
+                    raise PagedError(f"the draft model gave no token for {completions[index]!r}")
+                drafts[index].append(token)
+            active = [index for index in active if position + 1 < limits[index]]
+            items = [self._item(completions[index], drafts[index][-1:]) for index in active]
+        for completion, ids in zip(completions, drafts, strict=True):
+            if ids:
+                sequence = self._sequences[completion.seq_id]
+                sequence.length, sequence.drafts = completion.num_tokens, ids
+        return Drafts(drafts, probs)
 
     def forget(self, completion: Completion) -> None:
         if self._sequences.pop(completion.seq_id, None) is not None:
@@ -82,39 +100,6 @@ class DraftModel:
             self._executor.release_cache(_draft_id(seq_id))
         self._sequences.clear()
         return True
-
-    def _propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        drafts: list[list[int]] = [[] for _ in completions]
-        probs: torch.Tensor | None = None
-        # The last draft is not run, so it may stand one beyond the longest sequence.
-        limits = [
-            min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
-            for one, limit in zip(completions, limits, strict=True)
-        ]
-        items, active = self._catch_up(completions, limits)
-        for place in range(self.num_tokens):
-            answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
-            if not active:
-                break
-            rows = row_matrix([row for row in answers if row is not None])
-            tokens, shares = self._sampler.propose(
-                rows, [completions[index] for index in active], [drafts[index] for index in active]
-            )
-            if shares is not None:
-                if probs is None:
-                    probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
-                probs[index_tensor(active, self._device), place] = shares
-            for index, token in zip(active, tokens.tolist(), strict=True):
-                if token < 0:
-                    raise PagedError(f"the draft model gave no token for {completions[index]!r}")
-                drafts[index].append(token)
-            active = [index for index in active if place + 1 < limits[index]]
-            items = [self._decode_item(completions[index], drafts[index]) for index in active]
-        for completion, ids in zip(completions, drafts, strict=True):
-            if ids:
-                sequence = self._sequences[completion.seq_id]
-                sequence.length, sequence.drafts = completion.num_tokens, ids
-        return Drafts(drafts, probs)
 
     def _catch_up(
         self, completions: Sequence[Completion], limits: Sequence[int]
@@ -168,10 +153,7 @@ class DraftModel:
             handle.cache_id, tokens, kv_cache=handle, pos_offset=handle.num_tokens, is_final_chunk=is_final
         )
 
-    def _decode_item(self, completion: Completion, drafts: Sequence[int]) -> UnifiedBatchItem:
-        return self._item(completion, drafts[-1:])
-
 
 def _draft_id(seq_id: SeqId) -> SeqId:
-    """Of its own, as target and draft model may share a cache."""
+    """An id of its own, as target and draft model may share a cache."""
     return f"draft of {seq_id}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from paged.errors import InvalidInputError
-from paged.executors.isolation import describe, raise_exit
+from paged.executors.isolation import attempt, quietly
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts
@@ -19,25 +20,26 @@ _LOG = logging.getLogger("paged")
 
 
 def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
-    """Drafts for what decodes, set as their items' next tokens; None where there are none.
+    """Draft for what decodes, and set drafts as the items' next tokens; None where there are none.
 
-    None too where the proposer raises, or proposes what does not fit: the target's tokens are right without it.
+    A proposer that raises, or proposes what does not fit, is told to forget them: their tokens are right without it.
     """
     if proposer is None or not decodes:
         return None
     limits = [one.request.max_tokens - len(one.token_ids) - 1 for one in decodes]
-    try:
-        drafts = _checked(proposer.propose(decodes, limits), limits, vocab_size)
-    except BaseException as error:
-        raise_exit(error)
-        _LOG.warning("no drafts in this step: %s", describe(error))
+    warn = partial(_LOG.warning, "no drafts in this step: %s")
+    drafts = attempt(warn, _propose, proposer, decodes, limits, vocab_size)
+    if drafts is None:
         drafts = Drafts([[] for _ in decodes])
+        for completion in decodes:
+            quietly(proposer.forget, completion)
     for completion, token_ids in zip(decodes, drafts.token_ids, strict=True):
         completion.follow(token_ids)
     return drafts if any(drafts.token_ids) else None
 
 
-def _checked(drafts: Drafts, limits: Sequence[int], vocab_size: int) -> Drafts:
+def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence[int], vocab_size: int) -> Drafts:
+    drafts = proposer.propose(decodes, limits)
     for token_ids, limit in zip(drafts.token_ids, limits, strict=True):
         if len(token_ids) > max(limit, 0) or not all(type(one) is int and 0 <= one < vocab_size for one in token_ids):
             raise InvalidInputError(f"drafts: {shown(token_ids)}, expected at most {limit} ids below {vocab_size}")
@@ -45,10 +47,10 @@ def _checked(drafts: Drafts, limits: Sequence[int], vocab_size: int) -> Drafts:
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
-    """Those of `completions`, in their order; completions that were not drafted for have none."""
-    places = {completion: place for place, completion in enumerate(decodes)}
-    chosen = [places.get(completion, -1) for completion in completions]
-    token_ids = [drafts.token_ids[place] if place >= 0 else [] for place in chosen]
+    """Pick the drafts of `completions`, in their order; completions that were not drafted for have none."""
+    rows = {completion: row for row, completion in enumerate(decodes)}
+    chosen = [rows.get(completion, -1) for completion in completions]
+    token_ids = [drafts.token_ids[row] if row >= 0 else [] for row in chosen]
     if drafts.probs is None:
         return Drafts(token_ids)
     padded = torch.cat([drafts.probs, torch.zeros_like(drafts.probs[:1])])

@@ -1,4 +1,4 @@
-"""What the engine asks of a source of drafts."""
+"""The protocol of sources of draft tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from paged.executors.sampling.sampler import Drafts
 class Proposer(Protocol):
     """Drafts tokens for completions that decode.
 
-    num_tokens: the most for one of them at a time. vocab_size: of the ids it drafts, None where they stand in the text.
+    num_tokens: the most for one of them at a time. vocab_size: of the ids it drafts; None where they are of the text.
     """
 
     num_tokens: int
     vocab_size: int | None
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        """At most `limits` tokens for each completion; none is always right."""
+        """Draft at most `limits` tokens for each completion; none is always right."""
 
     def forget(self, completion: Completion) -> None:
-        """It is finished, or has to wait."""
+        """Drop what is kept of a completion that is finished, or was preempted."""
 
     def make_room(self, manager: PagedKvCacheManager) -> bool:
         """Give back all it holds in a target's cache; False if that is nothing."""

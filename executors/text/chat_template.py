@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens that they may write.
 
-    Templates come from whoever made the checkpoint: they run in Jinja's sandbox, on copies of plain JSON values, in a
+    Templates come from the makers of checkpoints: they run in Jinja's sandbox, on copies of plain JSON values, in a
     process whose time and memory are limited (`template_sandbox` says why).
     """
 
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate:
-        """From chat_template.jinja, with others in additional_chat_templates; else from tokenizer_config.json.
+        """Read chat_template.jinja, with others in additional_chat_templates; else from tokenizer_config.json.
 
         Raises:
             CheckpointError: a file is unreadable, or a template in it is no text.
@@ -113,7 +113,7 @@ class ChatTemplate:
 
 
 def _brief(value: object) -> str:
-    """Of messages, which may be of any class and length."""
+    """Messages, which may be of any class and length, in one short line."""
     try:
         return one_line(str(value) if isinstance(value, Exception) else repr(value), 200)
     except Exception:  # of a class of the caller's

@@ -68,8 +68,8 @@ class ChatTokenizer:
         if parse_special or not self._special.found(text, encoding):
             return list(encoding.ids)
         mask = encoding.special_tokens_mask
-        before = next(place for place, is_around in enumerate(mask) if not is_around)
-        after = len(mask) - next(place for place, is_around in enumerate(reversed(mask)) if not is_around)
+        before = next(index for index, is_around in enumerate(mask) if not is_around)
+        after = len(mask) - next(index for index, is_around in enumerate(reversed(mask)) if not is_around)
         ids = encoding.ids
         return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
 

@@ -17,37 +17,37 @@ Span = tuple[int, int, int]
 """Begin, end and token id of a special token within a text."""
 
 
-class Disguise:
+class CharacterEscapes:
     """Characters of special tokens in users' texts, each replaced by a private one of its own, and back.
 
-    Rendered with the disguised texts, a conversation holds as special tokens those alone that its template wrote, and
+    Rendered with the escaped texts, a conversation holds as special tokens those alone that its template wrote, and
     every character of a user's that could be of one is known, whatever the template does to it: trims, splits, joins.
     """
 
     def __init__(self, pattern: re.Pattern[str], taken: Iterable[str]) -> None:
-        """pattern: what is disguised, by its first character; but for what its group `kept` matches. taken: characters
+        """pattern: what is escaped, by its first character; but for what its group `kept` matches. taken: characters
         that stand for themselves.
         """
         self._pattern = pattern
-        self._there: dict[str, str] = {}
+        self._stand_ins: dict[str, str] = {}
         used = set(taken)
         self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
-    def put_on(self, value: Any) -> Any:
-        """Of all texts in a JSON value."""
+    def escape(self, value: Any) -> Any:
+        """A JSON value with the characters of all its texts replaced."""
         if isinstance(value, str):
             return self._pattern.sub(self._stand_in, value)
         if isinstance(value, dict):
-            return {self.put_on(key): self.put_on(item) for key, item in value.items()}
-        return [self.put_on(item) for item in value] if isinstance(value, list) else value
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        return [self.escape(item) for item in value] if isinstance(value, list) else value
 
-    def take_off(self, text: str) -> str:
-        """Character by character, so that places in the text stay."""
-        return text.translate({ord(stand_in): char for char, stand_in in self._there.items()})
+    def restore(self, text: str) -> str:
+        """The text with its own characters again, one for one, so that offsets stay."""
+        return text.translate({ord(stand_in): char for char, stand_in in self._stand_ins.items()})
 
-    def unescape(self, text: str) -> str:
-        """With those that a template has written as JSON in ASCII, two escapes each."""
-        for stand_in in self._there.values():
+    def undo_json(self, text: str) -> str:
+        """The text with stand-ins for those that a template wrote as JSON in ASCII, two escapes each."""
+        for stand_in in self._stand_ins.values():
             text = text.replace(json.dumps(stand_in)[1:-1], stand_in)
         return text
 
@@ -55,9 +55,9 @@ class Disguise:
         if match["kept"] is not None:
             return str(match[0])
         char: str = match[0][0]
-        if char not in self._there:
-            self._there[char] = next(self._free)
-        return self._there[char] + str(match[0][1:])
+        if char not in self._stand_ins:
+            self._stand_ins[char] = next(self._free)
+        return self._stand_ins[char] + str(match[0][1:])
 
 
 class SpecialTokens:
@@ -76,7 +76,7 @@ class SpecialTokens:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
-        """Those that the text itself became: not those put around it, nor the unknown token for what is unknown."""
+        """Find those that the text itself became: not those put around it, nor the token for what is unknown."""
         if self._contents.keys().isdisjoint(encoding.ids):
             return []
         rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -89,7 +89,7 @@ class SpecialTokens:
         ]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without special tokens, whatever stands there, and without any around.
+        """Encode a text without special tokens, whatever stands there, and without any around.
 
         Raises:
             InvalidInputError: a special token of one character stands there, which the model itself takes for one.
@@ -130,11 +130,11 @@ class SpecialTokens:
         if not spans:
             return list(encoding.ids)
         characters = set(_characters(given))
-        disguise = Disguise(self._pattern(characters, literals), characters | set(text))
-        if disguise.put_on(given) == given:
+        escapes = CharacterEscapes(self._pattern(characters, literals), characters | set(text))
+        if escapes.escape(given) == given:
             return list(encoding.ids)
-        other = disguise.unescape(render(disguise.put_on))
-        revealed = disguise.take_off(other)
+        other = escapes.undo_json(render(escapes.escape))
+        revealed = escapes.restore(other)
         if revealed == text and all(other[begin:end] == text[begin:end] for begin, end, _ in spans):
             return list(encoding.ids)
         # Where the template decides by such characters, it may have written another text.
@@ -157,7 +157,7 @@ class SpecialTokens:
         return strict
 
     def _pattern(self, characters: Iterable[str], literals: Iterable[str]) -> re.Pattern[str]:
-        """What is disguised: every character that is no letter, digit, underscore or space and stands in a special
+        """What is escaped: every character that is no letter, digit, underscore or space and stands in a special
         token, since parts of one may come from several texts; a special token without any as a whole. Texts that
         templates look for, `</think>` as an example, are kept, unless they could be a part of a special token.
         """

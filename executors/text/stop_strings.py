@@ -55,21 +55,21 @@ class StopStrings:
 
 
 class StopReader:
-    """One text as it grows. held: its end, which may be the beginning of a string and is not to be shown yet."""
+    """Reads one text as it grows. held: its end, which may be the beginning of a string and is not to be shown yet."""
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
         self._state = 0
         self.held = ""
 
-    def read(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+    def read(self, added: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Read on: the characters that can be shown now, and the string that was found, before which they end.
 
         The first string to be complete counts, the longest of those complete at the same character. `may_stop=False`
-        passes over those that are complete within this piece.
+        passes over those that are complete within `added`.
         """
-        text, before, state = self.held + piece, len(self.held), self._state
-        for end, char in enumerate(piece, before + 1):
+        text, before, state = self.held + added, len(self.held), self._state
+        for end, char in enumerate(added, before + 1):
             state = self._strings.advance(state, char)
             found = self._strings.found[state]
             if found is not None and may_stop:

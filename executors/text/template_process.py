@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
 
 
 class _TemplateProcess:
-    """One process; it is started when there is something to render, and again where a template has ended it."""
+    """Keeps one process, started when there is something to render, and again where a template has ended it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,13 +44,9 @@ class _TemplateProcess:
             # From another thread, as a read from a pipe has no deadline on every system.
             timer = threading.Timer(_DEADLINE_S, process.kill)
             timer.start()
-            reply, found = (
-                None,
-                Rendered(
-                    error=f"it takes more than {CPU_S} s of processor time, or a deeper stack than there is",
-                    is_last=True,
-                ),
-            )
+            reply = None
+            reason = f"it takes more than {CPU_S} s of processor time, or a deeper stack than there is"
+            found = Rendered(error=reason, is_last=True)
             try:
                 assert process.stdin is not None and process.stdout is not None  # noqa: PT018
                 with contextlib.suppress(OSError):  # it has ended
@@ -99,7 +95,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _renew() -> None:
-    """In a forked process: the pipes are its parent's."""
+    """Forget the process in a forked one: the pipes are its parent's."""
     global _shared
     _shared = _TemplateProcess()
 

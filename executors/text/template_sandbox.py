@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template from other objects, not from work without end: of its loops it limits `range` alone,
 and one expression, `'a' * 10**9`, `x.center(10**9)`, a comparison of lists that hold each other twice, forty deep, runs
-in C to its end, where neither a count of iterations nor a deadline between pieces of output is looked at. So the limits
+in C to its end, where neither a count of iterations nor a deadline between parts is looked at. So the limits
 are those of a process, and the process lasts, since starting one takes 150 ms and a rendering 1.
 """
 
@@ -34,7 +34,7 @@ def serve() -> None:
             request = json.loads(data)
             reply = _answer(request["template"], request["values"], request["limit"])
         except MemoryError:
-            # Nobody knows what is left of the heap: the next one is rendered by a new process.
+            # What is left of the heap is unknown: the next one is rendered by a new process.
             reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
@@ -49,13 +49,13 @@ def read_message(stream: IO[bytes], limit: int) -> bytes | None:
 
 
 def write_message(stream: IO[bytes], data: bytes) -> None:
-    """For `read_message`."""
+    """Write what `read_message` reads."""
     stream.write(len(data).to_bytes(_HEADER, "big") + data)
     stream.flush()
 
 
 def _limit(request_bytes: int) -> None:
-    """Of processor time from now on, and of memory. Where a system lacks such limits, the caller's deadline remains."""
+    """Limit processor time from now on, and memory. Where a system lacks such limits, the caller's deadline remains."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -82,23 +82,23 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
     except Exception as error:  # of Python's compiler, for a template that nests too deeply
         return {"error": f"{type(error).__name__}: {str(error)[:2000]}", "is_syntax": True}
     values["messages"] = [{k: v for k, v in message.items() if v is not None} for message in values["messages"]]
-    pieces, length = [], 0
+    parts, length = [], 0
     try:
-        for piece in template.generate(values):
-            pieces.append(piece)
-            length += len(piece)
+        for part in template.generate(values):
+            parts.append(part)
+            length += len(part)
             if length > limit:
                 return {"error": f"it writes more than {limit} characters"}
     except MemoryError:
         raise
     except Exception as error:  # a template may raise whatever an expression can
         return {"error": str(error)[:2000] or type(error).__name__}
-    return {"text": "".join(pieces)}
+    return {"text": "".join(parts)}
 
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """With what templates count on, in the sandbox that transformers takes too."""
+    """Compile with what templates count on, in the sandbox that transformers takes too."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -14,7 +14,7 @@ from typing import Any
 _MOST_GROWTH = 128
 # Special tokens that a template puts around a text; known are up to 4.
 _MOST_AROUND = 1000
-# Of one word that WordPiece looks up piece by piece, in time that grows with its square; and of affixes, which are put
+# Of one word that WordPiece looks up part by part, in time that grows with its square; and of affixes, which are put
 # to every word. Known are 200 and 4.
 _LONGEST_WORD, _LONGEST_AFFIX = 1000, 1000
 _MAY_MATCH_NOTHING = re.compile(r"[*?|^$]|\{0|\{,|\\[bBAzZGKXyY]|^$")
@@ -22,7 +22,7 @@ _STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def excess(values: Any) -> str | None:
-    """In which way a tokenizer.json goes beyond the limits, None where it does not, or is none at all."""
+    """How a tokenizer.json goes beyond the limits, None where it does not, or is none at all."""
     if not isinstance(values, dict):
         return None
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
@@ -44,7 +44,7 @@ def excess(values: Any) -> str | None:
 
 
 def _gap(vocab: Any) -> str | None:
-    """Whoever writes a vocabulary out goes through all ids up to the largest."""
+    """How sparse the ids of a vocabulary are: to write it out takes a loop over all ids up to the largest."""
     if not isinstance(vocab, dict):
         return None
     largest = max((token_id for token_id in vocab.values() if isinstance(token_id, int)), default=0)
@@ -52,8 +52,8 @@ def _gap(vocab: Any) -> str | None:
 
 
 def _growth(step: Any) -> float:
-    """By which factor one component makes a text longer at the most; those in a sequence multiply. Components are known
-    by what they hold, as their type may be left out.
+    """The factor by which one component makes a text longer at the most; those in a sequence multiply. Components are
+    known by what they hold, as their type may be left out.
     """
     if not isinstance(step, dict):
         return 1.0
@@ -86,12 +86,12 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
     """How often a template of what stands around a text repeats the text."""
     if isinstance(single, str):
         return single.count("$")
-    names = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
+    names = [part["SpecialToken"]["id"] for part in single if "SpecialToken" in part]
     around = sum(len(special_tokens[name]["ids"]) for name in names)
     return max(1, len(single) - len(names)) if around <= _MOST_AROUND else math.inf
 
 
 def _longest_form(charsmap: bytes) -> float:
-    """Of a table of normal forms: a trie after its size in bytes, then strings that end with a zero byte."""
+    """The longest of a table of normal forms: a trie after its size in bytes, then strings that end with a 0 byte."""
     start = 4 + int.from_bytes(charsmap[:4], "little")
     return max([1, *(len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0"))])

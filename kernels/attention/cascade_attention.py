@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ def cascade_attention(
     prefix_plan: AttentionPlan | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal `paged_attention` over sequences whose first `shared_prefix_len` tokens stand in the same blocks.
+    """Causal `paged_attention` over sequences whose first `shared_prefix_len` tokens lie in the same blocks.
 
     All queries attend to the prefix as one sequence, then each sequence to what follows it, and the two parts are
     merged by their log-sum-exps (Juravsky et al., "Hydragen", 2024): K and V of the prefix are read once a tile of
     queries, not once a sequence. Pays where the prefix is long and shared by many: B sequences over P shared and S own
-    tokens read P + B S in place of B (P + S).
+    tokens read P + B S instead of B (P + S).
 
     Args:
         shared_prefix_len: a multiple of the block size. The first shared_prefix_len / block_size entries of all rows of
@@ -89,18 +90,9 @@ def cascade_attention(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=longest,
         )
-    options: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "deterministic": deterministic,
-        "return_lse": True,
-    }
-    own = paged_attention(
-        q,
-        k_cache,
-        v_cache,
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    attend = partial(paged_attention, q, k_cache, v_cache, **options, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+    own = attend(
         block_table=block_table[:, num_blocks:],
         cu_seqlens_q=plan.cu_seqlens_q,
         seq_lens=plan.seq_lens,
@@ -108,21 +100,16 @@ def cascade_attention(
         sinks=sinks,
         mask=mask,
         plan=plan,
-        **options,
     )
     if not num_blocks or not seq_lens.numel():
         return own if return_lse else own[0]
-    prefix = paged_attention(
-        q,
-        k_cache,
-        v_cache,
+    prefix = attend(
         block_table=block_table[:1, :num_blocks],
         cu_seqlens_q=prefix_plan.cu_seqlens_q,
         seq_lens=prefix_plan.seq_lens,
         max_seqlen_q=q.shape[0],
         causal=False,
         plan=prefix_plan,
-        **options,
     )
     out, lse = merge_attn_states(*prefix, *own)
     return (out, lse) if return_lse else out

@@ -1,7 +1,7 @@
 """Tile sizes of paged attention: shape and device in, configuration out.
 
-box: what `box_keys` says of the caches. more_scores: softcap, ALiBi or a mask is given, which take registers a score.
-fp8: the caches hold 8-bit floats.
+box: the result of `box_keys` for the caches. more_scores: softcap, ALiBi or a mask is given, which take registers for
+each score. fp8: the caches hold 8-bit floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AttentionTile:
     """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
 
     programs_per_sm: how many an SM holds at once, at least; registers and shared memory decide (`make compile`).
-    by_tma: the chip's copy engine fetches the keys, which stand in one cache block, as one box.
+    by_tma: the chip's copy engine fetches the keys, which lie in one cache block, as one box.
     """
 
     block_m: int
@@ -44,7 +44,7 @@ def padded_head_dim(head_dim: int) -> int:
 def box_keys(cache: torch.Tensor, arch: str) -> int:
     """Keys of one head that the copy engine can fetch from one block of `cache` at once: a power of two, 0 without it.
 
-    It wants addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
+    It needs addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
     """
     size = cache.element_size()
     aligned = cache.data_ptr() % 16 == 0 and all(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
@@ -11,7 +13,7 @@ from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_split
 from paged.kernels.common.checks import scale_stride
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, strides
 
 # Rows of a merge program: its accumulator stays in registers at any head_dim.
 _MERGE_M = 16
@@ -47,59 +49,65 @@ def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
     return launches
 
 
-def launch(
-    launches: list[Launch],
-    *,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Run what was prepared for tensors of these shapes, strides, dtypes and alignments: fills out and lse."""
+def launch(launches: list[Launch], tensors: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run what was prepared for tensors of these shapes, strides, dtypes and alignments: fills out and lse.
+
+    tensors: q, k_cache, v_cache, block_table, sinks, alibi_slopes, k_scale and v_scale by name, None where not given.
+    """
     if not launches:  # all is padding
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    tensors = {
-        "q_ptr": q,
-        "k_cache": as_kernel_argument(k_cache),
-        "v_cache": as_kernel_argument(v_cache),
+    sinks, slopes = tensors["sinks"], tensors["alibi_slopes"]
+    arguments = {
+        "q_ptr": tensors["q"],
+        "k_cache": as_kernel_argument(tensors["k_cache"]),
+        "v_cache": as_kernel_argument(tensors["v_cache"]),
         "out_ptr": out,
         "lse_ptr": lse,
-        "block_table_ptr": block_table,
+        "block_table_ptr": tensors["block_table"],
         "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "alibi_slopes_ptr": None if alibi_slopes is None else alibi_slopes.contiguous(),
-        "k_scale_ptr": k_scale,
-        "v_scale_ptr": v_scale,
+        "alibi_slopes_ptr": None if slopes is None else slopes.contiguous(),
+        "k_scale_ptr": tensors["k_scale"],
+        "v_scale_ptr": tensors["v_scale"],
     }
     for each in launches:
-        each(tensors)
+        each(arguments)
+
+
+def _shared(
+    call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule
+) -> dict[str, Any]:
+    """The arguments that both kernels take."""
+    return {
+        "cu_seqlens_q_ptr": plan.cu_seqlens_q,
+        "counts_ptr": schedule.counts,
+        "partial_out_ptr": schedule.partial_out,
+        "partial_lse_ptr": schedule.partial_lse,
+        **strides("token head", out=call.out),
+        "stride_lse_head": shape.num_tokens,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "HEAD_DIM_PADDED": padded_head_dim(shape.head_dim),
+        "BLOCK_M": schedule.tile.block_m,
+    }
 
 
 def _tiles(
     call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule, *, clear_padding: bool
 ) -> Launch:
-    tile, q, k_cache, v_cache, out = schedule.tile, call.q, call.k_cache, call.v_cache, call.out
+    tile, q, k_cache, v_cache = schedule.tile, call.q, call.k_cache, call.v_cache
     mask = None if call.mask is None else plan.mask_words(call.mask)
-    width = padded_head_dim(shape.head_dim)
+    box = (1, tile.block_n, 1, padded_head_dim(shape.head_dim))
     return Launch(
         _attention_kernel,
         (shape.num_kv_heads, schedule.items.shape[0]),
         {
-            "cu_seqlens_q_ptr": plan.cu_seqlens_q,
+            **_shared(call, shape, plan, schedule),
             "seq_lens_ptr": plan.seq_lens,
             "items_ptr": schedule.items,
-            "counts_ptr": schedule.counts,
             "first_padding_ptr": schedule.first_padding,
-            "partial_out_ptr": schedule.partial_out,
-            "partial_lse_ptr": schedule.partial_lse,
             "is_causal_ptr": call.is_causal,
             "mask_ptr": mask,
             "num_tokens": shape.num_tokens,
@@ -107,26 +115,13 @@ def _tiles(
             "softcap": call.softcap,
             "window_left": call.window[0],
             "window_right": call.window[1],
-            "stride_q_token": q.stride(0),
-            "stride_q_head": q.stride(1),
-            "stride_k_block": k_cache.stride(0),
-            "stride_k_slot": k_cache.stride(1),
-            "stride_k_head": k_cache.stride(2),
-            "stride_v_block": v_cache.stride(0),
-            "stride_v_slot": v_cache.stride(1),
-            "stride_v_head": v_cache.stride(2),
-            "stride_out_token": out.stride(0),
-            "stride_out_head": out.stride(1),
-            "stride_lse_head": shape.num_tokens,
-            "stride_table_seq": call.block_table.stride(0),
+            **strides("token head", q=q),
+            **strides("block slot head", k=k_cache, v=v_cache),
+            **strides("seq", table=call.block_table),
+            **strides("token", mask=mask),
             "stride_k_scale_head": scale_stride(call.k_scale),
             "stride_v_scale_head": scale_stride(call.v_scale),
-            "stride_mask_token": 0 if mask is None else mask.stride(0),
-            "GROUP": shape.group,
-            "HEAD_DIM": shape.head_dim,
-            "HEAD_DIM_PADDED": width,
             "KV_BLOCK_SIZE": k_cache.shape[1],
-            "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "HAS_WINDOW": call.window[0] < NO_LIMIT,
             "HAS_SOFTCAP": call.softcap > 0,
@@ -136,30 +131,19 @@ def _tiles(
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
         },
-        boxes={"k_cache": (1, tile.block_n, 1, width), "v_cache": (1, tile.block_n, 1, width)} if tile.by_tma else {},
+        boxes={"k_cache": box, "v_cache": box} if tile.by_tma else {},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
 def _merge(call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule) -> Launch:
-    block_m = schedule.tile.block_m
     return Launch(
         _merge_splits_kernel,
-        (shape.num_kv_heads, schedule.split_tiles.shape[0], block_m // _MERGE_M),
+        (shape.num_kv_heads, schedule.split_tiles.shape[0], schedule.tile.block_m // _MERGE_M),
         {
-            "cu_seqlens_q_ptr": plan.cu_seqlens_q,
+            **_shared(call, shape, plan, schedule),
             "split_tiles_ptr": schedule.split_tiles,
-            "counts_ptr": schedule.counts,
-            "partial_out_ptr": schedule.partial_out,
-            "partial_lse_ptr": schedule.partial_lse,
-            "stride_out_token": call.out.stride(0),
-            "stride_out_head": call.out.stride(1),
-            "stride_lse_head": shape.num_tokens,
-            "GROUP": shape.group,
-            "HEAD_DIM": shape.head_dim,
-            "HEAD_DIM_PADDED": padded_head_dim(shape.head_dim),
-            "BLOCK_M": block_m,
             "MERGE_M": _MERGE_M,
         },
         num_warps=4,

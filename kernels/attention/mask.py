@@ -23,7 +23,7 @@ def _pack_mask_kernel(
     query = tl.program_id(1)
     first_token = tl.load(cu_seqlens_q_ptr + seq)
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
-    if (query >= q_len) | (q_len > tl.num_programs(1)):  # a sequence longer than said has no room, and no tile
+    if (query >= q_len) | (q_len > tl.num_programs(1)):  # longer than max_seqlen_q: it has neither words nor tiles
         return
     token = (first_token + query).to(tl.int64)
     context_len = tl.load(seq_lens_ptr + seq) - q_len

@@ -6,17 +6,10 @@ import torch
 
 from paged.kernels.attention.ops import ops
 from paged.kernels.attention.torch_ops import merge_attn_states as torch_op
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
-    check_dtype,
-    check_last_dim_contiguous,
-    check_shape,
-    check_tensor,
-    refuse_gradients,
-)
+from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.grid import num_warps, tile
+from paged.kernels.common.device import use_triton
+from paged.kernels.common.launch import num_warps, strides, tile
 
 
 @triton.jit
@@ -54,7 +47,7 @@ def _merge_attn_states_kernel(
     lse_a = tl.load(lse_a_ptr + heads * stride_lse_a_head + tokens * stride_lse_a_token, mask=in_rows, other=0.0)
     lse_b = tl.load(lse_b_ptr + heads * stride_lse_b_head + tokens * stride_lse_b_token, mask=in_rows, other=0.0)
     out_a = tl.load(out_a_ptr + tokens * stride_out_a_token + heads * stride_out_a_head + dims, mask=mask, other=0.0)
-    # Other stacks say inf of an empty row, where this one says -inf.
+    # Others (FlashAttention) write inf for a row without keys, where this one writes -inf.
     lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
     lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
     out_b = tl.load(out_b_ptr + tokens * stride_out_b_token + heads * stride_out_b_head + dims, mask=mask, other=0.0)
@@ -82,7 +75,7 @@ def merge_attn_states(
     """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
 
     lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and Gimelshein,
-    2018), in float32, out rounded once. A side with lse -inf, or inf as FlashAttention says it, is empty and adds
+    2018), in float32, out rounded once. A side with lse -inf, or inf as in FlashAttention, is empty and adds
     nothing, whatever its output holds; both empty give 0 and -inf.
 
     Args:
@@ -100,8 +93,7 @@ def merge_attn_states(
     refuse_gradients("merge_attn_states", out_a, lse_a, out_b, lse_b)
     if torch.compiler.is_dynamo_compiling():
         return ops.merge_attn_states(out_a, lse_a, out_b, lse_b)
-    check_shape("out_a", out_a, ("num_tokens", "num_heads", "head_dim"))
-    check_dtype("out_a", out_a, *FLOAT_DTYPES)
+    check_tensor("out_a", out_a, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)
     check_tensor("out_b", out_b, out_a.shape, (out_a.dtype,), out_a.device)
     num_tokens, num_heads, head_dim = out_a.shape
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
@@ -123,18 +115,8 @@ def merge_attn_states(
         out_ptr=out,
         lse_ptr=lse,
         num_tokens=num_tokens,
-        stride_out_a_token=out_a.stride(0),
-        stride_out_a_head=out_a.stride(1),
-        stride_lse_a_head=lse_a.stride(0),
-        stride_lse_a_token=lse_a.stride(1),
-        stride_out_b_token=out_b.stride(0),
-        stride_out_b_head=out_b.stride(1),
-        stride_lse_b_head=lse_b.stride(0),
-        stride_lse_b_token=lse_b.stride(1),
-        stride_out_token=out.stride(0),
-        stride_out_head=out.stride(1),
-        stride_lse_head=lse.stride(0),
-        stride_lse_token=lse.stride(1),
+        **strides("token head", out_a=out_a, out_b=out_b, out=out),
+        **strides("head token", lse_a=lse_a, lse_b=lse_b, lse=lse),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_ROWS=block_rows,

@@ -13,7 +13,6 @@ from paged.kernels.attention.launches import launch, prepare
 from paged.kernels.attention.ops import ops
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     check_dtype,
@@ -24,6 +23,7 @@ from paged.kernels.common.checks import (
     check_writable,
     refuse_gradients,
 )
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Sequences, check_sequences
 from paged.kernels.common.launch import signature
@@ -55,7 +55,7 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v over each sequence's cached keys, float32 inside.
 
-    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i, so a decode step
+    The queries of a sequence are its last positions: query i of n has position seq_len - n + i, so a decode step
     is a sequence with one query and a prompt one with as many queries as keys. A row that sees no key gives 0 and lse
     -inf (the sink, where there is one).
 
@@ -70,10 +70,10 @@ def paged_attention(
         block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
         seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
-        max_seqlen_q: at least the longest query. On a GPU, where nobody looks, a longer one and those behind it give
-            0 and lse -inf.
+        max_seqlen_q: at least the longest query. On a GPU, where lengths are not checked, a longer one and those after
+            it give 0 and lse -inf.
         softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
-        causal: position i sees positions <= i; a bool tensor [num_seqs] says so for each sequence.
+        causal: position i sees positions <= i; a bool tensor [num_seqs] tells it for each sequence.
         window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
         softcap: 1e-6 to 1000, or 0 for none: scores become softcap * tanh(score / softcap) (Gemma 2, 2024), up to an
             error of softcap * 1e-7.
@@ -138,7 +138,7 @@ def paged_attention(
             signatures = tuple(map(signature, (*tensors.values(), out)))
             key = (*signatures, max_seqlen_q, softmax_scale, left, right, softcap, *flags)
             launches = plan.launches.get(key)
-        except (AttributeError, RuntimeError):  # something is no tensor or no plan, which the checks say better
+        except (AttributeError, RuntimeError):  # an argument is no tensor or no plan, as the checks will report
             pass
     if launches is None:
         _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
@@ -175,7 +175,7 @@ def paged_attention(
         launches = prepare(call, plan)
         if key is not None:
             plan.launches[key] = launches
-    launch(launches, **tensors, out=out, lse=lse)
+    launch(launches, tensors, out, lse)
     return (out, lse) if lse is not None else out
 
 
@@ -216,7 +216,7 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Left and right as in `AttentionCall`, of numbers from -1."""
     try:
         left, right = window_size
-    except Exception:  # of whatever was given in place of a pair
+    except Exception:  # whatever was given instead of a pair
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
     left, right = as_int("window_size[0]", left, -1), as_int("window_size[1]", right, -1)
     return NO_LIMIT if left == -1 else min(left, NO_LIMIT), NO_LIMIT if right == -1 else min(right, NO_LIMIT)

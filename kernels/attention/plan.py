@@ -1,8 +1,8 @@
-"""How one step's attention is cut into equal pieces of work, on the device, without the host knowing the lengths.
+"""How one step's attention is cut into work items of equal size, on the device, without the host knowing the lengths.
 
 A tile is BLOCK_M query rows of one sequence; its work is the keys it sees, counted in blocks of BLOCK_N. Short
 sequences (decode, verify) and long ones (prefill) are two kinds with tiles of their own size and a schedule each.
-Within a kind tiles are split along their keys so that all pieces fill whole waves of the programs the device runs at
+Within a kind tiles are split along their keys so that all items fill whole waves of the programs the device runs at
 once, whatever else is in the batch; merging the partial results is the only extra work. Sizes depend on host-known
 upper bounds alone, so a captured step can be replayed with other lengths.
 """
@@ -25,18 +25,18 @@ from paged.kernels.common.launch import Launch
 from paged.kernels.common.scalars import as_int
 
 _INT32_MAX = 2**31 - 1
-# What a piece costs besides its blocks, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
+# What a split costs besides its keys, in blocks: 2 us to start and, where it is partial, its write, against 3 us a
 # block of 64 keys for each of three decode programs on an SM, and 0.7 us for the one prefill program.
-_PIECE_BLOCKS = {"decode": 1, "prefill": 4}
+_SPLIT_OVERHEAD = {"decode": 1, "prefill": 4}
 # Partial results there is room for, for every program that the device runs at once. 1 x 128k + 31 x 4k needs 5 (16 MB
 # on an H200 at head_dim 128); a partial result of a prefill tile is 8 times as large, and more than 2 gain nothing.
-_SLOTS_PER_PLACE = {"decode": 5, "prefill": 2}
-# A piece shorter than this costs more in its partial result (write, read, merge) than it saves: 256 keys of K and V in
+_SLOTS_PER_PROGRAM = {"decode": 5, "prefill": 2}
+# A split shorter than this costs more in its partial result (write, read, merge) than it saves: 256 keys of K and V in
 # bf16 at head_dim 128 are 128 KB against 8 KB of partial result for 16 rows, and 4 times as many keys for 128 rows.
 _MIN_SPLIT_KEYS = {"decode": 256, "prefill": 1024}
-# Pieces of a tile at the most where they depend on its own length alone: prefill tiles are many already, and their
+# Splits of a tile at most where they depend on its own length alone: prefill tiles are many already, and their
 # partial results would take gigabytes; 256 decodes of 8 heads of 128 take 134 MB.
-_DETERMINISTIC_PIECES = {"decode": 8, "prefill": 1}
+_DETERMINISTIC_SPLITS = {"decode": 8, "prefill": 1}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class AttentionShape:
     """What a schedule depends on besides the lengths.
 
     element_size: of the queries, in bytes. window: positions seen left and right, see `AttentionCall`. box,
-    more_scores, fp8: see `attention_config`. deterministic: a sequence is cut up by its own length alone, so that its
+    more_scores, fp8: see `config.py`. deterministic: a sequence is cut up by its own length alone, so that its
     results have the same bits whatever else is in the batch.
     """
 
@@ -99,11 +99,11 @@ class AttentionPlan:
         self.seq_lens = seq_lens.contiguous()
         self.max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q, 0, _INT32_MAX)
         self.max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, 0, _INT32_MAX)
-        # Flags and masks are kept with what was made of them, so that no other tensor can take their identity.
+        # Flags and masks are kept with what was made of them, so that no other tensor can get their `id`.
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
         self.launches: dict[Hashable, list[Launch]] = {}
-        # What the PyTorch twin reads and masks.
+        # What the PyTorch implementation reads and masks.
         self.batches: SharedBatches = {}
         self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
@@ -139,17 +139,17 @@ class AttentionPlan:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0]
         longest = self.most_rows(shape)
         min_rows, max_rows = (1, min(longest, DECODE_MAX_ROWS)) if kind == "decode" else (DECODE_MAX_ROWS + 1, longest)
-        places = device_of(device).num_sms * tile.programs_per_sm
+        num_programs = device_of(device).num_sms * tile.programs_per_sm
         min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
         # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones.
         full_tiles = shape.num_tokens * shape.group // tile.block_m
         max_tiles = min(num_seqs * triton.cdiv(max_rows, tile.block_m), num_seqs + full_tiles)
-        max_pieces = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
-        max_slots = triton.cdiv(places * _SLOTS_PER_PLACE[kind], shape.num_kv_heads)
+        max_splits = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
+        max_slots = triton.cdiv(num_programs * _SLOTS_PER_PROGRAM[kind], shape.num_kv_heads)
         if shape.deterministic:
-            max_pieces = min(max_pieces, _DETERMINISTIC_PIECES[kind])
-            max_slots = max_tiles * max_pieces
-        max_slots = min(max_slots, max_tiles * max_pieces) if max_pieces > 1 else 0
+            max_splits = min(max_splits, _DETERMINISTIC_SPLITS[kind])
+            max_slots = max_tiles * max_splits
+        max_slots = min(max_slots, max_tiles * max_splits) if max_splits > 1 else 0
 
         def int32(*size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
@@ -181,11 +181,11 @@ class AttentionPlan:
             max_rows=max_rows,
             most_rows=longest,
             num_kv_heads=shape.num_kv_heads,
-            places=places,
+            num_programs=num_programs,
             max_slots=max_slots,
             min_split_blocks=min_split_blocks,
-            piece_blocks=_PIECE_BLOCKS[kind],
-            max_pieces=max_pieces,
+            split_overhead=_SPLIT_OVERHEAD[kind],
+            max_splits=max_splits,
             window_left=shape.window[0],
             window_right=shape.window[1],
             GROUP=shape.group,

@@ -1,4 +1,18 @@
-"""The kernel that plans one kind of tile of a step's attention: one small program, from the lengths on the device."""
+"""The kernel that deals out one step's attention: a single program reads the lengths and writes the list of work items.
+
+A tile is BLOCK_M query rows of one sequence; its work is the blocks of BLOCK_N keys that its rows see. An item is a
+tile, or a split: one of several equal ranges of a tile's key blocks, whose partial results are merged afterwards.
+
+1. Count each sequence's tiles of this kind (decode or prefill); `tile_starts` holds the tiles before each sequence.
+2. Stage 0 adds up all work. An even share is that divided by the programs that the device runs at once.
+3. Stage 1 tries _SHARES bounds of a split's length around the even share, and takes the one by which the last program
+   ends soonest. Where there are tiles for whole waves of programs, those of the first waves stay whole unless they are
+   longer than an even share.
+4. Stage 2 writes the items. The last tiles of the batch come first: of a prompt's they are the longest, and the short
+   ones then even out the end.
+
+`plan.py` chooses the bounds and launches this; `tile_kernels.py` runs the items.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +31,8 @@ SPLIT_TILE_SIZE = tl.constexpr(4)  # sequence, tile within it, first slot, numbe
 
 # Scalars that change from step to step: compiling a variant for 1 and one for multiples of 16 would stall serving.
 _BOUNDS = (
-    *("num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "places", "max_slots"),
-    *("min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"),
+    *("num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "num_programs", "max_slots"),
+    *("min_split_blocks", "split_overhead", "max_splits", "window_left", "window_right"),
 )
 
 
@@ -58,25 +72,20 @@ def _plan_kernel(
     max_rows,  # sequences with rows (query tokens * GROUP) in [min_rows, max_rows] belong to this kind
     most_rows,  # of any kind; from the first sequence on that has more, none has tiles
     num_kv_heads,
-    places,  # programs that the device runs at once
+    num_programs,  # that the device runs at once
     max_slots,
     min_split_blocks,
-    piece_blocks,
-    max_pieces,  # of one tile
+    split_overhead,  # what a split costs besides its keys, in blocks
+    max_splits,  # of one tile
     window_left,
     window_right,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,  # a tile's pieces depend on its own work alone
+    DETERMINISTIC: tl.constexpr,  # a tile's number of splits depends on its own work alone
 ):
-    """One program plans one kind: count the tiles, add up their work, try shares, then write the pieces.
-
-    The last tiles come first: of a prompt's they are the longest, and the short ones then even out the end. Where there
-    are tiles for whole waves, those of the first waves stay whole unless longer than an even share. All others are cut
-    into equal pieces of at most one share, the one by which the waves end soonest.
-    """
+    """One program plans one kind of tile; the module tells how."""
     lanes = tl.arange(0, LANES)
     num_tiles = 0
     num_covered = num_seqs
@@ -103,7 +112,7 @@ def _plan_kernel(
     longest = tl.zeros([_SHARES], tl.float32)
     share = min_split_blocks
     even = 0.0
-    first_waves = num_tiles * num_kv_heads // places * places // num_kv_heads
+    first_waves = num_tiles * num_kv_heads // num_programs * num_programs // num_kv_heads
     num_whole = 0
     longest_whole = 0
     num_items = 0
@@ -113,8 +122,8 @@ def _plan_kernel(
     FIRST_STAGE: tl.constexpr = 2 if DETERMINISTIC else 0
     for stage in tl.static_range(FIRST_STAGE, 3):
         for base in range(0, num_tiles, LANES):
-            place = base + lanes
-            index = num_tiles - 1 - place
+            position = base + lanes
+            index = num_tiles - 1 - position
             in_range = index >= 0
             seq = lanes * 0  # the last sequence whose first tile is not beyond this one
             above = seq + num_seqs
@@ -134,7 +143,7 @@ def _plan_kernel(
                 right = tl.where(is_causal != 0, 0, window_right)
             begin, end = _tile_key_blocks(seq_len, q_len, tile, window_left, right, GROUP, BLOCK_M, BLOCK_N)
             blocks = tl.where(in_range, end - begin, 0)
-            is_whole = in_range & (place < first_waves) & (blocks <= even)
+            is_whole = in_range & (position < first_waves) & (blocks <= even)
             if stage == 0:
                 total_blocks += tl.sum(blocks, 0)
             elif stage == 1:
@@ -146,42 +155,42 @@ def _plan_kernel(
                 shared_slots += tl.sum(tl.where(tried > 1, tried, 0), 0)
                 longest = tl.maximum(longest, tl.max(rest.to(tl.float32) / tried.to(tl.float32), 0))
             else:
-                pieces = tl.minimum(tl.maximum((blocks + share - 1) // share, 1), max_pieces)
-                pieces = tl.where(in_range, tl.where(is_whole, 1, pieces), 0)
-                is_split = pieces > 1
-                slots = tl.where(is_split, pieces, 0)
-                first_item = num_items + tl.cumsum(pieces, 0) - pieces
+                splits = tl.minimum(tl.maximum((blocks + share - 1) // share, 1), max_splits)
+                splits = tl.where(in_range, tl.where(is_whole, 1, splits), 0)
+                is_split = splits > 1
+                slots = tl.where(is_split, splits, 0)
+                first_item = num_items + tl.cumsum(splits, 0) - splits
                 first_slot = num_slots + tl.cumsum(slots, 0) - slots
                 split_tile = num_split_tiles + tl.cumsum(is_split.to(tl.int32), 0) - is_split.to(tl.int32)
                 split_ptrs = split_tiles_ptr + split_tile * SPLIT_TILE_SIZE
                 tl.store(split_ptrs, seq, mask=is_split)
                 tl.store(split_ptrs + 1, tile, mask=is_split)
                 tl.store(split_ptrs + 2, first_slot, mask=is_split)
-                tl.store(split_ptrs + 3, pieces, mask=is_split)
-                for piece in range(tl.max(pieces, 0)):
-                    mask = piece < pieces
-                    item_ptrs = items_ptr + (first_item + piece) * ITEM_SIZE
-                    divisor = tl.maximum(pieces, 1)
+                tl.store(split_ptrs + 3, splits, mask=is_split)
+                for split in range(tl.max(splits, 0)):
+                    mask = split < splits
+                    item_ptrs = items_ptr + (first_item + split) * ITEM_SIZE
+                    divisor = tl.maximum(splits, 1)
                     tl.store(item_ptrs, seq, mask=mask)
                     tl.store(item_ptrs + 1, tile, mask=mask)
-                    tl.store(item_ptrs + 2, begin + blocks * piece // divisor, mask=mask)
-                    tl.store(item_ptrs + 3, begin + blocks * (piece + 1) // divisor, mask=mask)
-                    tl.store(item_ptrs + 4, tl.where(is_split, first_slot + piece, -1), mask=mask)
-                num_items += tl.sum(pieces, 0)
+                    tl.store(item_ptrs + 2, begin + blocks * split // divisor, mask=mask)
+                    tl.store(item_ptrs + 3, begin + blocks * (split + 1) // divisor, mask=mask)
+                    tl.store(item_ptrs + 4, tl.where(is_split, first_slot + split, -1), mask=mask)
+                num_items += tl.sum(splits, 0)
                 num_slots += tl.sum(slots, 0)
                 num_split_tiles += tl.sum(is_split.to(tl.int32), 0)
         if stage == 0:
-            even = total_blocks * 1.0 * num_kv_heads / places
+            even = total_blocks * 1.0 * num_kv_heads / num_programs
             factor = 1.4 * tl.exp2((1 - offs_share) * (3.544 / (_SHARES - 2)))  # log2(1.4 / 0.12) = 3.544
             shares = tl.ceil(tl.minimum(even * factor, 2.0**30)).to(tl.int32)
             shares = tl.where(offs_share == 0, 2**30, tl.maximum(shares, min_split_blocks))
         elif stage == 1:
-            whole_waves = (num_whole * num_kv_heads + places - 1) // places
-            waves = (shared_items * num_kv_heads + places - 1) // places
-            all_waves = ((num_whole + shared_items) * num_kv_heads + places - 1) // places
-            # Two upper bounds of when the last piece ends: the cut tiles after the whole ones, or all of them mixed.
-            cost = whole_waves * (longest_whole + piece_blocks) + waves * (longest + piece_blocks)
-            cost = tl.minimum(cost, all_waves * (tl.maximum(longest, longest_whole) + piece_blocks))
+            whole_waves = (num_whole * num_kv_heads + num_programs - 1) // num_programs
+            waves = (shared_items * num_kv_heads + num_programs - 1) // num_programs
+            all_waves = ((num_whole + shared_items) * num_kv_heads + num_programs - 1) // num_programs
+            # Two upper bounds of when the last split ends: the cut tiles after the whole ones, or all of them mixed.
+            cost = whole_waves * (longest_whole + split_overhead) + waves * (longest + split_overhead)
+            cost = tl.minimum(cost, all_waves * (tl.maximum(longest, longest_whole) + split_overhead))
             cost = tl.where(shared_slots <= max_slots, cost, float("inf"))
             share = tl.sum(tl.where(offs_share == tl.argmin(cost, 0), shares, 0), 0)
     tl.store(counts_ptr, num_items)

@@ -1,8 +1,4 @@
-"""Attention in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
-
-Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
-All functions return new float64 (or integer) tensors on the CPU and change nothing.
-"""
+"""Attention in float64; see `kernels.common.reference` for what references are."""
 
 from __future__ import annotations
 
@@ -31,17 +27,7 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query row over its own sequence's cached keys, one row and one head at a time.
-
-    The queries of a sequence are its last positions: query i of n stands at position seq_len - n + i. It sees position
-    j when j < seq_len, when causal (of all, or of its sequence) allows it (j <= position), when position - left <= j <=
-    position + right for the window's edges that are not -1, and when its row of mask allows it, whose column 0 is the
-    sequence's first query. A sink is one more score of each head, with a value of 0.
-
-    Returns:
-        out [num_tokens, num_q_heads, head_dim] and lse [num_q_heads, num_tokens], natural log; a row that sees nothing
-        gives 0 and -inf, or its head's sink. Rows that belong to no sequence (beyond cu_seqlens_q[-1]) stay 0 and -inf.
-    """
+    """`paged_attention`'s out and lse, one row and one head at a time."""
     q, k_cache, v_cache = f64(q), f64(k_cache), f64(v_cache)
     if k_scale is not None:
         k_cache = k_cache * f64(k_scale).view(-1, 1)
@@ -86,12 +72,7 @@ def paged_attention(
 def merge_attn_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
-
-    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b; both empty: 0, -inf. An
-    lse of inf is that of an empty side, too.
-    out_* [num_tokens, num_heads, head_dim], lse_* [num_heads, num_tokens].
-    """
+    """`merge_attn_states` by its formula."""
     out_a, lse_a, out_b, lse_b = f64(out_a), f64(lse_a), f64(out_b), f64(lse_b)
     lse_a, lse_b = (torch.where(lse == math.inf, -math.inf, lse) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)

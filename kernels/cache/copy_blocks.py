@@ -9,9 +9,9 @@ import torch
 
 from paged.kernels.cache.ops import ops
 from paged.kernels.cache.torch_ops import copy_blocks as torch_op
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids
 from paged.kernels.common.scalars import as_int, shown
@@ -57,7 +57,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     Args:
         caches: tensors [num_blocks, ...] of one shape, dtype, device and strides, contiguous within a block.
         block_pairs: (source, destination) block ids, int64 [num_pairs, 2] or a sequence of pairs. No destination is a
-            source or stands twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
+            source or appears twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
             are trusted, since reading them would wait for it, but for their range where PAGED_CHECK=1.
 
     Raises:
@@ -106,7 +106,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
     try:
         listed = list(pairs)
-    except Exception:  # of whatever was given in place of pairs
+    except Exception:  # whatever was given instead of pairs
         raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected pairs of block ids") from None
     ids = []
     for index, pair in enumerate(listed):
@@ -142,5 +142,5 @@ def _check_pairs(pairs: list[list[int]], num_blocks: int) -> None:
         if destination in sources:
             raise InvalidInputError(f"block_pairs[{index}]: destination {destination} is a source too")
         if destination in written:
-            raise InvalidInputError(f"block_pairs[{index}]: destination {destination} stands twice")
+            raise InvalidInputError(f"block_pairs[{index}]: destination {destination} appears twice")
         written.add(destination)

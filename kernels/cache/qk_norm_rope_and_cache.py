@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.cache.ops import ops
-from paged.kernels.cache.reshape_and_cache import check_cache_write, load_inverse_scale, slot_offset, slots_of
 from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
-from paged.kernels.common.backend import use_triton
+from paged.kernels.cache.write import CacheWrite, load_inverse_scale, slot_offset
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     check_eps,
@@ -15,14 +14,14 @@ from paged.kernels.common.checks import (
     check_tensor,
     check_writable,
     refuse_gradients,
-    scale_stride,
 )
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
-from paged.kernels.common.grid import num_warps
+from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import check_all_ids
-from paged.kernels.common.rotation import check_rotary, heads_per_program, positions_of, rotate_heads
+from paged.kernels.common.launch import strides
+from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
 
@@ -69,53 +68,29 @@ def _qk_norm_rope_and_cache_kernel(
     NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
-    token = tl.program_id(0).to(tl.int64)
-    head_block = tl.program_id(1)
+    token, head_block, cos_sin_ptr, offs_head = locate_token(
+        positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
+    )
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
-    offs_head = tl.arange(0, BLOCK_HEADS).to(tl.int64)
     if head_block < q_blocks:
         row_ptr = q_ptr + token * stride_q_token
         rotate_heads(
-            x_ptr=row_ptr,
-            out_ptr=row_ptr,
-            weight_ptr=q_weight_ptr,
-            cos_sin_ptr=cos_sin_ptr,
-            inverse_scale=None,
-            eps=eps,
-            stride_x_head=stride_q_head,
-            stride_out_head=stride_q_head,
-            heads=head_block * BLOCK_HEADS + offs_head,
-            NUM_HEADS=NUM_Q_HEADS,
-            HEAD_DIM=HEAD_DIM,
-            ROTARY_DIM=ROTARY_DIM,
-            INTERLEAVED=INTERLEAVED,
-            BLOCK_PAIRS=BLOCK_PAIRS,
-            BLOCK_REST=BLOCK_REST,
-        )
+            row_ptr, row_ptr, q_weight_ptr, cos_sin_ptr, None, eps, stride_q_head, stride_q_head,
+            head_block * BLOCK_HEADS + offs_head, NUM_Q_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
+            BLOCK_REST,
+        )  # fmt: skip
     else:
         slot = tl.load(slot_mapping_ptr + token)
         if slot >= 0:
             heads = (head_block - q_blocks) * BLOCK_HEADS + offs_head
             in_heads = heads[:, None] < NUM_KV_HEADS
+            k_row_ptr = k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
+            k_inverse = load_inverse_scale(k_scale_ptr, heads[:, None], stride_k_scale_head, in_heads)
             rotate_heads(
-                x_ptr=k_ptr + token * stride_k_token,
-                out_ptr=k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE),
-                weight_ptr=k_weight_ptr,
-                cos_sin_ptr=cos_sin_ptr,
-                inverse_scale=load_inverse_scale(k_scale_ptr, heads[:, None], stride_k_scale_head, in_heads),
-                eps=eps,
-                stride_x_head=stride_k_head,
-                stride_out_head=stride_k_cache_head,
-                heads=heads,
-                NUM_HEADS=NUM_KV_HEADS,
-                HEAD_DIM=HEAD_DIM,
-                ROTARY_DIM=ROTARY_DIM,
-                INTERLEAVED=INTERLEAVED,
-                BLOCK_PAIRS=BLOCK_PAIRS,
-                BLOCK_REST=BLOCK_REST,
-                NATIVE_FP8=NATIVE_FP8,
-            )
+                k_ptr + token * stride_k_token, k_row_ptr, k_weight_ptr, cos_sin_ptr, k_inverse, eps, stride_k_head,
+                stride_k_cache_head, heads, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, BLOCK_REST,
+                NATIVE_FP8,
+            )  # fmt: skip
             dims = tl.arange(0, BLOCK_DIM)[None, :]
             mask = in_heads & (dims < HEAD_DIM)
             value = tl.load(v_ptr + token * stride_v_token + heads[:, None] * stride_v_head + dims, mask=mask)
@@ -169,7 +144,8 @@ def qk_norm_rope_and_cache(
             k_scale, v_scale,
         )  # fmt: skip
         return q
-    check_cache_write("k", k, "v", v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write.check("k", "v")
     num_tokens, num_kv_heads, head_dim = k.shape
     check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)
     check_last_dim_contiguous("q", q)
@@ -183,70 +159,27 @@ def qk_norm_rope_and_cache(
     eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     if not use_triton(q):
         return torch_op.qk_norm_rope_and_cache(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            positions,
-            cos_sin_cache,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=eps,
-            interleaved=interleaved,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
         )
-    ids = slots_of(slot_mapping, k_cache), positions_of(positions, cos_sin_cache)
-    check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=True)
+    check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
     num_q_heads, rotary_dim = q.shape[1], cos_sin_cache.shape[1]
     if num_tokens * (num_q_heads + num_kv_heads) * head_dim == 0:
         return q
-    block_dim = triton.next_power_of_2(head_dim)
-    block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
-    _qk_norm_rope_and_cache_kernel[
-        (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
-    ](
+    grid, arguments = rotation_launch(
+        num_tokens, num_q_heads, num_kv_heads, head_dim, positions, cos_sin_cache, interleaved
+    )
+    _qk_norm_rope_and_cache_kernel[grid](
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
-        k_cache_ptr=as_kernel_argument(k_cache),
-        v_cache_ptr=as_kernel_argument(v_cache),
-        slot_mapping_ptr=slot_mapping.contiguous(),
-        positions_ptr=positions.contiguous(),
-        cos_sin_cache_ptr=cos_sin_cache,
         q_weight_ptr=None if q_weight is None else q_weight.contiguous(),
         k_weight_ptr=None if k_weight is None else k_weight.contiguous(),
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
         eps=eps,
-        stride_q_token=q.stride(0),
-        stride_q_head=q.stride(1),
-        stride_k_token=k.stride(0),
-        stride_k_head=k.stride(1),
-        stride_v_token=v.stride(0),
-        stride_v_head=v.stride(1),
-        stride_k_cache_block=k_cache.stride(0),
-        stride_k_cache_slot=k_cache.stride(1),
-        stride_k_cache_head=k_cache.stride(2),
-        stride_v_cache_block=v_cache.stride(0),
-        stride_v_cache_slot=v_cache.stride(1),
-        stride_v_cache_head=v_cache.stride(2),
-        stride_k_scale_head=scale_stride(k_scale),
-        stride_v_scale_head=scale_stride(v_scale),
-        stride_cos_sin_position=cos_sin_cache.stride(0),
-        NUM_Q_HEADS=num_q_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        **strides("token head", q=q, k=k, v=v),
+        **write.arguments(),
         HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        KV_BLOCK_SIZE=k_cache.shape[1],
-        INTERLEAVED=interleaved,
-        BLOCK_HEADS=block_heads,
-        BLOCK_PAIRS=triton.next_power_of_2(max(rotary_dim // 2, 1)),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        BLOCK_DIM=block_dim,
-        NATIVE_FP8=has_native_e4m3(q.device),
-        num_warps=num_warps(block_heads * block_dim),
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        **arguments,
     )
     return q

@@ -1,8 +1,4 @@
-"""Writes to the cache in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
-
-Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
-All functions return new float64 (or integer) tensors on the CPU and change nothing.
-"""
+"""Writes to the cache in float64; see `kernels.common.reference` for what references are."""
 
 from __future__ import annotations
 
@@ -21,10 +17,7 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the caches in which row t of key and value, divided by its head's scale, stands at slot_mapping[t].
-
-    Negative slots are skipped. Scales have one element or one a head.
-    """
+    """Copies of the caches as `reshape_and_cache` leaves them."""
     written = []
     for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
         copy, block_size = cache.clone(), cache.shape[1]

@@ -6,39 +6,13 @@ import torch
 
 from paged.kernels.cache.ops import ops
 from paged.kernels.cache.torch_ops import reshape_and_cache as torch_op
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import (
-    CACHE_DTYPES,
-    FLOAT_DTYPES,
-    check_dtype,
-    check_last_dim_contiguous,
-    check_scale,
-    check_shape,
-    check_tensor,
-    check_writable,
-    refuse_gradients,
-    scale_stride,
-)
+from paged.kernels.cache.write import CacheWrite, load_inverse_scale, slot_offset
+from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3, scaled_cast
-from paged.kernels.common.grid import num_warps, tile
-from paged.kernels.common.id_checks import Ids, check_all_ids
-
-
-@triton.jit
-def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
-    """Elements between the start of a cache and its slot; `slot` is int64, so that no product overflows."""
-    return slot // KV_BLOCK_SIZE * stride_block + slot % KV_BLOCK_SIZE * stride_slot
-
-
-@triton.jit
-def load_inverse_scale(scale_ptr, heads, stride_head, mask):
-    """1 / scale of `heads`; None where there is no scale. The correctly rounded division spills on sm_100."""
-    inverse = None
-    if scale_ptr is not None:
-        inverse = 1.0 / tl.load(scale_ptr + heads * stride_head, mask=mask, other=1.0)
-    return inverse
+from paged.kernels.common.device import use_triton
+from paged.kernels.common.fp8 import scaled_cast
+from paged.kernels.common.id_checks import check_all_ids
+from paged.kernels.common.launch import num_warps, strides, tile
 
 
 @triton.jit
@@ -121,11 +95,12 @@ def reshape_and_cache(
     if torch.compiler.is_dynamo_compiling():
         ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
-    check_cache_write("key", key, "value", value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write.check()
     if not use_triton(key):
-        torch_op.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        torch_op.reshape_and_cache(write)
         return
-    check_all_ids("reshape_and_cache", slots_of(slot_mapping, k_cache), by_triton=True)
+    check_all_ids("reshape_and_cache", write.slots, by_triton=True)
     if key.numel() == 0:
         return
     num_tokens, num_heads, head_dim = key.shape
@@ -133,63 +108,12 @@ def reshape_and_cache(
     _reshape_and_cache_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
         key_ptr=key,
         value_ptr=value,
-        k_cache_ptr=as_kernel_argument(k_cache),
-        v_cache_ptr=as_kernel_argument(v_cache),
-        slot_mapping_ptr=slot_mapping.contiguous(),
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
+        **write.arguments(),
         num_tokens=num_tokens,
-        stride_key_token=key.stride(0),
-        stride_key_head=key.stride(1),
-        stride_value_token=value.stride(0),
-        stride_value_head=value.stride(1),
-        stride_k_cache_block=k_cache.stride(0),
-        stride_k_cache_slot=k_cache.stride(1),
-        stride_k_cache_head=k_cache.stride(2),
-        stride_v_cache_block=v_cache.stride(0),
-        stride_v_cache_slot=v_cache.stride(1),
-        stride_v_cache_head=v_cache.stride(2),
-        stride_k_scale_head=scale_stride(k_scale),
-        stride_v_scale_head=scale_stride(v_scale),
+        **strides("token head", key=key, value=value),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        KV_BLOCK_SIZE=k_cache.shape[1],
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
-        NATIVE_FP8=has_native_e4m3(key.device),
         num_warps=num_warps(2 * block_rows * block_dim),
     )
-
-
-def check_cache_write(
-    k_name: str,
-    key: torch.Tensor,
-    v_name: str,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    """Checks of every operation that writes keys and values to the caches; the names are those of its arguments."""
-    check_shape(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"))
-    check_dtype(k_name, key, *FLOAT_DTYPES)
-    check_tensor(v_name, value, key.shape, (key.dtype,), key.device)
-    num_tokens, num_kv_heads, head_dim = key.shape
-    check_tensor("k_cache", k_cache, ("num_blocks", "block_size", num_kv_heads, head_dim), CACHE_DTYPES, key.device)
-    check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key.device)
-    check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
-    for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_last_dim_contiguous(name, tensor)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check_scale(name, scale, num_kv_heads, key.device)
-    if k_cache.shape[1] == 0:
-        raise InvalidInputError("k_cache: block_size 0, expected at least 1")
-    check_writable("k_cache", k_cache)
-    check_writable("v_cache", v_cache)
-
-
-def slots_of(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> Ids:
-    """What slots must be: those of a cache, or negative."""
-    return Ids("slot_mapping", slot_mapping, None, k_cache.shape[0] * k_cache.shape[1] - 1)

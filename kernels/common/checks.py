@@ -24,9 +24,9 @@ def check_is_tensor(name: str, tensor: object) -> None:
         raise InvalidInputError(f"{name}: a view that negates, expected its resolve_neg()")
     try:
         has_memory = tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:  # torch.func's tensors and those of a trace stand for others
+    except RuntimeError:  # tensors of torch.func and of a trace only represent others
         has_memory = False
-    if not has_memory and tensor.device.type != "meta":  # of "meta" `use_triton` and `check_device` speak
+    if not has_memory and tensor.device.type != "meta":  # `use_triton` and `check_device` refuse "meta"
         raise InvalidInputError(f"{name}: {type(tensor).__name__} without memory, expected one with values (no vmap)")
 
 
@@ -98,19 +98,37 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < reach:
-                expected = "every element in a place of its own"
+                expected = "no two elements at one address"
                 raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected {expected}")
             reach += stride * (size - 1)
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, expected: Sequence[int | str], dtypes: Sequence[torch.dtype], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    expected: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
 ) -> None:
-    """`check_shape`, `check_dtype` and `check_device` in one call."""
+    """`check_shape`, `check_dtype` and, where a device is given, `check_device` in one call."""
     check_is_tensor(name, tensor)
     _check_shape(name, tensor, expected)
     _check_dtype(name, tensor, dtypes)
-    check_device(name, tensor, device)
+    if device is not None:
+        check_device(name, tensor, device)
+
+
+def output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A new tensor of this shape, dtype and device as `like`; or `out`, if it is such a one and contiguous.
+
+    Raises:
+        InvalidInputError: `out` is given, and another.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_tensor("out", out, shape, (like.dtype,), like.device)
+    check_contiguous("out", out)
+    return out
 
 
 def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Triton where it is installed; where it is not (macOS, CPU-only), names that let the kernel files load.
 
 Kernel files import `triton` and `tl` from here. Without Triton a launch raises UnsupportedError, and every public
-operation still works on CPU tensors through the PyTorch twins.
+operation still works on CPU tensors through the PyTorch implementations.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def decode_e4m3(bits, NATIVE: tl.constexpr = False):
     """The float16 values of uint8 codes, exact. NATIVE: the chip converts, see `has_native_e4m3`.
 
     In SASS for sm_90 an element takes half an instruction natively, else 5. There sign, exponent and mantissa move to
-    their places in a float16, whose exponent bias is 15: the result is 2^8 too small, subnormals included. Only NaN's
+    where a float16 has them, whose exponent bias is 15: the result is 2^8 too small, subnormals included. Only NaN's
     seven bits carry into the exponent's first bit when 1 is added to them, and that bit makes a NaN of it again.
     """
     if NATIVE:

@@ -1,4 +1,4 @@
-"""What stands between the two products of an MLP or an expert: an activation of the gate, times the other half."""
+"""The gated activation between the two products of an MLP or an expert: activation(gate) * up."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from paged.kernels.common.compat import tl, triton
 
 @triton.jit
 def _record(record_ptr, ticket_ptr, is_wrong, operation, argument, row, column, value, low, high):
-    """Store what is wrong, unless something is recorded already. The first field says that there is something."""
+    """Store what is wrong, unless there is a record already. The first field, written last, completes the record."""
     if is_wrong:
         is_first = tl.atomic_cas(ticket_ptr, 0, 1) == 0
         tl.store(record_ptr + 1, argument, mask=is_first)
@@ -95,7 +95,7 @@ def _check_sequences_kernel(
     KEYS_AT_ONCE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One sequence a program: where its queries stand, how long it is, and the blocks that its queries read."""
+    """One sequence a program: where its queries are, how long it is, and the blocks that its queries read."""
     seq = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
     end = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int64)

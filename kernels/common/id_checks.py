@@ -20,8 +20,7 @@ from paged.kernels.common.id_check_kernels import TOO_LONG, _check_ids_kernel, _
 _INT64_MIN = -(2**63)
 # Ids a program; a batch of 256 decodes over tables of 1,024 blocks is 256 programs of one step.
 LANES = 1024
-_OPERATIONS = ("", "paged_attention", "reshape_and_cache", "qk_norm_rope_and_cache", "rotary_embedding", "copy_blocks",
-               "add_lora", "fused_moe")  # fmt: skip
+# Of each checked operation the arguments that hold ids, in the order that the kernels number them.
 _ARGUMENTS = {
     "paged_attention": ("cu_seqlens_q", "cu_seqlens_q", "max_seqlen_q", "seq_lens", "block_table"),
     "reshape_and_cache": ("slot_mapping",),
@@ -31,6 +30,7 @@ _ARGUMENTS = {
     "add_lora": ("rows", "slots", "ranks"),
     "fused_moe": ("aligned.sorted_token_ids", "aligned.expert_ids", "aligned.num_tokens_post_padded"),
 }
+_OPERATIONS = ("", *_ARGUMENTS)
 
 
 class Ids(NamedTuple):
@@ -43,7 +43,7 @@ class Ids(NamedTuple):
 
 
 def checks_on_host(tensor: torch.Tensor, *, by_triton: bool) -> bool:
-    """Whether ids can be looked at without a wait: on a CPU; and by the PyTorch twins, which wait anyway."""
+    """Whether ids can be looked at without a wait: on a CPU; and by the PyTorch implementations, which wait anyway."""
     return tensor.device.type == "cpu" or not by_triton
 
 
@@ -65,7 +65,7 @@ def check_all_ids(operation: str, *arrays: Ids, by_triton: bool) -> None:
 
 
 def _value(scalar: torch.Tensor) -> int:
-    """A tensor's one element; on a CPU by NumPy, which waits for nothing and asks no dispatcher."""
+    """A tensor's one element; on a CPU by NumPy, without waiting and without PyTorch's dispatcher."""
     return int(scalar.numpy() if scalar.device.type == "cpu" else scalar)
 
 
@@ -95,12 +95,12 @@ def check_ids_on_device(operation: str, *arrays: Ids) -> None:
     if longest == 0:
         return
     arguments: dict[str, torch.Tensor | int | None] = {}
-    for place in range(3):
-        ids, low, high = flat[place] if place < len(flat) else (None, 0, 0)
-        arguments[f"ids_{place}_ptr"] = ids
-        arguments[f"num_{place}"] = 0 if ids is None else ids.numel()
-        arguments[f"low_{place}"] = _INT64_MIN if low is None else low
-        arguments[f"high_{place}"] = high
+    for index in range(3):
+        ids, low, high = flat[index] if index < len(flat) else (None, 0, 0)
+        arguments[f"ids_{index}_ptr"] = ids
+        arguments[f"num_{index}"] = 0 if ids is None else ids.numel()
+        arguments[f"low_{index}"] = _INT64_MIN if low is None else low
+        arguments[f"high_{index}"] = high
     _check_ids_kernel[(triton.cdiv(longest, LANES),)](
         **arguments,
         record_ptr=recorded.record,
@@ -220,7 +220,7 @@ def _indexed(device: torch.device | str | int | None) -> torch.device:
 class _Recorded:
     """Where the kernels on one device leave the first id out of range.
 
-    record: int64 [7] in pinned memory, which kernels write and the host reads as it likes, even after a kernel that
+    record: int64 [7] in pinned memory, which kernels write and the host reads at any time, even after a kernel that
     followed the id has ended the device's context: operation or 0, argument, row or -1, column, value, range. ticket:
     int32 [1] on the device, 1 where something is recorded.
     """
@@ -273,12 +273,12 @@ def _too_short(max_seqlen_q: int, longest: int, seq: int) -> InvalidInputError:
 
 
 def _refuse(name: str, index: list[int], value: int, low: int | None, high: int, where: str = "") -> NoReturn:
-    place = f"[{', '.join(map(str, index))}]" if index else ""
+    position = f"[{', '.join(map(str, index))}]" if index else ""
     if high < (0 if low is None else low):
         expected = "there is none"
     else:
         expected = f"{high} at most" if low is None else f"{low} to {high}"
-    raise InvalidInputError(f"{name}{place}: {value}, expected {expected}{where}")
+    raise InvalidInputError(f"{name}{position}: {value}, expected {expected}{where}")
 
 
 @functools.cache

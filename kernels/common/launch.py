@@ -1,15 +1,52 @@
-"""Launches that are repeated, without the search for the compiled kernel that each would begin with."""
+"""Launches: how much a program takes, strides as kernel arguments, and one kernel launched again and again."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
 
+from paged.kernels.common.compat import TensorDescriptor, triton
+
+
+def num_warps(block_size: int) -> int:
+    """Warps for a row of `block_size` elements: one for each 512 (16 a thread, two 16-byte loads of a 16-bit type)."""
+    return min(max(block_size // 512, 1), 16)
+
+
+def tile(num_rows: int, row_size: int) -> tuple[int, int]:
+    """Rows and columns, powers of two, of a program that reads two tensors: 1,024 elements of each at most.
+
+    In 4 warps every thread then takes 16 bytes of a 16-bit type from each tensor.
+    """
+    columns = min(triton.next_power_of_2(row_size), 1024)
+    return min(1024 // columns, triton.next_power_of_2(num_rows)), columns
+
+
+def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
+    """Kernel arguments `stride_<tensor>_<axis>` for each tensor's first axes, which `axes` names; 0 for None.
+
+    strides("token head", key=key) is {"stride_key_token": key.stride(0), "stride_key_head": key.stride(1)}.
+    """
+    return {
+        argument: step
+        for name, tensor in tensors.items()
+        for argument, step in zip(
+            _stride_names(name, axes), repeat(0) if tensor is None else tensor.stride(), strict=False
+        )
+    }
+
+
+@functools.cache
+def _stride_names(tensor: str, axes: str) -> tuple[str, ...]:
+    return tuple(f"stride_{tensor}_{axis}" for axis in axes.split())
+
 
 def signature(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
-    """What a tensor must have in common with another to take its place in a `Launch`."""
+    """What two tensors must have in common for a `Launch` to take one after the other."""
     if tensor is None:
         return None
     address = tensor.data_ptr()  # 0: an empty one, or one without memory, which the checks tell apart
@@ -42,7 +79,7 @@ class Launch:
         self._boxes = boxes or {}
         self._options = options
         self._ordered: list[Any] = []
-        self._places: list[tuple[int, str]] = []
+        self._positions: list[tuple[int, str]] = []
         self._run: Any = None
 
     def __call__(self, tensors: Mapping[str, Any]) -> None:
@@ -54,13 +91,13 @@ class Launch:
             tensors = {**tensors, **{name: _descriptor(tensors[name], box) for name, box in self._boxes.items()}}
         if self._run is not None:
             ordered = self._ordered.copy()
-            for place, name in self._places:
-                ordered[place] = tensors[name]
+            for position, name in self._positions:
+                ordered[position] = tensors[name]
             self._run(*ordered)
             return
         names = self._kernel.arg_names
-        self._places = [(place, name) for place, name in enumerate(names) if name in tensors]
-        arguments = self._arguments | {name: tensors[name] for _, name in self._places}
+        self._positions = [(position, name) for position, name in enumerate(names) if name in tensors]
+        arguments = self._arguments | {name: tensors[name] for _, name in self._positions}
         compiled = self._kernel[self._grid](**arguments, **self._options)
         if compiled is not None:  # the interpreter has nothing to keep
             # Without this call's tensors: a plan, which lives as long as its step, would keep its first layer's alive.
@@ -70,6 +107,4 @@ class Launch:
 
 def _descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> Any:
     """The whole tensor, fetched in such boxes; the copy engine fills with 0 what exceeds it."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box))

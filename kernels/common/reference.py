@@ -1,8 +1,8 @@
-"""What several operations share in float64: what tests, benchmarks and self-checks compare with.
+"""References: operations in float64, slow and obviously right, which tests, benchmarks and self-checks compare with.
 
-Slow and obviously right, with Python loops over the formula's own indices, never sharing code with the kernels or their
-PyTorch twins.
-All functions return new float64 (or integer) tensors on the CPU and change nothing.
+Those of a family are in its own `reference.py`; here is what several of them share. They are written with Python loops
+over the formula's own indices and share no code with the Triton kernels or the PyTorch implementations. Arguments are
+those of the operation, or fewer. All functions return new float64 (or integer) tensors on the CPU and change nothing.
 """
 
 from __future__ import annotations

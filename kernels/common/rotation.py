@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
@@ -9,6 +11,16 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import Ids
+from paged.kernels.common.launch import num_warps, strides
+
+
+@triton.jit
+def locate_token(positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS: tl.constexpr):
+    """Of a program: its token (int64), its block of heads, the token's cosines and sines, a block's heads (int64)."""
+    token = tl.program_id(0).to(tl.int64)
+    head_block = tl.program_id(1)
+    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
+    return token, head_block, cos_sin_ptr, tl.arange(0, BLOCK_HEADS).to(tl.int64)
 
 
 @triton.jit
@@ -75,6 +87,36 @@ def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, query: to
     rotary_dim, head_dim = cos_sin_cache.shape[1], query.shape[2]
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise InvalidInputError(f"cos_sin_cache: rotary_dim {rotary_dim}, expected an even number up to {head_dim}")
+
+
+def rotation_launch(
+    num_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and common arguments of the kernels that rotate: a program takes some heads of a token, q's or k's.
+
+    head_dim: elements that it takes of each.
+    """
+    rotary_dim, block_dim = cos_sin_cache.shape[1], triton.next_power_of_2(head_dim)
+    block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
+    grid = (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
+    return grid, {
+        "positions_ptr": positions.contiguous(),
+        "cos_sin_cache_ptr": cos_sin_cache,
+        **strides("position", cos_sin=cos_sin_cache),
+        "NUM_Q_HEADS": num_q_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "ROTARY_DIM": rotary_dim,
+        "INTERLEAVED": interleaved,
+        "BLOCK_HEADS": block_heads,
+        "BLOCK_PAIRS": triton.next_power_of_2(max(rotary_dim // 2, 1)),
+        "num_warps": num_warps(block_heads * block_dim),
+    }
 
 
 def positions_of(positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> Ids:

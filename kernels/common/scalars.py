@@ -34,7 +34,21 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
 
 def as_index(value: Any) -> int | None:
     """`value` as an int, or None where it is no integer; no more is checked."""
-    return value if type(value) is int else _whole(value)
+    if type(value) is int:
+        return value
+    if type(value).__name__ == "SymInt":  # of a graph that is being compiled: its bounds are those of its run
+        return value  # type: ignore[no-any-return]
+    try:
+        if isinstance(value, bool) or not _has_no_dimension(value):
+            return None
+        if hasattr(value, "tolist"):  # operator.index makes an int of a tensor that holds a bool
+            value = value.tolist()
+            return value if type(value) is int else None
+        return operator.index(value)
+    except MemoryError:
+        raise
+    except Exception:  # of a class of the caller's
+        return None
 
 
 def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _FLOAT32_MAX) -> float:
@@ -80,25 +94,8 @@ def shown(value: object) -> str:
     """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
     try:
         return _SHORT.repr(value)
-    except Exception:  # of a class of the caller's, too
-        return f"an object of type {type(value).__name__}"
-
-
-def _whole(value: Any) -> int | None:
-    """`value` as an int, or None where it is no integer."""
-    if type(value).__name__ == "SymInt":  # of a graph that is being compiled: its bounds are those of its run
-        return value  # type: ignore[no-any-return]
-    try:
-        if isinstance(value, bool) or not _has_no_dimension(value):
-            return None
-        if hasattr(value, "tolist"):  # operator.index makes an int of a tensor that holds a bool
-            value = value.tolist()
-            return value if type(value) is int else None
-        return operator.index(value)
-    except MemoryError:
-        raise
     except Exception:  # of a class of the caller's
-        return None
+        return f"an object of type {type(value).__name__}"
 
 
 def _dtype(value: Any) -> str:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
-    check_dtype,
-    check_eps,
-    check_tensor,
-    refuse_gradients,
-)
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, output, refuse_gradients
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.grid import num_warps
+from paged.kernels.common.launch import num_warps
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 from paged.kernels.layers.ops import ops
 
@@ -71,12 +65,7 @@ def rms_norm(
         ops.rms_norm_out(x, weight, out, eps)
         return out
     hidden_size, eps = _check(x, weight), check_eps(eps)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        check_tensor("out", out, x.shape, (x.dtype,), x.device)
-        if not out.is_contiguous():
-            raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
+    out = output(out, x.shape, x)
     if not use_triton(x):
         return torch_op.rms_norm(x, weight, eps, out=out)
     _launch(x.reshape(-1, hidden_size), None, weight, out.view(-1, hidden_size), eps)
@@ -88,7 +77,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In place: residual becomes residual + x, and x becomes rms_norm(residual); both are returned.
 
-    One pass over memory in place of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
+    One pass over memory instead of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
     [..., hidden_size] are contiguous and do not overlap.
 
     Raises:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
-    check_dtype,
     check_last_dim_contiguous,
-    check_shape,
     check_tensor,
     check_writable,
     refuse_gradients,
 )
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.grid import num_warps
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids
-from paged.kernels.common.rotation import check_rotary, heads_per_program, positions_of, rotate_heads
+from paged.kernels.common.launch import strides
+from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 from paged.kernels.common.torch_ops import rotary_embedding as torch_op
 from paged.kernels.layers.ops import ops
@@ -42,50 +40,24 @@ def _rotary_embedding_kernel(
     BLOCK_PAIRS: tl.constexpr,
 ):
     """One program rotates BLOCK_HEADS heads of a token, in place: first the query's blocks of heads, then the key's."""
-    token = tl.program_id(0).to(tl.int64)
-    head_block = tl.program_id(1)
+    token, head_block, cos_sin_ptr, offs_head = locate_token(
+        positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
+    )
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
-    offs_head = tl.arange(0, BLOCK_HEADS).to(tl.int64)
     # Passing ROTARY_DIM for HEAD_DIM leaves what lies beyond it alone.
     if head_block < q_blocks:
         row_ptr = query_ptr + token * stride_query_token
         rotate_heads(
-            x_ptr=row_ptr,
-            out_ptr=row_ptr,
-            weight_ptr=None,
-            cos_sin_ptr=cos_sin_ptr,
-            inverse_scale=None,
-            eps=0.0,
-            stride_x_head=stride_query_head,
-            stride_out_head=stride_query_head,
-            heads=head_block * BLOCK_HEADS + offs_head,
-            NUM_HEADS=NUM_Q_HEADS,
-            HEAD_DIM=ROTARY_DIM,
-            ROTARY_DIM=ROTARY_DIM,
-            INTERLEAVED=INTERLEAVED,
-            BLOCK_PAIRS=BLOCK_PAIRS,
-            BLOCK_REST=0,
-        )
+            row_ptr, row_ptr, None, cos_sin_ptr, None, 0.0, stride_query_head, stride_query_head,
+            head_block * BLOCK_HEADS + offs_head, NUM_Q_HEADS, ROTARY_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, 0,
+        )  # fmt: skip
     elif key_ptr is not None:
         row_ptr = key_ptr + token * stride_key_token
         rotate_heads(
-            x_ptr=row_ptr,
-            out_ptr=row_ptr,
-            weight_ptr=None,
-            cos_sin_ptr=cos_sin_ptr,
-            inverse_scale=None,
-            eps=0.0,
-            stride_x_head=stride_key_head,
-            stride_out_head=stride_key_head,
-            heads=(head_block - q_blocks) * BLOCK_HEADS + offs_head,
-            NUM_HEADS=NUM_KV_HEADS,
-            HEAD_DIM=ROTARY_DIM,
-            ROTARY_DIM=ROTARY_DIM,
-            INTERLEAVED=INTERLEAVED,
-            BLOCK_PAIRS=BLOCK_PAIRS,
-            BLOCK_REST=0,
-        )
+            row_ptr, row_ptr, None, cos_sin_ptr, None, 0.0, stride_key_head, stride_key_head,
+            (head_block - q_blocks) * BLOCK_HEADS + offs_head, NUM_KV_HEADS, ROTARY_DIM, ROTARY_DIM, INTERLEAVED,
+            BLOCK_PAIRS, 0,
+        )  # fmt: skip
 
 
 def rotary_embedding(
@@ -117,8 +89,7 @@ def rotary_embedding(
     if torch.compiler.is_dynamo_compiling():
         ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
         return query, key
-    check_shape("query", query, ("num_tokens", "num_q_heads", "head_dim"))
-    check_dtype("query", query, *FLOAT_DTYPES)
+    check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
     check_last_dim_contiguous("query", query)
     check_writable("query", query)
     num_tokens, num_q_heads, head_dim = query.shape
@@ -132,30 +103,13 @@ def rotary_embedding(
         torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
         return query, key
     check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
-    num_kv_heads = 0 if key is None else key.shape[1]
-    rotary_dim = cos_sin_cache.shape[1]
+    num_kv_heads, rotary_dim = 0 if key is None else key.shape[1], cos_sin_cache.shape[1]
     if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
         return query, key
-    block_dim = triton.next_power_of_2(rotary_dim)
-    block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
-    _rotary_embedding_kernel[
-        (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
-    ](
-        positions_ptr=positions.contiguous(),
-        query_ptr=query,
-        key_ptr=key,
-        cos_sin_cache_ptr=cos_sin_cache,
-        stride_query_token=query.stride(0),
-        stride_query_head=query.stride(1),
-        stride_key_token=0 if key is None else key.stride(0),
-        stride_key_head=0 if key is None else key.stride(1),
-        stride_cos_sin_position=cos_sin_cache.stride(0),
-        NUM_Q_HEADS=num_q_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        ROTARY_DIM=rotary_dim,
-        INTERLEAVED=interleaved,
-        BLOCK_HEADS=block_heads,
-        BLOCK_PAIRS=block_dim // 2,
-        num_warps=num_warps(block_heads * block_dim),
+    grid, arguments = rotation_launch(
+        num_tokens, num_q_heads, num_kv_heads, rotary_dim, positions, cos_sin_cache, interleaved
+    )
+    _rotary_embedding_kernel[grid](
+        query_ptr=query, key_ptr=key, **strides("token head", query=query, key=key), **arguments
     )
     return query, key

@@ -1,15 +1,15 @@
-"""The gated SiLU between the two projections of an MLP, and other gated activations in its place."""
+"""The gated SiLU between the two projections of an MLP, and other gated activations."""
 
 from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_tensor, refuse_gradients
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, output, refuse_gradients
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
-from paged.kernels.common.grid import num_warps, tile
+from paged.kernels.common.launch import num_warps, tile
 from paged.kernels.layers.ops import ops
 from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
 
@@ -42,7 +42,7 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
 
     Args:
         x: [..., 2 * size], the gate then up, float32, float16 or bfloat16, any strides.
-        activation: another one in place of SiLU, as in `fused_moe`.
+        activation: another one than SiLU, as in `fused_moe`.
         out: [..., size], dtype of x, contiguous; made when not given.
 
     Raises:
@@ -60,13 +60,7 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
     size = x.shape[-1] // 2
-    shape = (*x.shape[:-1], size)
-    if out is None:
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    else:
-        check_tensor("out", out, shape, (x.dtype,), x.device)
-        if not out.is_contiguous():
-            raise InvalidInputError(f"out: strides {out.stride()}, expected a contiguous tensor")
+    out = output(out, (*x.shape[:-1], size), x)
     if not use_triton(x):
         return torch_op.silu_and_mul(x, activation, out=out)
     if out.numel() == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     check_device,
     check_is_tensor,
@@ -14,7 +13,7 @@ from paged.kernels.common.checks import (
     refuse_gradients,
 )
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
+from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids
@@ -35,7 +34,7 @@ def _lora_shrink_kernel(
     rows_ptr,  # [num_blocks, BLOCK_M] int32
     slots_ptr,  # [num_blocks] int32
     shrunk_ptr,  # [num_splits, num_blocks * BLOCK_M, NUM_PARTS * max_rank] float32
-    num_places,  # num_blocks * BLOCK_M
+    num_positions,  # num_blocks * BLOCK_M
     stride_x_row,
     max_rank,
     K,
@@ -58,10 +57,10 @@ def _lora_shrink_kernel(
     rank = tl.load(ranks_ptr + matrix)
     if first_r >= rank:
         return
-    places = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Places without a row compute row 0, and rows of A beyond the rank compute the first: no masks in the loop, and
+    positions = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Positions without a row compute row 0, and rows of A beyond the rank compute the first: no masks in the loop, and
     # nothing of either is used.
-    rows = tl.maximum(tl.load(rows_ptr + places), 0).to(tl.int64)
+    rows = tl.maximum(tl.load(rows_ptr + positions), 0).to(tl.int64)
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_k = tl.program_id(2) * split_size + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + rows[:, None] * stride_x_row + offs_k[None, :]
@@ -77,7 +76,7 @@ def _lora_shrink_kernel(
             a = tl.load(a_ptrs + start, mask=offs_k[:, None] < K - start, other=0.0)
         acc = dot(x, a, acc)
     width = NUM_PARTS * max_rank
-    shrunk_ptrs = shrunk_ptr + (tl.program_id(2) * num_places + places)[:, None] * width + part * max_rank
+    shrunk_ptrs = shrunk_ptr + (tl.program_id(2) * num_positions + positions)[:, None] * width + part * max_rank
     tl.store(shrunk_ptrs + offs_r[None, :], acc, mask=offs_r[None, :] < rank)
 
 
@@ -90,7 +89,7 @@ def _lora_expand_kernel(
     rows_ptr,  # [num_blocks, BLOCK_M] int32
     slots_ptr,  # [num_blocks] int32
     out_ptr,  # [num_rows, N_0 + N_1 + N_2]
-    num_places,  # num_blocks * BLOCK_M
+    num_positions,  # num_blocks * BLOCK_M
     stride_out_row,
     max_rank,
     N_0: tl.constexpr,
@@ -119,7 +118,7 @@ def _lora_expand_kernel(
     rank = tl.load(ranks_ptr + matrix)
     if rank == 0:
         return
-    places = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    positions = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = first_n + tl.arange(0, BLOCK_N)
     is_column = columns < end_n
     width = NUM_PARTS * max_rank
@@ -127,15 +126,15 @@ def _lora_expand_kernel(
     for first_r in range(0, rank, BLOCK_R):
         offs_r = first_r + tl.arange(0, BLOCK_R)
         is_rank = offs_r < rank
-        shrunk_ptrs = shrunk_ptr + places[:, None] * width + part * max_rank + offs_r[None, :]
+        shrunk_ptrs = shrunk_ptr + positions[:, None] * width + part * max_rank + offs_r[None, :]
         shrunk = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for split in tl.static_range(NUM_SPLITS):
-            offset = num_places.to(tl.int64) * split * width
+            offset = num_positions.to(tl.int64) * split * width
             shrunk += tl.load(shrunk_ptrs + offset, mask=is_rank[None, :], other=0.0)
         b_ptrs = b_ptr + (slot.to(tl.int64) * max_rank + offs_r)[:, None] * N + columns[None, :]
         b = tl.load(b_ptrs, mask=is_rank[:, None] & is_column[None, :], other=0.0)
         acc = dot(shrunk.to(b.dtype), b, acc)
-    rows = tl.load(rows_ptr + places)
+    rows = tl.load(rows_ptr + positions)
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * stride_out_row + columns[None, :]
     mask = (rows >= 0)[:, None] & is_column[None, :]
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) + tl.load(scales_ptr + matrix) * acc
@@ -184,9 +183,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     )
     if launches is None:
         if not by_triton:
-            return torch_op.add_lora(
-                out, x, weights.a, weights.b, weights.ranks, weights.scales, weights.part_sizes, batch.rows, batch.slots
-            )
+            return torch_op.add_lora(out, x, weights, batch)
         if batch.rows.numel() == 0:
             return out
         launches = batch.launches[key] = _prepare(out, x, weights, batch)
@@ -225,7 +222,7 @@ def _prepare(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
         "rows_ptr": batch.rows,
         "slots_ptr": batch.slots,
         "shrunk_ptr": x.new_empty((shrink.num_splits, num_blocks * block_m, num_parts * max_rank), dtype=torch.float32),
-        "num_places": num_blocks * block_m,
+        "num_positions": num_blocks * block_m,
         "max_rank": max_rank,
         "NUM_PARTS": num_parts,
         "BLOCK_M": block_m,

@@ -18,14 +18,14 @@ FEW_ROWS, MANY_ROWS = 16, 64
 
 @dataclass(frozen=True, eq=False)
 class LoraBatch:
-    """Rows in blocks of one adapter each; rows without an adapter stand in none.
+    """Rows in blocks of one adapter each; rows without an adapter are in none.
 
-    rows: int32 [num_blocks, rows_per_block], contiguous; -1 is a place without a row, and no row stands twice.
+    rows: int32 [num_blocks, rows_per_block], contiguous; -1 where there is no row, and no row appears twice.
     slots: int32 [num_blocks], where the weights of a block's adapter lie; a block of -1 is padding, and skipped.
     launches: what layers of one shape launch over this batch, prepared by the first of them.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or on a CPU a row stands twice.
+        InvalidInputError: shapes, dtypes, devices or strides do not fit, or on a CPU a row appears twice.
     """
 
     rows: torch.Tensor
@@ -43,7 +43,7 @@ class LoraBatch:
             is_twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
             if is_twice.any():
                 row = int(ordered[1:][is_twice][0])
-                raise InvalidInputError(f"rows: row {row} stands twice, expected every row once at most")
+                raise InvalidInputError(f"rows: row {row} appears twice, expected every row once at most")
 
     @staticmethod
     def group(slots: torch.Tensor) -> LoraBatch:
@@ -61,7 +61,7 @@ class LoraBatch:
         present, counts = ordered.unique_consecutive(return_counts=True)
         size = FEW_ROWS if len(adapted) <= FEW_ROWS * len(present) else MANY_ROWS
         blocks = (counts + size - 1) // size
-        # The rows of one adapter follow each other; the places of the next one begin with a block of its own.
+        # The rows of one adapter follow each other; those of the next one begin with a block of their own.
         skipped = (blocks.cumsum(0) - blocks) * size - (counts.cumsum(0) - counts)
         rows = torch.full((int(blocks.sum()), size), -1, dtype=torch.int32)
         rows.view(-1)[torch.arange(len(adapted)) + skipped.repeat_interleave(counts)] = adapted[order].int()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from paged.kernels.common.device import Device
 
-# More pieces would cost the second product more than the first one gains: it adds them up for every tile of columns.
+# More splits would cost the second product more than the first one gains: it adds them up for every tile of columns.
 _MAX_SPLITS = 8
 
 
 @dataclass(frozen=True)
 class ShrinkTile:
-    """A x: a program computes a block of rows by block_r ranks of one part, over one of num_splits pieces of x."""
+    """A x: a program computes a block of rows by block_r ranks of one part, over one of num_splits column ranges."""
 
     block_r: int
     block_k: int
@@ -43,7 +43,7 @@ def shrink_tile(
     """Tile of the first product for `num_blocks` blocks of `block_m` rows, `element_size` bytes an element.
 
     A decode step of 8 adapters of rank 16 has 8 to 24 programs, each of which would read 128 KB of a row of 4096 by
-    itself: x is cut until there are two programs an SM, as far as each piece is two steps long.
+    itself: x is cut until there are two programs an SM, as far as each split is two steps long.
     """
     # 16 ranks a program where few rows are all there is, so that the common ranks of 8 and 16 read nothing twice; with
     # 32, many rows are read half as often. Rows of 256 bytes keep a step's loads long; with 64 rows they spill in
@@ -52,7 +52,7 @@ def shrink_tile(
     block_k = 256 // element_size
     if block_m > 16 and (element_size == 4 or in_features % 16):
         block_k = 32
-    # Pieces of 64 rows are large: two of them.
+    # Splits of 64 rows have large results: two of them.
     max_splits = _MAX_SPLITS if block_m <= 16 else 2
     programs = num_blocks * num_parts * -(-max_rank // block_r)
     num_splits = 1

@@ -1,8 +1,4 @@
-"""Adapters in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
-
-Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
-All functions return new float64 (or integer) tensors on the CPU and change nothing.
-"""
+"""Adapters in float64; see `kernels.common.reference` for what references are."""
 
 from __future__ import annotations
 

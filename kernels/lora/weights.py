@@ -25,7 +25,7 @@ class LoraWeights:
     ranks: int32 [num_slots, num_parts], contiguous; 0 where the adapter leaves the part alone.
     scales: float32 [num_slots, num_parts], contiguous.
     part_sizes: out_features of each part, up to three.
-    signature: what weights must have in common to take each other's place in a launch.
+    signature: what weights must have in common for one prepared launch to serve them.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.

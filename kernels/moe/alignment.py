@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ class MoeAlignment(NamedTuple):
 
 def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
     """Blocks that `num_entries` routed entries can need, however they are spread: every expert in use may leave
-    block_size - 1 places of its last block empty, and no more experts than entries are in use."""
+    block_size - 1 slots of its last block empty, and no more experts than entries are in use."""
     return -(-(num_entries + min(num_experts, num_entries) * (block_size - 1)) // block_size)
 
 
@@ -30,3 +30,8 @@ def new_alignment(num_entries: int, block_size: int, num_experts: int, device: t
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
     return MoeAlignment(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+def map_arguments(expert_map: torch.Tensor | None) -> dict[str, Any]:
+    """The map as kernels take it."""
+    return {"expert_map_ptr": expert_map, "num_mapped": 0 if expert_map is None else expert_map.numel()}

@@ -1,11 +1,21 @@
-"""Tile sizes of the two grouped GEMMs of the fused MoE: a tuned table where there is one, else a pure function."""
+"""Tile sizes of the two grouped GEMMs of the fused MoE: from a tuned table where there is one, else a pure function.
+
+A table is a JSON file in `configs/` for one set of weights on one device, written by `bench.moe.tune`.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
 
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, Device
 
+FOLDER = Path(__file__).parent / "configs"
 # Entries at most a quarter of the experts: few experts then have two, which share their weights in the L2 cache, so
 # that sorting entries by expert has nothing to save. The same bound as vLLM's.
 GEMV_EXPERTS_PER_ENTRY = 4
@@ -58,8 +68,47 @@ def takes_gemv(shape: MoeShape, *, is_quantized: bool = False) -> bool:
     return not is_quantized and shape.num_entries * GEMV_EXPERTS_PER_ENTRY <= shape.num_experts
 
 
+def moe_tiles(shape: MoeShape, dtype: torch.dtype, device: Device) -> MoeTiles:
+    """The tiles tuned for the number of tokens nearest to that of `shape`, or `fallback_tiles` where there is no table.
+
+    Logs once which file is missing.
+    """
+    return _tiles(shape, str(dtype).removeprefix("torch."), device, FOLDER)
+
+
+def table_name(num_experts: int, intermediate_size: int, device_name: str, dtype: str) -> str:
+    """The file of a table, named as in vLLM and SGLang."""
+    return f"E={num_experts},N={intermediate_size},device_name={device_name.replace(' ', '_')},dtype={dtype}.json"
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(shape: MoeShape, dtype: str, device: Device, folder: Path) -> MoeTiles:
+    if device.name:
+        table = load_table(folder / table_name(shape.num_experts, shape.intermediate_size, device.name, dtype))
+        if table:
+            return table[min(table, key=lambda num_entries: abs(num_entries - shape.num_entries))]
+    return fallback_tiles(shape, device)
+
+
+@functools.cache
+def load_table(path: Path) -> dict[int, MoeTiles]:
+    """Number of entries (tokens times experts a token) -> tiles; empty, with a message, where there is no such file."""
+    if not path.exists():
+        logging.getLogger(__name__).warning(
+            "no tuned MoE tiles in %s: tiles come from the shape; `python -m paged.bench.moe.tune` writes it",
+            path,
+        )
+        return {}
+    table = json.loads(path.read_text())
+    top_k = int(table["top_k"])
+    return {
+        int(num_tokens) * top_k: MoeTiles(*(MoeTile(**row[name]) for name in ("gate_up", "down")))
+        for num_tokens, row in table["tiles"].items()
+    }
+
+
 def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
-    """Tiles for shapes that nobody tuned, from what the compiler reports and from counting bytes.
+    """Tiles for shapes without a table, from what the compiler reports and from counting bytes.
 
     The rows of a tile change where vLLM 0.33's tuned table for 128 experts on an H200 changes: at 12, 24 and 48 entries
     an expert, the middles between its rows. Of 12 entries on average one expert in ten has more than 16.
@@ -78,8 +127,8 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
 def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_native: bool) -> MoeTile:
     """The tile for weights of which group_k columns share a scale; is_native: 8-bit numbers are multiplied as such.
 
-    A step stays within a group and has 128 bytes of a row. Its product stands beside the sum, so 128 columns are the
-    most that registers hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
+    A step stays within a group and has 128 bytes of a row. Its product takes registers besides the sum, so 128 columns
+    are the most they hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
     """
     depth = 128 if is_native else 64
     block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)
@@ -99,7 +148,7 @@ def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
     columns and as many up columns, so that the first GEMM's width counts twice.
 
     For 16 rows mma.sync and wgmma on swapped operands take 22 instructions a KB of weights alike. For 32 swapping takes
-    24 in place of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
+    24 instead of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
     """
     if shape.entries_per_expert > 12:
         swap_ab = device.arch in LARGE_SHARED_MEMORY

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
+    check_contiguous,
     check_is_tensor,
     check_last_dim_contiguous,
     check_shape,
@@ -14,21 +14,20 @@ from paged.kernels.common.checks import (
     check_writable,
     refuse_gradients,
 )
-from paged.kernels.common.device import device_of
+from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation
 from paged.kernels.common.id_checks import Ids, check_all_ids
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks
-from paged.kernels.moe.config import MoeShape, takes_gemv
+from paged.kernels.moe.config import MoeShape, moe_tiles, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.gemv import moe_gemv
 from paged.kernels.moe.moe_align_block_size import check_expert_map, moe_align_block_size
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.sum import moe_sum
-from paged.kernels.moe.table import moe_tiles
 from paged.kernels.moe.torch_ops import fused_moe as torch_op
-from paged.kernels.moe.weights import ExpertLinear, MoeOptions, check_weights
+from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_weights
 
 
 def fused_moe(
@@ -62,8 +61,8 @@ def fused_moe(
             rows of w1 and w2 behind the others that every token names, see `route_tokens`.
         activation: "silu" and "gelu", or "gelu_tanh" for its approximation, of the gate, times up; "swiglu_oai" for
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
-        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where it lives elsewhere: it
-            costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
+        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where another rank holds it:
+            it costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
             are rows.
         out: like hidden_states, written in place; made when not given.
         w1_bias, w2_bias: [num_experts, 2 * intermediate_size] in the order of w1's rows and [num_experts, hidden_size],
@@ -100,17 +99,16 @@ def fused_moe(
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
     interleaved = as_bool("interleaved", interleaved)
-    num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
-    routes = (topk_weights, topk_ids, expert_map)
-    options: MoeOptions = {"activation": activation, "interleaved": interleaved}
+    call = MoeCall(hidden_states, gate_up, down, topk_weights, topk_ids, expert_map, out, activation, interleaved)
     if hidden_states.numel() == 0:
         return out
     if not use_triton(hidden_states):
-        return torch_op.fused_moe(hidden_states, gate_up, down, *routes, out, **options)
+        return torch_op.fused_moe(call)
     num_tokens, top_k = topk_ids.shape
+    num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
     shape = _shape(num_tokens, top_k, down, hidden_states.dtype, expert_map)
-    if takes_gemv(shape, is_quantized=bool(gate_up.format or down.format)):
-        moe_gemv(hidden_states, gate_up, down, *routes, out, **options)
+    if takes_gemv(shape, is_quantized=call.is_quantized):
+        moe_gemv(call)
         return out
     tiles = moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
     if aligned is None:
@@ -118,7 +116,16 @@ def fused_moe(
     else:
         _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, num_experts)
     activated = hidden_states.new_empty((topk_ids.numel(), intermediate_size))
-    expert_gemm(hidden_states, gate_up, activated, aligned, tiles.gate_up, entries_per_row=top_k, **options)
+    expert_gemm(
+        hidden_states,
+        gate_up,
+        activated,
+        aligned,
+        tiles.gate_up,
+        activation=activation,
+        interleaved=interleaved,
+        entries_per_row=top_k,
+    )
     parts = hidden_states.new_empty((topk_ids.numel(), hidden_size))
     expert_gemm(activated, down, parts, aligned, tiles.down, entry_weights=topk_weights)
     moe_sum(parts, topk_weights, topk_ids, num_experts, expert_map, out)
@@ -134,7 +141,7 @@ def moe_block_size(
     w2_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> int | None:
-    """Entries a block that `fused_moe` wants for so many tokens; None where it takes no alignment.
+    """Entries a block of the alignment that `fused_moe` takes for so many tokens; None where it takes none.
 
     dtype: of hidden_states, that of w2 when not given.
     """
@@ -175,9 +182,8 @@ def _check(
     check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
     check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), device)
     check_last_dim_contiguous("hidden_states", hidden_states)
-    for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
-        if not tensor.is_contiguous():
-            raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")
+    check_contiguous("topk_weights", topk_weights)
+    check_contiguous("topk_ids", topk_ids)
 
 
 def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
@@ -195,7 +201,7 @@ def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: in
             f"aligned: sizes {given}, expected {sizes}, those of {num_entries} entries of {num_experts} experts in "
             f"blocks of {block_size}"
         )
-    # An entry of num_entries is a place left free, a block of -1 is not in use.
+    # num_entries stands for an empty slot of a block, -1 for a block that is not in use.
     ranges = (0, num_entries), (-1, num_experts - 1), (0, sizes[0])
     ids = [
         Ids(f"aligned.{name}", each, *ends) for name, each, ends in zip(aligned._fields, aligned, ranges, strict=True)

@@ -1,4 +1,15 @@
-"""The grouped GEMM of the fused MoE: blocks of one expert's entries by columns of that expert's weights."""
+"""The grouped GEMM of the fused MoE: many matrix products at once, one for each expert that any token chose.
+
+An entry is one token with one of its experts. `moe_align_block_size` sorts entries by expert and pads each expert's to
+whole blocks of BLOCK_M, so a block needs the weights of a single expert. A program multiplies one block by BLOCK_N
+columns of that expert's weights: it gathers the rows of x that the block's entries name, walks along K in steps of
+BLOCK_K, accumulates in float32, and stores each row at its entry's row of the output. Sizes of the launch are upper
+bounds known to the host; programs beyond the blocks in use return at once.
+
+The first product of `fused_moe` computes gate and up columns in one program and applies the activation in registers;
+the second multiplies each row by its routing weight, and `sum.py` adds up a token's rows. Tiles come from `config.py`;
+`gemv.py` is the way for a few tokens, `quantize_token_groups.py` what e4m3 weights need of x.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +22,7 @@ from paged.kernels.common.device import device_of
 from paged.kernels.common.dot import dot
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3
 from paged.kernels.common.gated_activation import gated_activation
+from paged.kernels.common.launch import strides
 from paged.kernels.moe.alignment import MoeAlignment
 from paged.kernels.moe.config import MoeTile, quantized_tile
 from paged.kernels.moe.quantize_token_groups import quantize_token_groups
@@ -190,9 +202,8 @@ def expert_gemm(
         expert_ids_ptr=aligned.expert_ids,
         num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
         num_entries=num_entries,
-        stride_x_row=x.stride(0),
-        stride_w_expert=w.stride(0),
-        stride_w_row=w.stride(1),
+        **strides("row", x=x),
+        **strides("expert row", w=w),
         K=x.shape[1],
         N=num_columns,
         EVEN_K=is_even,

@@ -5,12 +5,12 @@ Two launches, no partial results: the second product adds up a token's experts i
 
 from __future__ import annotations
 
-import torch
-
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.gated_activation import gated_activation
+from paged.kernels.common.launch import strides
+from paged.kernels.moe.alignment import map_arguments
 from paged.kernels.moe.moe_align_block_size import expert_rows
-from paged.kernels.moe.weights import ExpertLinear
+from paged.kernels.moe.weights import MoeCall
 
 
 @triton.jit
@@ -114,44 +114,31 @@ def _down_gemv_kernel(
     tl.store(out_ptr + token * stride_out_token + columns, out, mask=columns < N)
 
 
-def moe_gemv(
-    hidden_states: torch.Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    activation: str,
-    interleaved: bool,
-) -> None:
-    """`fused_moe` of a few tokens, into `out`."""
-    num_tokens, top_k = topk_ids.shape
+def moe_gemv(call: MoeCall) -> None:
+    """`fused_moe` of a few tokens, into `call.out`."""
+    gate_up, down, (num_tokens, top_k) = call.gate_up, call.down, call.topk_ids.shape
     num_experts, hidden_size, intermediate_size = down.w.shape
-    activated = hidden_states.new_empty((num_tokens * top_k, intermediate_size))
+    activated = call.hidden_states.new_empty((num_tokens * top_k, intermediate_size))
     routes = {
-        "ids_ptr": topk_ids,
-        "expert_map_ptr": expert_map,
-        "num_mapped": 0 if expert_map is None else expert_map.numel(),
+        "ids_ptr": call.topk_ids,
+        **map_arguments(call.expert_map),
         "NUM_EXPERTS": num_experts,
         "TOP_K": top_k,
     }
     # 64 elements a thread of 4 warps, 16 KB of bfloat16 in flight: at 3 programs an SM (127 registers) more than the
-    # 33 KB that 4.3 TB/s at a microsecond of latency ask of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
+    # 33 KB that 4.3 TB/s at a microsecond of latency require of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
     # programs here and 512 below, each of which has few steps: splitting the depth has nothing to add.
     _gate_up_gemv_kernel[(num_tokens * top_k, triton.cdiv(intermediate_size, 8))](
-        x_ptr=hidden_states,
+        x_ptr=call.hidden_states,
         w_ptr=gate_up.w,
         bias_ptr=gate_up.bias,
         out_ptr=activated,
-        stride_x_token=hidden_states.stride(0),
-        stride_w_expert=gate_up.w.stride(0),
-        stride_w_row=gate_up.w.stride(1),
+        **strides("token", x=call.hidden_states),
+        **strides("expert row", w=gate_up.w),
         K=hidden_size,
         N=intermediate_size,
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
+        ACTIVATION=call.activation,
+        INTERLEAVED=call.interleaved,
         BLOCK_N=8,
         BLOCK_K=512,
         **routes,
@@ -163,11 +150,10 @@ def moe_gemv(
         x_ptr=activated,
         w_ptr=down.w,
         bias_ptr=down.bias,
-        weights_ptr=topk_weights,
-        out_ptr=out,
-        stride_w_expert=down.w.stride(0),
-        stride_w_row=down.w.stride(1),
-        stride_out_token=out.stride(0),
+        weights_ptr=call.topk_weights,
+        out_ptr=call.out,
+        **strides("expert row", w=down.w),
+        **strides("token", out=call.out),
         K=intermediate_size,
         N=hidden_size,
         BLOCK_E=block_e,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import check_dtype, check_tensor
+from paged.kernels.common.checks import check_contiguous, check_dtype, check_tensor
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment
+from paged.kernels.moe.alignment import MoeAlignment, map_arguments, max_num_blocks, new_alignment
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import MAX_EXPERTS
 from paged.kernels.moe.torch_ops import moe_align_block_size as torch_op
 
 # Entries a tile: 16 a thread of 4 warps.
 _TILE = 2048
-# Parts the entries are cut into at the most: every program reads the counts of all parts and experts, and 16 x 512 of
-# them are still one load of 64 a thread; 16 x 128 programs fill 132 SMs.
+# Chunks that the entries are cut into at most: every program reads the counts of all chunks and experts, and 16 x 512
+# of them are still one load of 64 a thread; 16 x 128 programs fill 132 SMs.
 _MAX_CHUNKS = 16
 
 
@@ -34,18 +34,18 @@ def _count_kernel(
     topk_ids_ptr,  # [num_entries]
     expert_map_ptr,  # [num_mapped], or None
     counts_ptr,  # [num_chunks, NUM_EXPERTS]
-    sorted_token_ids_ptr,  # [num_places]
+    sorted_token_ids_ptr,  # [max_num_tokens_padded]
     expert_ids_ptr,  # [max_num_blocks]
     num_entries,
     num_mapped,
-    num_places,
+    max_num_tokens_padded,
     max_num_blocks,
     chunk_size,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Count each expert's entries of one chunk, and fill a share of the results with the values of unused places."""
+    """Count each expert's entries of one chunk, and fill a share of the results with the values of unused slots."""
     chunk = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     counts = tl.zeros((BLOCK_E,), tl.int32)
@@ -55,10 +55,10 @@ def _count_kernel(
         rows = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS)
         counts += tl.histogram(rows, BLOCK_E, mask=rows >= 0)
     tl.store(counts_ptr + chunk * NUM_EXPERTS + experts, counts, mask=experts < NUM_EXPERTS)
-    for start in range(chunk * TILE, num_places, tl.num_programs(0) * TILE):
-        places = start + tl.arange(0, TILE)
-        tl.store(sorted_token_ids_ptr + places, num_entries, mask=places < num_places)
-        tl.store(expert_ids_ptr + places, -1, mask=places < max_num_blocks)
+    for start in range(chunk * TILE, max_num_tokens_padded, tl.num_programs(0) * TILE):
+        offsets = start + tl.arange(0, TILE)
+        tl.store(sorted_token_ids_ptr + offsets, num_entries, mask=offsets < max_num_tokens_padded)
+        tl.store(expert_ids_ptr + offsets, -1, mask=offsets < max_num_blocks)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _place_kernel(
     topk_ids_ptr,  # [num_entries]
     expert_map_ptr,  # [num_mapped], or None
     counts_ptr,  # [num_chunks, NUM_EXPERTS]
-    sorted_token_ids_ptr,  # [num_places]
+    sorted_token_ids_ptr,  # [max_num_tokens_padded]
     expert_ids_ptr,  # [max_num_blocks]
     num_tokens_post_padded_ptr,  # [1]
     num_entries,
@@ -79,7 +79,7 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Place one expert's entries of one chunk behind those of smaller experts and earlier chunks.
+    """Store one expert's entries of one chunk behind those of smaller experts and earlier chunks.
 
     Everything is counted, nothing is claimed by an atomic, so the order is that of the entries in every run.
     """
@@ -105,14 +105,14 @@ def _place_kernel(
         blocks = start + tl.arange(0, TILE)
         tl.store(expert_ids_ptr + blocks, expert, mask=blocks < end)
 
-    place = first_block * BLOCK_SIZE + num_before
+    position = first_block * BLOCK_SIZE + num_before
     for start in range(0, chunk_size, TILE):
         entries = chunk * chunk_size + start + tl.arange(0, TILE)
         ids = tl.load(topk_ids_ptr + entries, mask=entries < num_entries, other=-1)
         chosen = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS) == expert
         ranks = tl.cumsum(chosen.to(tl.int32), axis=0)
-        tl.store(sorted_token_ids_ptr + place + ranks - 1, entries, mask=chosen)
-        place += tl.max(ranks, axis=0)
+        tl.store(sorted_token_ids_ptr + position + ranks - 1, entries, mask=chosen)
+        position += tl.max(ranks, axis=0)
 
 
 def moe_align_block_size(
@@ -126,7 +126,7 @@ def moe_align_block_size(
         topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
         block_size: entries a block, at least 1.
         num_experts: at least 1.
-        expert_map: int32 [num_global_experts], contiguous: what to take in place of each id, -1 or anything else
+        expert_map: int32 [num_global_experts], contiguous: the expert meant by each id, -1 or anything else
             outside [0, num_experts) for no expert; ids outside of it are no expert.
 
     Returns:
@@ -141,8 +141,7 @@ def moe_align_block_size(
     if torch.compiler.is_dynamo_compiling():
         return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
     check_dtype("topk_ids", topk_ids, torch.int32)
-    if not topk_ids.is_contiguous():
-        raise InvalidInputError(f"topk_ids: strides {topk_ids.stride()}, expected a contiguous tensor")
+    check_contiguous("topk_ids", topk_ids)
     block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
     check_sizes("num_experts", block_size, num_experts)
     num_entries, device = topk_ids.numel(), topk_ids.device
@@ -158,12 +157,11 @@ def moe_align_block_size(
     aligned = new_alignment(num_entries, block_size, num_experts, device)
     arguments = {
         "topk_ids_ptr": topk_ids,
-        "expert_map_ptr": expert_map,
+        **map_arguments(expert_map),
         "counts_ptr": counts,
         "sorted_token_ids_ptr": aligned.sorted_token_ids,
         "expert_ids_ptr": aligned.expert_ids,
         "num_entries": num_entries,
-        "num_mapped": 0 if expert_map is None else expert_map.numel(),
         "chunk_size": chunk_size,
         "NUM_EXPERTS": num_experts,
         "BLOCK_E": triton.next_power_of_2(num_experts),
@@ -171,7 +169,7 @@ def moe_align_block_size(
         "num_warps": 4,
     }
     _count_kernel[(num_chunks,)](
-        **arguments, num_places=aligned.sorted_token_ids.numel(), max_num_blocks=aligned.expert_ids.numel()
+        **arguments, max_num_tokens_padded=aligned.sorted_token_ids.numel(), max_num_blocks=aligned.expert_ids.numel()
     )
     _place_kernel[(num_experts, num_chunks)](
         **arguments,
@@ -195,5 +193,4 @@ def check_expert_map(expert_map: torch.Tensor | None, device: torch.device) -> N
     if expert_map is None:
         return
     check_tensor("expert_map", expert_map, ("num_global_experts",), (torch.int32,), device)
-    if not expert_map.is_contiguous():
-        raise InvalidInputError(f"expert_map: strides {expert_map.stride()}, expected a contiguous tensor")
+    check_contiguous("expert_map", expert_map)

@@ -1,63 +1,44 @@
-"""Routing and experts in float64, slow and obviously right: what tests, benchmarks and self-checks compare with.
-
-Written with Python loops over the formula's own indices, never sharing code with the kernels or their PyTorch twins.
-All functions return new float64 (or integer) tensors on the CPU and change nothing.
-"""
+"""Routing and experts in float64; see `kernels.common.reference` for what references are."""
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.reference import f64, gated_activation
+from paged.kernels.moe.routing import SCORINGS, Routing
 
 
-def route_tokens(
-    router_logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = True,
-    scoring: str = "softmax",
-    correction_bias: torch.Tensor | None = None,
-    num_expert_groups: int = 1,
-    topk_groups: int = 1,
-    routed_scaling_factor: float = 1.0,
-    num_shared_experts: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top_k experts a token by score (softmax over the experts, or sigmoid), ties to the smaller index.
-
-    correction_bias [num_experts] is added where experts are compared, never to a weight. With groups the experts come
-    from the topk_groups groups with the best score each, or with a bias the best sum of two scores.
-
-    Returns weights (times routed_scaling_factor, summing to it a row where renormalize) and ids, int32, by falling
-    score, both [num_tokens, top_k + num_shared_experts]: shared experts follow the others in number, with weight 1. A
-    row that holds NaN routes to no expert: ids -1, weights NaN.
-    """
-    if scoring not in ("softmax", "sigmoid"):
-        raise InvalidInputError(f"scoring={scoring!r}: expected 'softmax' or 'sigmoid'")
+def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route_tokens`, one token at a time; options: its other arguments."""
+    routing = Routing(top_k, **options)
+    if routing.scoring not in SCORINGS:
+        raise InvalidInputError(f"scoring={routing.scoring!r}: expected 'softmax' or 'sigmoid'")
     logits = f64(router_logits)
     num_tokens, num_experts = logits.shape
-    scores = torch.softmax(logits, -1) if scoring == "softmax" else 1 / (1 + torch.exp(-logits))
-    bias = [0.0] * num_experts if correction_bias is None else f64(correction_bias).tolist()
-    weights = torch.full((num_tokens, top_k + num_shared_experts), math.nan, dtype=torch.float64)
+    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else 1 / (1 + torch.exp(-logits))
+    has_bias, num_shared = routing.correction_bias is not None, routing.num_shared_experts
+    bias = f64(routing.correction_bias).tolist() if routing.correction_bias is not None else [0.0] * num_experts
+    weights = torch.full((num_tokens, routing.width), math.nan, dtype=torch.float64)
     ids = torch.full(weights.shape, -1, dtype=torch.int32)
-    size = num_experts // num_expert_groups
+    size = num_experts // routing.num_expert_groups
     for token, row in enumerate(scores.tolist()):
         if any(math.isnan(score) for score in row):
             continue
         choice = [score + shift for score, shift in zip(row, bias, strict=True)]
         groups = [range(start, start + size) for start in range(0, num_experts, size)]
-        counted = 1 if correction_bias is None else 2
+        counted = 2 if has_bias else 1
         groups.sort(key=lambda group: (-sum(sorted((choice[e] for e in group), reverse=True)[:counted]), group[0]))
-        allowed = [expert for group in groups[:topk_groups] for expert in group]
-        order = sorted(allowed, key=lambda expert: (-choice[expert], expert))[:top_k]
-        total = sum(row[expert] for expert in order) if renormalize else 1.0
-        routed = [row[expert] / total * routed_scaling_factor for expert in order]
-        weights[token] = torch.tensor(routed + [1.0] * num_shared_experts, dtype=torch.float64)
-        shared = range(num_experts, num_experts + num_shared_experts)
+        allowed = [expert for group in groups[: routing.topk_groups] for expert in group]
+        order = sorted(allowed, key=lambda expert: (-choice[expert], expert))[: routing.top_k]
+        total = sum(row[expert] for expert in order) if routing.renormalize else 1.0
+        routed = [row[expert] / total * routing.routed_scaling_factor for expert in order]
+        weights[token] = torch.tensor(routed + [1.0] * num_shared, dtype=torch.float64)
+        shared = range(num_experts, num_experts + num_shared)
         ids[token] = torch.tensor([*order, *shared], dtype=torch.int32)
     return weights, ids
 
@@ -65,12 +46,8 @@ def route_tokens(
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int
 ) -> tuple[list[list[int]], list[int], int]:
-    """The definition: for each expert in order, its entries of flattened topk_ids, rising, padded to whole blocks.
-
-    Returns (blocks, expert_ids, num_tokens_post_padded): each block's block_size entries, filled up with
-    topk_ids.numel(), each block's expert, and block_size times the number of blocks. Ids outside [0, num_experts)
-    appear in no block.
-    """
+    """`moe_align_block_size` as (blocks, expert_ids, num_tokens_post_padded): the entries of each block in use, its
+    expert, and block_size times their number."""
     flat = topk_ids.flatten().tolist()
     blocks: list[list[int]] = []
     expert_ids: list[int] = []
@@ -138,13 +115,7 @@ def fused_moe(
     w1_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum over a token's experts of weight * (w2[e] @ activation(w1[e] @ x + w1_bias[e]) + w2_bias[e]).
-
-    Shapes as in the operation; w1's gate and up rows lie in halves or, where interleaved, alternate. expert_map
-    [num_global_experts] gives each expert's row in w1 and w2, or -1 for experts that live elsewhere and contribute
-    nothing. Scales make quantised weights numbers, see `dequantize`; what e4m3 weights multiply is rounded first, see
-    `quantize_token_groups`. A token whose weights are NaN yields NaN.
-    """
+    """`fused_moe`, one entry at a time."""
     x, weights = f64(hidden_states), f64(topk_weights)
     num_experts, hidden_size, _ = w2.shape
     rows = torch.arange(w1.shape[1])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, new_alignment
+from paged.kernels.moe.alignment import MoeAlignment, map_arguments, new_alignment
 from paged.kernels.moe.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 
-# One program places all entries, from 16 counts of every expert: larger batches gain more from many programs than from
+# One program sorts all entries, by 16 counts of every expert: larger batches gain more from many programs than from
 # one launch. A tile of 16 tokens of 512 experts takes 217 registers.
 MAX_FUSED_TOKENS = 256
 _BLOCK_T = 16
@@ -31,13 +31,13 @@ def _route_and_align_kernel(
     ids_ptr,  # [num_tokens, TOP_K + NUM_SHARED] int32
     ranks_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE + NUM_SHARED] int8
     counts_ptr,  # [num_programs, NUM_GROUPS * GROUP_SIZE + NUM_SHARED] int32
-    sorted_token_ids_ptr,  # [num_places]
+    sorted_token_ids_ptr,  # [max_num_tokens_padded]
     expert_ids_ptr,  # [max_num_blocks]
     num_tokens_post_padded_ptr,  # [1]
     ticket_ptr,  # [1] int32, 0
     num_tokens,
     num_mapped,
-    num_places,
+    max_num_tokens_padded,
     max_num_blocks,
     scaling_factor,
     stride_logits_token,
@@ -60,44 +60,28 @@ def _route_and_align_kernel(
     TILE: tl.constexpr,
 ):
     """Every program routes BLOCK_T tokens, counts them by expert and numbers those of each; the one that finishes last
-    adds up the counts, so that every entry's place is its expert's first, plus the counts before its tile, plus its
+    adds up the counts, so that every entry's position is its expert's first, plus the counts before its tile, plus its
     number there. Everything is counted, so the order is that of the entries in every run."""
     NUM_ROUTED: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     NUM_COLUMNS: tl.constexpr = NUM_ROUTED + NUM_SHARED
     WIDTH: tl.constexpr = TOP_K + NUM_SHARED
     program = tl.program_id(0)
     tokens = program.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    for start in range(program * TILE, num_places, tl.num_programs(0) * TILE):
-        places = start + tl.arange(0, TILE)
-        tl.store(sorted_token_ids_ptr + places, num_tokens * WIDTH, mask=places < num_places)
-        tl.store(expert_ids_ptr + places, -1, mask=places < max_num_blocks)
+    for start in range(program * TILE, max_num_tokens_padded, tl.num_programs(0) * TILE):
+        offsets = start + tl.arange(0, TILE)
+        tl.store(sorted_token_ids_ptr + offsets, num_tokens * WIDTH, mask=offsets < max_num_tokens_padded)
+        tl.store(expert_ids_ptr + offsets, -1, mask=offsets < max_num_blocks)
     experts, is_chosen, is_routed = choose_experts(
-        logits_ptr,
-        bias_ptr,
-        weights_ptr,
-        ids_ptr,
-        tokens,
-        num_tokens,
-        scaling_factor,
-        stride_logits_token,
-        stride_logits_expert,
-        NUM_GROUPS,
-        TOPK_GROUPS,
-        GROUP_SIZE,
-        TOP_K,
-        NUM_SHARED,
-        RENORMALIZE,
-        SIGMOID,
-        BLOCK_G,
-        BLOCK_S,
-        BLOCK_K,
-    )
+        logits_ptr, bias_ptr, weights_ptr, ids_ptr, tokens, num_tokens, scaling_factor, stride_logits_token,
+        stride_logits_expert, NUM_GROUPS, TOPK_GROUPS, GROUP_SIZE, TOP_K, NUM_SHARED, RENORMALIZE, SIGMOID, BLOCK_G,
+        BLOCK_S, BLOCK_K,
+    )  # fmt: skip
     _number(ranks_ptr, counts_ptr, tokens, num_tokens, experts, is_chosen, NUM_COLUMNS)
     if NUM_SHARED > 0:
         shared = tl.arange(0, BLOCK_K)[None, :]
         shared = tl.where(shared < NUM_SHARED, NUM_ROUTED + shared, -1)
         _number(ranks_ptr, counts_ptr, tokens, num_tokens, shared, is_routed & (shared >= 0), NUM_COLUMNS)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one of them takes a ticket
     if tl.num_programs(0) > 1:
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") < tl.num_programs(0) - 1:
             return
@@ -114,15 +98,15 @@ def _route_and_align_kernel(
     for block in range(tl.max(num_blocks, axis=0)):
         tl.store(expert_ids_ptr + first_blocks + block, rows, mask=block < num_blocks)
     tl.store(counts_ptrs, first_blocks[None, :] * BLOCK_SIZE + tl.cumsum(counts, axis=0) - counts, mask=mask)
-    tl.debug_barrier()  # the first places of every tile, for all threads
+    tl.debug_barrier()  # the first positions of every tile, for all threads
     for start in range(0, num_tokens * WIDTH, TILE):
         entries = start + tl.arange(0, TILE)
         token = entries // WIDTH
         ids = tl.load(ids_ptr + entries, mask=token < num_tokens, other=-1)
         is_here = expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS) >= 0
-        first_place = tl.load(counts_ptr + token // BLOCK_T * NUM_COLUMNS + ids, mask=is_here, other=0)
+        first_position = tl.load(counts_ptr + token // BLOCK_T * NUM_COLUMNS + ids, mask=is_here, other=0)
         number = tl.load(ranks_ptr + token * NUM_COLUMNS + ids, mask=is_here, other=0)
-        tl.store(sorted_token_ids_ptr + first_place + number, entries, mask=is_here)
+        tl.store(sorted_token_ids_ptr + first_position + number, entries, mask=is_here)
 
 
 @triton.jit
@@ -188,28 +172,19 @@ def route_and_align(
     aligned = new_alignment(ids.numel(), block_size, num_experts, device)
     num_programs = triton.cdiv(num_tokens, _BLOCK_T)
     _route_and_align_kernel[(num_programs,)](
-        logits_ptr=router_logits,
-        bias_ptr=routing.correction_bias,
-        expert_map_ptr=expert_map,
-        weights_ptr=weights,
-        ids_ptr=ids,
+        **routing.arguments(router_logits, weights, ids),
+        **map_arguments(expert_map),
         ranks_ptr=torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
         counts_ptr=torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
         sorted_token_ids_ptr=aligned.sorted_token_ids,
         expert_ids_ptr=aligned.expert_ids,
         num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
         ticket_ptr=torch.zeros(1, dtype=torch.int32, device=device) if ticket is None else ticket,
-        num_tokens=num_tokens,
-        num_mapped=0 if expert_map is None else expert_map.numel(),
-        num_places=aligned.sorted_token_ids.numel(),
+        max_num_tokens_padded=aligned.sorted_token_ids.numel(),
         max_num_blocks=aligned.expert_ids.numel(),
-        scaling_factor=routing.routed_scaling_factor,
-        stride_logits_token=router_logits.stride(0),
-        stride_logits_expert=router_logits.stride(1),
         NUM_EXPERTS=num_experts,
         BLOCK_SIZE=block_size,
         BLOCK_T=_BLOCK_T,
-        **routing.constexprs(num_routed),
         BLOCK_C=triton.next_power_of_2(num_columns),
         MAX_TILES=_MAX_TILES,
         TILE=1024,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import use_triton
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.moe.torch_ops import route_tokens as torch_op
@@ -35,27 +35,12 @@ def _route_tokens_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_T tokens a program."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     choose_experts(
-        logits_ptr,
-        bias_ptr,
-        weights_ptr,
-        ids_ptr,
-        tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None],
-        num_tokens,
-        scaling_factor,
-        stride_logits_token,
-        stride_logits_expert,
-        NUM_GROUPS,
-        TOPK_GROUPS,
-        GROUP_SIZE,
-        TOP_K,
-        NUM_SHARED,
-        RENORMALIZE,
-        SIGMOID,
-        BLOCK_G,
-        BLOCK_S,
-        BLOCK_K,
-    )
+        logits_ptr, bias_ptr, weights_ptr, ids_ptr, tokens, num_tokens, scaling_factor, stride_logits_token,
+        stride_logits_expert, NUM_GROUPS, TOPK_GROUPS, GROUP_SIZE, TOP_K, NUM_SHARED, RENORMALIZE, SIGMOID, BLOCK_G,
+        BLOCK_S, BLOCK_K,
+    )  # fmt: skip
 
 
 def route_tokens(
@@ -95,40 +80,21 @@ def route_tokens(
         UnsupportedError: a gradient is asked for.
     """
     refuse_gradients("route_tokens", router_logits, correction_bias)
-    if torch.compiler.is_dynamo_compiling():
-        options = correction_bias, num_expert_groups, topk_groups, routed_scaling_factor, num_shared_experts
-        return ops.route_tokens(router_logits, top_k, renormalize, scoring, *options)
-    routing = Routing(
-        top_k,
-        renormalize,
-        scoring,
-        correction_bias,
-        num_expert_groups,
-        topk_groups,
-        routed_scaling_factor,
+    options = (
+        renormalize, scoring, correction_bias, num_expert_groups, topk_groups, routed_scaling_factor,
         num_shared_experts,
-    )
+    )  # fmt: skip
+    if torch.compiler.is_dynamo_compiling():
+        return ops.route_tokens(router_logits, top_k, *options)
+    routing = Routing(top_k, *options)
     check_routing(router_logits, routing)
     if not use_triton(router_logits):
         return torch_op.route_tokens(router_logits, routing)
     weights, ids = new_routes(router_logits, routing)
-    num_tokens, num_experts = router_logits.shape
-    if num_tokens == 0:
+    if len(router_logits) == 0:
         return weights, ids
-    constexprs = routing.constexprs(num_experts)
+    arguments = routing.arguments(router_logits, weights, ids)
     # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
-    block_t = max(1024 // (constexprs["BLOCK_G"] * constexprs["BLOCK_S"]), 1)
-    _route_tokens_kernel[(triton.cdiv(num_tokens, block_t),)](
-        logits_ptr=router_logits,
-        bias_ptr=correction_bias,
-        weights_ptr=weights,
-        ids_ptr=ids,
-        num_tokens=num_tokens,
-        scaling_factor=routing.routed_scaling_factor,
-        stride_logits_token=router_logits.stride(0),
-        stride_logits_expert=router_logits.stride(1),
-        BLOCK_T=block_t,
-        **constexprs,
-        num_warps=4,
-    )
+    block_t = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
+    _route_tokens_kernel[(triton.cdiv(len(router_logits), block_t),)](**arguments, BLOCK_T=block_t, num_warps=4)
     return weights, ids

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from paged.kernels.common.checks import FLOAT_DTYPES, check_contiguous, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.launch import strides
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 SCORINGS = ("softmax", "sigmoid")
@@ -60,6 +61,19 @@ class Routing:
             "BLOCK_G": triton.next_power_of_2(self.num_expert_groups),
             "BLOCK_S": triton.next_power_of_2(group_size),
             "BLOCK_K": triton.next_power_of_2(self.width),
+        }
+
+    def arguments(self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
+        """The arguments of a kernel that routes into `new_routes`."""
+        return {
+            "logits_ptr": router_logits,
+            "bias_ptr": self.correction_bias,
+            "weights_ptr": weights,
+            "ids_ptr": ids,
+            "num_tokens": router_logits.shape[0],
+            "scaling_factor": self.routed_scaling_factor,
+            **strides("token expert", logits=router_logits),
+            **self.constexprs(router_logits.shape[1]),
         }
 
 
@@ -120,8 +134,7 @@ def choose_experts(
     ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
     weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     for rank in range(TOP_K):
-        largest = tl.max(tl.where(left, choice, float("-inf")), axis=1)[:, None]
-        chosen = tl.min(tl.where(left & (choice == largest), experts, NUM_GROUPS * GROUP_SIZE), axis=1)[:, None]
+        chosen = _best(left, choice, experts, NUM_GROUPS * GROUP_SIZE)
         score = tl.sum(tl.where(experts == chosen, scores, 0.0), axis=1)[:, None]
         ids = tl.where(ranks == rank, chosen, ids)
         weights = tl.where(ranks == rank, score, weights)
@@ -134,12 +147,19 @@ def choose_experts(
         weights = tl.where(ranks >= TOP_K, 1.0, weights)
     ids = tl.where(unroutable, -1, ids)
     weights = tl.where(unroutable, float("nan"), weights)
-    places = tokens * (TOP_K + NUM_SHARED) + ranks
+    offsets = tokens * (TOP_K + NUM_SHARED) + ranks
     mask = (tokens < num_tokens) & (ranks < TOP_K + NUM_SHARED)
-    tl.store(weights_ptr + places, weights, mask=mask)
-    tl.store(ids_ptr + places, ids, mask=mask)
+    tl.store(weights_ptr + offsets, weights, mask=mask)
+    tl.store(ids_ptr + offsets, ids, mask=mask)
     is_routed = (tokens < num_tokens) & (unroutable == 0)
     return tl.where(exists, experts, -1), is_candidate & (left == 0) & is_routed, is_routed
+
+
+@triton.jit
+def _best(left, scores, ids, NO_ID: tl.constexpr):
+    """The id with each row's largest score among those `left`, ties to the smallest; NO_ID where none is left."""
+    largest = tl.max(tl.where(left, scores, float("-inf")), axis=1)[:, None]
+    return tl.min(tl.where(left & (scores == largest), ids, NO_ID), axis=1)[:, None]
 
 
 @triton.jit
@@ -164,9 +184,7 @@ def _in_best_groups(
         best += tl.where(second == float("-inf"), 0.0, second)
     left = (groups < NUM_GROUPS) & (best == best)
     for _ in range(TOPK_GROUPS):
-        largest = tl.max(tl.where(left, best, float("-inf")), axis=1)[:, None]
-        chosen = tl.min(tl.where(left & (best == largest), groups, BLOCK_G), axis=1)[:, None]
-        left = left & (groups != chosen)
+        left = left & (groups != _best(left, best, groups, BLOCK_G))
     kept = ((groups < NUM_GROUPS) & (best == best) & (left == 0)).to(tl.int32)
     return tl.reshape(tl.broadcast_to(kept[:, :, None], (BLOCK_T, BLOCK_G, BLOCK_S)), (BLOCK_T, BLOCK_G * BLOCK_S)) > 0
 
@@ -179,8 +197,7 @@ def new_routes(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.Ten
 
 def check_routing(router_logits: torch.Tensor, routing: Routing) -> None:
     """Raise InvalidInputError unless `routing` fits the logits."""
-    check_shape("router_logits", router_logits, ("num_tokens", "num_experts"))
-    check_dtype("router_logits", router_logits, *FLOAT_DTYPES)
+    check_tensor("router_logits", router_logits, ("num_tokens", "num_experts"), FLOAT_DTYPES)
     num_experts, groups = router_logits.shape[1], routing.num_expert_groups
     if groups < 1 or num_experts % groups:
         raise InvalidInputError(
@@ -199,5 +216,4 @@ def check_routing(router_logits: torch.Tensor, routing: Routing) -> None:
     if routing.correction_bias is not None:
         bias = routing.correction_bias
         check_tensor("correction_bias", bias, (num_experts,), (torch.float32,), router_logits.device)
-        if not bias.is_contiguous():
-            raise InvalidInputError(f"correction_bias: strides {bias.stride()}, expected a contiguous tensor")
+        check_contiguous("correction_bias", bias)

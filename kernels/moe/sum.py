@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.moe.alignment import map_arguments
 from paged.kernels.moe.moe_align_block_size import expert_rows
 
 
@@ -22,7 +23,7 @@ def _moe_sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One token's weighted parts, always added in the same order. Parts of experts that live elsewhere were never
+    """One token's weighted parts, always added in the same order. Parts of experts that other ranks hold were never
     written and are not read; a NaN weight makes the row NaN even where it names no expert."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -54,9 +55,8 @@ def moe_sum(
         parts_ptr=parts,
         weights_ptr=topk_weights,
         ids_ptr=topk_ids,
-        expert_map_ptr=expert_map,
+        **map_arguments(expert_map),
         out_ptr=out,
-        num_mapped=0 if expert_map is None else expert_map.numel(),
         stride_out_token=out.stride(0),
         HIDDEN_SIZE=hidden_size,
         NUM_EXPERTS=num_experts,

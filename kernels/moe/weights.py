@@ -1,13 +1,19 @@
-"""The weights of all experts' projections, and the forms that they come in."""
+"""The weights of all experts' projections, the formats that they come in, and a call of the fused MoE."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 
-from paged.kernels.common.checks import check_device, check_dtype, check_last_dim_contiguous, check_shape, check_tensor
+from paged.kernels.common.checks import (
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+)
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 
 # Values of a token, and rows and columns of weights, that share a scale in 128 x 128 quantisation (DeepSeek-V3, 2024).
@@ -47,11 +53,23 @@ class ExpertLinear:
         return (FP8_GROUP, FP8_GROUP) if self.format == "e4m3" else (1, self.in_features // self.scale.shape[2])
 
 
-class MoeOptions(TypedDict):
-    """What lies between the two projections, as keywords."""
+@dataclass(frozen=True)
+class MoeCall:
+    """Arguments of `kernels.moe.fused_moe.fused_moe`, checked and with their defaults filled in."""
 
+    hidden_states: torch.Tensor
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    out: torch.Tensor
     activation: str
     interleaved: bool
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.gate_up.format or self.down.format)
 
 
 def check_weights(
@@ -73,7 +91,7 @@ def check_weights(
     check_last_dim_contiguous(name, w)
     if bias is not None:
         check_tensor(f"{name}_bias", bias, w.shape[:2], (dtype, torch.float32), device)
-        _check_contiguous(f"{name}_bias", bias)
+        check_contiguous(f"{name}_bias", bias)
     if scale is not None:
         _check_scale(f"{name}_scale", linear, scale)
 
@@ -85,15 +103,10 @@ def _check_scale(name: str, linear: ExpertLinear, scale: torch.Tensor) -> None:
         blocks = tuple(-(-size // FP8_GROUP) for size in (num_rows, linear.in_features))
         expected = (num_experts, *blocks) if linear.format == "e4m3" else (num_experts, num_rows, "groups")
     check_tensor(name, scale, expected, (torch.float32,), linear.w.device)
-    _check_contiguous(name, scale)
+    check_contiguous(name, scale)
     if scale.dim() == 3 and linear.format != "e4m3":
         num_groups = scale.shape[2]
         if num_groups == 0 or linear.in_features % num_groups:
             raise InvalidInputError(f"{name}: {num_groups} groups, expected a divisor of {linear.in_features} columns")
         if linear.group[1] % 32:
             raise UnsupportedError(f"{name}: groups of {linear.group[1]} columns, expected a multiple of 32")
-
-
-def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected a contiguous tensor")

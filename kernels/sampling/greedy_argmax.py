@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.backend import use_triton
-from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
-    check_dtype,
-    check_is_tensor,
-    check_shape,
-    check_tensor,
-    refuse_gradients,
-)
+from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.grid import num_warps
+from paged.kernels.common.device import use_triton
+from paged.kernels.common.launch import num_warps, strides
 from paged.kernels.sampling.ops import ops
 from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
 
@@ -103,8 +96,7 @@ def greedy_argmax(
     refuse_gradients("greedy_argmax", logits, repetition_penalty)
     if torch.compiler.is_dynamo_compiling():
         return ops.greedy_argmax(logits, token_mask, repetition_penalty)
-    check_shape("logits", logits, ("num_rows", "vocab_size"))
-    check_dtype("logits", logits, *FLOAT_DTYPES)
+    check_tensor("logits", logits, ("num_rows", "vocab_size"), FLOAT_DTYPES)
     num_rows, vocab_size = logits.shape
     if token_mask is not None:
         token_mask = _per_row("token_mask", token_mask, torch.bool, logits)
@@ -128,9 +120,7 @@ def greedy_argmax(
         token_ptr=token,
         vocab_size=vocab_size,
         num_chunks=num_chunks,
-        stride_logits_row=logits.stride(0),
-        stride_token_mask_row=0 if token_mask is None else token_mask.stride(0),
-        stride_repetition_penalty_row=0 if repetition_penalty is None else repetition_penalty.stride(0),
+        **strides("row", logits=logits, token_mask=token_mask, repetition_penalty=repetition_penalty),
         BLOCK_TOKENS=BLOCK_TOKENS,
         num_warps=num_warps(BLOCK_TOKENS),
     )

@@ -1,9 +1,4 @@
-"""Choices of tokens in float64: what tests, benchmarks and self-checks compare with.
-
-Slow and obviously right, with Python loops over the formula's own indices, never sharing code with the kernels or their
-PyTorch twins.
-All functions return new tensors on the CPU and change nothing.
-"""
+"""Choices of tokens in float64; see `kernels.common.reference` for what references are."""
 
 from __future__ import annotations
 

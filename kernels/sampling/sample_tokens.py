@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.backend import use_triton
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
 from paged.kernels.common.compat import triton
-from paged.kernels.common.device import device_of
+from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.grid import num_warps
+from paged.kernels.common.launch import num_warps
 from paged.kernels.sampling import passes, thresholds
 from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, greedy_argmax
 from paged.kernels.sampling.ops import ops

@@ -9,8 +9,9 @@ from paged.errors import UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.metadata import AttentionMetadata
 from paged.models.families.llama import DecoderLayer, Llama
-from paged.models.layers.config import DecoderConfig, decoder_config, known_activation, layer_windows
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import RmsNorm
+from paged.models.layers.decoder_config import decoder_config, known_activation, layer_windows
 from paged.models.layers.rope import RopeConfig, scaled_rope
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots

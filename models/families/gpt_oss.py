@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 
 from paged.models.families.llama import DecoderLayer, Llama
-from paged.models.layers.config import (
-    DecoderConfig,
-    MoeConfig,
-    count_experts,
-    count_layers,
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import (
     decoder_config,
     is_packed,
     layer_windows,
+    moe_config,
     require,
-    top_k_of,
     weights_dtype,
 )
 from paged.models.layers.rope import rope_config
@@ -86,11 +83,8 @@ class GptOss(Llama):
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         for key, known in _BUILT_IN.items():
             require(hf, key, known)
-        num_experts = count_experts(hf)
-        moe = MoeConfig(
-            num_experts=num_experts,
-            top_k=top_k_of(hf, num_experts),
-            intermediate_size=hf.integer("intermediate_size"),
+        moe = moe_config(
+            hf,
             # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.
             renormalize=True,
             bias=True,
@@ -99,17 +93,17 @@ class GptOss(Llama):
             router_name="router",
             is_mxfp4=is_packed(hf, "mxfp4"),
         )
-        num_layers, has_bias = count_layers(hf), hf.flag("attention_bias", True)
+        has_bias = hf.flag("attention_bias", True)
         return decoder_config(
             hf,
             quant_method="mxfp4",
             windows=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
-            ropes=(rope_config(hf, theta=150000.0, default=_YARN),) * num_layers,
+            ropes=rope_config(hf, theta=150000.0, default=_YARN),
             qkv_bias=has_bias,
             o_bias=has_bias,
             sinks=True,
             activation="swiglu_oai",
             # The published config.json names none, and of all types bfloat16 holds unpacked MXFP4 exactly.
             dtype=weights_dtype(hf, "bfloat16"),
-            moe=(moe,) * num_layers,
+            moe=moe,
         )

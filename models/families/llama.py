@@ -12,8 +12,9 @@ from torch.nn import functional
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.metadata import AttentionMetadata
-from paged.models.layers.config import DecoderConfig, count_layers, decoder_config
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Attention, GatedMlp, Linear, RmsNorm, empty_parameter
+from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -155,5 +156,4 @@ class Mistral(Llama):
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         # transformers takes an absent key for 4096, as the first Mistral published it.
-        window = hf.optional_integer("sliding_window", 4096)
-        return decoder_config(hf, windows=(window,) * count_layers(hf), qkv_bias=False, o_bias=False)
+        return decoder_config(hf, windows=hf.optional_integer("sliding_window", 4096), qkv_bias=False, o_bias=False)

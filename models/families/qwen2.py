@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paged.models.families.llama import Llama
-from paged.models.layers.config import DecoderConfig, decoder_config, layer_windows
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import decoder_config, layer_windows
 from paged.models.loading.hf_config import HfConfig
 
 

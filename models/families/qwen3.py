@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from paged.models.families.llama import Llama
 from paged.models.families.qwen2 import qwen_windows
-from paged.models.layers.config import DecoderConfig, decoder_config
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import decoder_config
 from paged.models.loading.hf_config import HfConfig
 
 

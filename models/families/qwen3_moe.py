@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from paged.models.families.llama import Llama
 from paged.models.families.qwen2 import qwen_window
-from paged.models.layers.config import (
-    DecoderConfig,
-    MoeConfig,
-    count_experts,
-    count_layers,
-    decoder_config,
-    top_k_of,
-)
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import count_layers, decoder_config, moe_config
 from paged.models.loading.hf_config import HfConfig
 
 
@@ -22,14 +16,12 @@ class Qwen3Moe(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        num_layers, step = count_layers(hf), hf.integer("decoder_sparse_step", 1)
-        dense = set(hf.items("mlp_only_layers", int))
-        num_experts = count_experts(hf)
-        moe = MoeConfig(
-            num_experts=num_experts,
-            top_k=top_k_of(hf, num_experts),
-            intermediate_size=hf.integer("moe_intermediate_size"),
-            renormalize=hf.flag("norm_topk_prob"),
+        step, dense = hf.integer("decoder_sparse_step", 1), set(hf.items("mlp_only_layers", int))
+        moe = moe_config(hf, size_key="moe_intermediate_size", renormalize=hf.flag("norm_topk_prob"))
+        layers = range(count_layers(hf))
+        return decoder_config(
+            hf,
+            windows=qwen_window(hf),
+            qk_norm=True,
+            moe=tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers),
         )
-        layers = tuple(moe if i not in dense and (i + 1) % step == 0 else None for i in range(num_layers))
-        return decoder_config(hf, windows=(qwen_window(hf),) * num_layers, qk_norm=True, moe=layers)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.token_ids import as_token_ids
 
 # Ids of blocks, and positions, are 32-bit integers on a device.
@@ -19,51 +23,9 @@ _MAX_GRAPHS = 1024
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def as_folder(name: str, value: object) -> Path:
-    """A path.
-
-    Raises:
-        InvalidInputError: it is none, or no system could open it.
-    """
-    try:
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    except Exception:  # of a class of the caller's
-        path = None
-    if not isinstance(path, str) or "\0" in path:
-        raise InvalidInputError(f"{name}: {shown(value)}, expected the path of a folder")
-    return Path(path)
-
-
-def as_size(name: str, value: object, *, minimum: int = 1) -> int:
-    """An integer of at least `minimum` that 32 bits can hold.
-
-    Raises:
-        InvalidInputError: it is none.
-    """
-    size = as_int(name, value, low=-_LARGEST, high=_LARGEST)
-    if size < minimum:
-        raise InvalidInputError(f"{name}: {size}, expected at least {minimum}")
-    return size
-
-
-def as_optional_size(name: str, value: object) -> int | None:
-    """As `as_size`, or None."""
-    return None if value is None else as_size(name, value)
-
-
-def as_flag(name: str, value: object) -> bool:
-    """True or False.
-
-    Raises:
-        InvalidInputError: it is something else, be it 0 or 1.
-    """
-    if not isinstance(value, bool):
-        raise InvalidInputError(f"{name}: {shown(value)}, expected True or False")
-    return value
-
-
-def as_device(value: object) -> torch.device:
-    """A device of this machine: "cpu", "cuda" or "cuda:1", as text or torch.device; None is CUDA where there is one.
+def as_device(name: str, value: object) -> torch.device:
+    """Return a device of this machine: "cpu", "cuda" or "cuda:1", as text or torch.device; None is CUDA where there is
+    one, else the CPU.
 
     Raises:
         InvalidInputError: it is no such device, or not there.
@@ -75,34 +37,112 @@ def as_device(value: object) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise InvalidInputError(f"device: {shown(value)}, expected 'cpu', 'cuda', 'cuda:1' and so on, or None")
+        raise InvalidInputError(f"{name}: {shown(value)}, expected 'cpu', 'cuda', 'cuda:1' and so on, or None")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidInputError(f"device: {shown(value)}, there are {torch.cuda.device_count()} CUDA devices")
+        raise InvalidInputError(f"{name}: {shown(value)}, there are {torch.cuda.device_count()} CUDA devices")
     return device
 
 
-def as_dtype(name: str, value: object, *others: torch.dtype) -> torch.dtype | None:
-    """float32, float16, bfloat16 or one of `others`, as torch.dtype or as its name; None for None and "auto".
+def as_dtype(name: str, value: object, others: Mapping[str, torch.dtype] | None = None) -> torch.dtype | None:
+    """Return float32, float16, bfloat16 or one of `others`, given as torch.dtype or by name; None for None and "auto".
 
     Raises:
         InvalidInputError: it is something else.
     """
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), *others)}
+    known = {**DTYPES, **(others or {})}
     named = known.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not isinstance(named, torch.dtype) or named not in known.values():
         raise InvalidInputError(f"{name}: {shown(value)}, expected {', '.join(known)}, 'auto' or None")
     return named
 
 
-def as_graphs(value: object) -> bool | tuple[int, ...] | None:
-    """Batch sizes for CUDA graphs, True for the default, False for none, or None.
+def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
+    """Return batch sizes for CUDA graphs, True for the default, False for none, or None.
 
     Raises:
         InvalidInputError: it is something else.
     """
     if value is None or isinstance(value, bool):
         return value
-    sizes = as_token_ids("cuda_graphs", value, max_length=_MAX_GRAPHS)
-    return tuple(as_size("cuda_graphs", size) for size in sizes)
+    return tuple(_as_size(name, size) for size in as_token_ids(name, value, max_length=_MAX_GRAPHS))
+
+
+_as_size = partial(as_int, low=1, high=_LARGEST)
+
+
+def _as_optional_size(name: str, value: object, low: int = 1) -> int | None:
+    return None if value is None else as_int(name, value, low, _LARGEST)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Keywords of `load_model` and `LlmExecutor.from_pretrained`, converted from what callers give.
+
+    device: CUDA where there is one, else the CPU, where None.
+    dtype: of weights and activations: float32, float16 or bfloat16, as torch.dtype or by name; as the checkpoint says
+        where None or "auto".
+    num_blocks: size of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU enough
+        for four sequences of full length, at most 1 GiB.
+    block_size: tokens a block.
+    max_seq_len: longest sequence; the model's own limit where None.
+    num_swap_blocks: blocks of host memory that sequences can be swapped to.
+    enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
+    kv_cache_dtype: that of the weights where None or "auto", or torch.float8_e4m3fn, half of 16 bits: then with the
+        scales that the checkpoint holds for it, else with 1.
+    max_loras: how many adapters can be loaded at once.
+    max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
+    cuda_graphs: batch sizes up to which steps of one token a sequence are padded and replayed from graphs, once they
+        are captured by the model's `prepare` or the executor's `warmup`; True for 1 to 256 in 22 sizes, False for none,
+        None for True on a GPU alone. On a CPU, where there are no graphs, the same path runs the layers.
+
+    Raises:
+        InvalidInputError: a value is of another kind or out of range, or the device is not there.
+    """
+
+    device: torch.device = field(default_factory=partial(as_device, "device", None))
+    dtype: torch.dtype | None = None
+    num_blocks: int | None = None
+    block_size: int = 16
+    max_seq_len: int | None = None
+    num_swap_blocks: int = 0
+    enable_prefix_cache: bool = True
+    kv_cache_dtype: torch.dtype | None = None
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    cuda_graphs: bool | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, convert in _CONVERSIONS.items():
+            object.__setattr__(self, name, convert(name, getattr(self, name)))
+
+
+_CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
+    "device": as_device,
+    "dtype": as_dtype,
+    "num_blocks": _as_optional_size,
+    "block_size": _as_size,
+    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # its range is the model's own
+    "num_swap_blocks": partial(as_int, high=_LARGEST),
+    "enable_prefix_cache": as_bool,
+    "kv_cache_dtype": partial(as_dtype, others={"float8_e4m3fn": torch.float8_e4m3fn}),
+    "max_loras": _as_size,
+    "max_lora_rank": _as_size,
+    "cuda_graphs": as_graphs,
+}
+
+
+def as_folder(name: str, value: object) -> Path:
+    """Return `value` as a path.
+
+    Raises:
+        InvalidInputError: it is none, or no system could open it.
+    """
+    try:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    except Exception:  # of a class of the caller's
+        path = None
+    if not isinstance(path, str) or "\0" in path:
+        raise InvalidInputError(f"{name}: {shown(value)}, expected the path of a folder")
+    return Path(path)

@@ -2,8 +2,8 @@
 
 A prompt reads "otter: brass lantern; wren: kite; ... ; otter:" and its answer is "brass lantern", ended by ";".
 Every word is one token, and so is every ";"; a key is one token together with its colon. No word occurs twice among
-the pairs of a prompt, so each word of an answer sits in exactly one place of the context: a KV cache that loses that
-block, or reads a block of another prompt in its place, gives a wrong answer.
+the pairs of a prompt, so each word of an answer is at just one position of the context: a KV cache that loses that
+block, or reads a block of another prompt instead, gives a wrong answer.
 """
 
 import random

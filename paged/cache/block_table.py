@@ -16,9 +16,9 @@ class BlockTable:
     def __init__(self) -> None:
         self._rows = np.zeros((16, 16), np.int32)
         self._num_blocks = np.zeros(len(self._rows), np.int64)
-        # Rows that nobody has, each with the blocks that stand there.
+        # Rows without a sequence, each with the blocks it still holds.
         self._free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(len(self._rows))]
-        # The sequence of each row; the last entry is nobody's, where the row -1 of removed sequences leads.
+        # The sequence of each row, None for none; the last entry is what row -1 of removed sequences leads to.
         self._owners: list[SequenceState | None] = [None] * (len(self._rows) + 1)
         # A decode step mostly has the sequences of the one before: comparing 256 takes 1 us, looking them up 20.
         self._last: list[SequenceState] = []

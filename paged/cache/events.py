@@ -10,6 +10,8 @@ from enum import Enum
 from threading import RLock
 
 from paged.cache.blocks.undo_log import UndoLog
+from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import shown
 
 _LOG = logging.getLogger("paged")
 
@@ -51,7 +53,7 @@ class Notifier:
     """The cache's lock as a context manager, and what happens when a holder leaves it: by an exception, all that `undo`
     knows of since it came is taken back; otherwise callbacks are told, once the outermost leaves.
 
-    Every listener hears of everything in order: whoever leaves the lock while a delivery is under way adds to it. An
+    Every listener hears of everything in order: a call that ends while a delivery is under way adds to it. An
     error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
     does, is raised again once everything is delivered.
     """
@@ -77,6 +79,7 @@ class Notifier:
 
     def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Call back with every level that differs from the one before, from now on."""
+        _check_callable(callback)
         with self._lock:
             if not self._pressure_listeners:
                 self._last_pressure = self._pressure()
@@ -84,6 +87,7 @@ class Notifier:
 
     def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
         """Call back with every event from now on."""
+        _check_callable(callback)
         with self._lock:
             self._event_listeners.append(callback)
 
@@ -147,3 +151,8 @@ class Notifier:
                 ending = error
         if ending is not None:
             raise ending
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise InvalidInputError(f"callback: {shown(callback)}, expected a function")

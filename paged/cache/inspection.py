@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from paged.cache.events import Notifier
@@ -14,53 +16,46 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int
 
 
+@dataclass(frozen=True)
 class KvInspection:
     """Reads and writes what a forward would. Slow: for tests and inspection. Takes `guard` for itself."""
 
-    def __init__(
-        self,
-        guard: Notifier,
-        sequences: LiveSequences,
-        slots: KvSlotAllocator,
-        tensors: KvCacheTensors,
-        window: SlidingWindow,
-    ) -> None:
-        self._guard = guard
-        self._sequences = sequences
-        self._slots = slots
-        self._tensors = tensors
-        self._window = window
+    guard: Notifier
+    sequences: LiveSequences
+    slots: KvSlotAllocator
+    tensors: KvCacheTensors
+    window: SlidingWindow
 
     def write(self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """`PagedKvCacheManager.write_kv`."""
-        layer, position = self._tensors.layer(layer), as_int("position", position)
-        key, value = self._tensors.rows(key, value)
-        with self._guard:
-            state = self._sequences.state(handle)
+        layer, position = self.tensors.layer(layer), as_int("position", position)
+        key, value = self.tensors.rows(key, value)
+        with self.guard:
+            state = self.sequences.state(handle)
             end = position + len(key)
-            undo = self._guard.undo
+            undo = self.guard.undo
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
-            self._window.check_seen(state, position, end)
-            self._slots.make_exclusive([(state, position, end)])
+            self.window.check_seen(state, position, end)
+            self.slots.make_exclusive([(state, position, end)])
             state.remember(undo)
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 state.settle()
             if len(key):  # what is written here need not be the K/V of the ids at these positions
-                state.chain.cut(position, position // self._tensors.block_size, undo)
-            self._tensors.write(layer, state.blocks, position, key, value, undo)
+                state.chain.cut(position, position // self.tensors.block_size, undo)
+            self.tensors.write(layer, state.blocks, position, key, value, undo)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
                 state.num_written = max(readable, end)
 
     def read(self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`PagedKvCacheManager.read_kv`."""
-        layer, start = self._tensors.layer(layer), as_int("start", start)
+        layer, start = self.tensors.layer(layer), as_int("start", start)
         num_tokens = as_int("num_tokens", num_tokens)
-        with self._guard:
-            state = self._sequences.state(handle)
+        with self.guard:
+            state = self.sequences.state(handle)
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)
             if end > readable:
                 raise InvalidInputError(f"num_tokens: positions {start}..{end}, expected within the {readable} written")
-            self._window.check_seen(state, start, end)
-            return self._tensors.read(layer, state.blocks, start, end)
+            self.window.check_seen(state, start, end)
+            return self.tensors.read(layer, state.blocks, start, end)

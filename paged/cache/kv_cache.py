@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 from paged.seq_id import SeqId, given_namespace
 
 if TYPE_CHECKING:
@@ -64,14 +63,13 @@ class PagedKvCacheConfig:
             if getattr(self, name) is not None:
                 self._set(name, as_int(name, getattr(self, name), low=1))
         for name in ("low_watermark", "high_watermark"):
-            self._set(name, _as_fraction(name, getattr(self, name)))
+            self._set(name, as_float(name, getattr(self, name), 0.0, 1.0))
         if self.high_watermark > self.low_watermark:
             raise InvalidInputError(
                 f"high_watermark, low_watermark: {self.high_watermark}, {self.low_watermark}, "
                 "expected 0 <= high_watermark <= low_watermark <= 1"
             )
-        if not isinstance(self.enable_prefix_cache, bool):
-            raise InvalidInputError(f"enable_prefix_cache: {shown(self.enable_prefix_cache)}, expected a bool")
+        self._set("enable_prefix_cache", as_bool("enable_prefix_cache", self.enable_prefix_cache))
         if not isinstance(self.prefix_hash, str) or self.prefix_hash not in ("fast", "sha256"):
             raise InvalidInputError(f"prefix_hash: {shown(self.prefix_hash)}, expected 'fast' or 'sha256'")
 
@@ -82,12 +80,6 @@ class PagedKvCacheConfig:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that have room for `num_tokens`."""
         return -(-num_tokens // self.block_size)
-
-
-def _as_fraction(name: str, value: object) -> float:
-    if isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast(float, value) <= 1:
-        return float(value)
-    raise InvalidInputError(f"{name}: {shown(value)}, expected 0 <= high_watermark <= low_watermark <= 1")
 
 
 @dataclass(frozen=True)

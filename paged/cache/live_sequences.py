@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,12 @@ class LiveSequences:
         """Raise SequenceTooLongError if no sequence may be that long."""
         if self._max_seq_len is not None and num_tokens > self._max_seq_len:
             raise SequenceTooLongError(f"{num_tokens} tokens, max_seq_len is {self._max_seq_len}")
+
+    def check_unused(self, namespace: Hashable) -> None:
+        """Raise InvalidInputError if a sequence of the namespace holds tokens."""
+        for handle in self.handles.values():
+            if handle.num_tokens and handle._state.namespace == namespace:
+                raise InvalidInputError(f"namespace: {shown(namespace)} is in use by {handle.request_id!r}")
 
     def state(self, handle: KvCacheHandle, *, may_be_swapped: bool = False) -> SequenceState:
         """The sequence of a handle.

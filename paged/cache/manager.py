@@ -25,7 +25,7 @@ from paged.cache.stats import CacheStats, count_stats
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.common.scalars import as_int
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
 from paged.seq_id import SeqId, as_namespace, as_seq_id, given_namespace
 from paged.staging import to_device
@@ -197,12 +197,12 @@ class PagedKvCacheManager:
             source.settle()
             blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
-            twin = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            twin.chain = source.chain.copy(source.num_tokens, len(blocks))
-            return self._sequences.add(twin)
+            forked = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
+            forked.chain = source.chain.copy(source.num_tokens, len(blocks))
+            return self._sequences.add(forked)
 
     def free(self, handle: KvCacheHandle) -> None:
-        """Give the sequence up; a second time does nothing. Blocks are free again once nobody holds them.
+        """Give the sequence up; a second time does nothing. Blocks are free again once their last reference is dropped.
 
         Raises:
             InvalidInputError: the handle belongs to another manager.
@@ -268,7 +268,7 @@ class PagedKvCacheManager:
             self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
     def evict(self, num_blocks: int) -> int:
-        """Withdraw up to `num_blocks` cached blocks that nobody uses, least recently used first; how many there were.
+        """Withdraw up to `num_blocks` free published blocks, least recently used first; returns how many there were.
 
         Raises:
             InvalidInputError: `num_blocks` is negative.
@@ -295,9 +295,7 @@ class PagedKvCacheManager:
         """
         namespace = as_namespace("namespace", namespace)
         with self._guard:
-            for handle in self._handles.values():
-                if handle.num_tokens and handle._state.namespace == namespace:
-                    raise InvalidInputError(f"namespace: {shown(namespace)} is in use by {handle.request_id!r}")
+            self._sequences.check_unused(namespace)
             self._prefixes.index.forget_root(namespace)
 
     @property
@@ -308,12 +306,10 @@ class PagedKvCacheManager:
 
     def on_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Call back with the new level whenever a call has changed it, outside of the lock."""
-        _check_callable(callback)
         self._guard.listen_to_pressure(callback)
 
     def subscribe(self, callback: Callable[[CacheEvent], None]) -> None:
         """Call back with every BlocksStored, BlockRemoved and CacheCleared, in order, outside of the lock."""
-        _check_callable(callback)
         self._guard.listen_to_events(callback)
 
     def can_allocate(self, num_tokens: int) -> bool:
@@ -442,8 +438,3 @@ class PagedKvCacheManager:
         if available < self.config.high_watermark:
             return MemoryPressure.CRITICAL
         return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
-
-
-def _check_callable(callback: object) -> None:
-    if not callable(callback):
-        raise InvalidInputError(f"callback: {shown(callback)}, expected a function")

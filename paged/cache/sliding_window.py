@@ -1,4 +1,4 @@
-"""What lies behind the sliding window of every layer: nobody can see it, and its blocks are given back."""
+"""Gives back blocks behind the sliding window of every layer, which no later token can see."""
 
 from __future__ import annotations
 

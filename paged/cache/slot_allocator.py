@@ -80,7 +80,7 @@ class KvSlotAllocator:
         self.make_exclusive(unready)
 
     def make_exclusive(self, spans: Sequence[Span]) -> None:
-        """See that the spans can be written, and that no other sequence holds, and nobody finds, what is written.
+        """Make the spans writable: copy blocks that other sequences hold too, withdraw published ones.
 
         Raises:
             OutOfBlocksError: the pool cannot supply the room, or the copies of shared blocks.

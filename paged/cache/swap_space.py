@@ -29,7 +29,7 @@ class SwapSpace:
         self._tensors = tensors
 
     def swap_out(self, state: SequenceState) -> None:
-        """Move the blocks that nobody else holds to the host; nothing happens where they are there already.
+        """Move the blocks with one reference to the host; nothing happens where they are there already.
 
         Raises:
             OutOfBlocksError: the host pool has too few blocks.

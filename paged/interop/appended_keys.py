@@ -77,7 +77,7 @@ def rotate(
         seqs, steps = _packed_steps(queries.cu_seqlens, len(queries.rows))
     else:
         seqs, steps = _steps(queries.num_seqs, queries.max_seqlen, table.device)
-    # Rows behind the last sequence are nobody's: at position 0 they are turned by something, and never used.
+    # Rows behind the last sequence belong to none: they are rotated as of position 0, and never used.
     of_queries = (starts.index_select(0, seqs) + (steps if in_order else 0)) * (steps >= 0)
     of_keys = (starts.index_select(0, new.seqs) + new.steps) * (new.steps >= 0)
     for positions in (of_queries, of_keys):

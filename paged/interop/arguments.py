@@ -1,4 +1,4 @@
-"""What a caller of somebody else's attention function gave: its arguments by our names, and errors by theirs."""
+"""Translates the arguments of other libraries' functions to the names here, and errors back to theirs."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def flash_attn_with_kvcache(
             that one position.
         cache_seqlens: int32 [batch], or one length for all; the whole cache where not given, which takes no k and v.
         cache_batch_idx: int32 or int64 [batch], rows of a cache without block table; 0, 1, ... where not given.
-        cache_leftpad: int32 [batch], keys that nobody sees at the start of each sequence.
+        cache_leftpad: int32 [batch], keys at the start of each sequence that no query sees.
         block_table (page_table): int32 [batch, max_blocks_per_seq].
 
     The others are those of `flash_attn_varlen_func`.

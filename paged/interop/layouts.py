@@ -142,7 +142,7 @@ def read_keys(args: Arguments, queries: Queries) -> Keys:
         args.put("block_table", None, "cache_batch_idx")
     max_seqlen = k.shape[1]
     seq_lens = _seq_lens(args, num_seqs, max_seqlen, None, device)
-    if max_seqlen == 0:  # no keys at all: a token that nobody sees
+    if max_seqlen == 0:  # no keys at all: a token that no query sees
         k, v = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v))
     return Keys(k, v, rows.to(torch.int32).unsqueeze(1), seq_lens, max_seqlen, None)
 

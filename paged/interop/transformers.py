@@ -170,10 +170,10 @@ class PagedTritonAttention:
             page_size, cu_seqlens_k = allocator.tokens_per_page, kwargs["cu_seq_lens_k"][allocator.layer_type]
             max_seqlen_k = kwargs["max_length_k"][allocator.layer_type]
             first_tokens = torch.arange(0, max_seqlen_k, page_size, device=index.device)
-            places = (cu_seqlens_k[:-1, None] + first_tokens).clamp_(max=index.shape[0] - 1)
+            slots = (cu_seqlens_k[:-1, None] + first_tokens).clamp_(max=index.shape[0] - 1)
             seq_lens = cu_seqlens_k.diff()
             steps[capturing] = _Step(
-                block_table=(index[places] // page_size).to(torch.int32),
+                block_table=(index[slots] // page_size).to(torch.int32),
                 seq_lens=seq_lens,
                 plan=AttentionPlan(
                     kwargs["cu_seq_lens_q"],

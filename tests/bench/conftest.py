@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.bench import gpu
-from paged.bench.attention import measurement as attention_measurement
+from paged.bench import gpu, timing
 from paged.bench.attention import run as bench_attention
 from paged.bench.attention import tune as tune_attention
 from paged.bench.attention.cases import AttentionCase
@@ -45,8 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         patch.delenv("TRITON_INTERPRET", raising=False)
         patch.setenv("PAGED_BACKEND", "torch")
         patch.setattr(bench_attention, "CASES", ATTENTION)
-        for module in (attention_measurement, bench_moe, bench_kernels, tune_attention):
-            patch.setattr(module, "cache_bytes", lambda device: 1 << 16)  # few tensors to rotate through
+        patch.setattr(timing, "cache_bytes", lambda device: 1 << 16)  # few tensors to rotate through
         assert bench_attention.main(options("attention", ""), lambda _: None) == 0
         assert bench_moe.main(options("moe", "Qwen3-30B-A3B.zipf.16"), lambda _: None) == 0
         assert bench_kernels.main(options("kernels", "norm"), lambda _: None) == 0

@@ -1,4 +1,4 @@
-"""How calls are timed on a GPU, with a clock in its place that the calls advance."""
+"""How calls are timed on a GPU, with a clock that the calls advance instead of a device."""
 
 from __future__ import annotations
 

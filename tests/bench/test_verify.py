@@ -25,7 +25,7 @@ Verify = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
-    """Exit code and, by case, the rows of the quick checks by the PyTorch twins."""
+    """Exit code and, by case, the rows of the quick checks by the PyTorch implementations."""
 
     def run(only: str, *arguments: str) -> tuple[int, dict[str, Any]]:
         code = cli.main(["verify", "--device", "cpu", "--backend", "torch", "--only", only, "--json", *arguments])
@@ -162,10 +162,10 @@ def test_error_shares() -> None:
     got = want.float() + torch.tensor([0, 2e-5, 0, 0, 0, 0])
     assert float(error_shares(got, want)[1]) == pytest.approx(2e-5 / budget, rel=0.05)
     assert float(error_shares(got, want, torch.float16).max()) < 0.01
-    for place, value in ((0, NAN), (0, INF), (3, 1.0), (4, -INF), (4, NAN), (5, 0.0)):
+    for position, value in ((0, NAN), (0, INF), (3, 1.0), (4, -INF), (4, NAN), (5, 0.0)):
         wrong = want.float()
-        wrong[place] = value
-        assert error_shares(wrong, want).isinf().tolist() == [index == place for index in range(6)]
+        wrong[position] = value
+        assert error_shares(wrong, want).isinf().tolist() == [index == position for index in range(6)]
     assert error_shares(torch.tensor([1, 2]), torch.tensor([1, 3])).tolist() == [0.0, INF]
     with pytest.raises(WrongResultError, match="shape"):
         error_shares(torch.zeros(2), torch.zeros(3))

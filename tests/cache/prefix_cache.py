@@ -20,7 +20,7 @@ CONFIG = PagedKvCacheConfig(num_layers=2, num_kv_heads=1, head_dim=8, block_size
 class Cache:
     """A manager, and a forward whose K at a position is a number of the namespace, the layer and all tokens up to it.
 
-    V is the negative, so that any block in a wrong place, or of another prompt, is seen by `check`.
+    V is the negative, so that any block in the wrong order, or of another prompt, is seen by `check`.
     """
 
     def __init__(self, **changes: Any) -> None:
@@ -89,13 +89,3 @@ class Cache:
         """Of all published blocks."""
         index = self.manager._prefixes.index
         return {index.hash_of(block) for block in index.published}
-
-    def snapshot(self) -> object:
-        """All that a failed call must leave alone."""
-        handles = [(h.cache_id, h.blocks, h.num_tokens, h.num_cached_tokens) for h in self.manager.handles()]
-        return (
-            handles,
-            self.hashes(),
-            list(self.manager._pool._cached),
-            replace(self.manager.stats(), allocation_failures=0),
-        )

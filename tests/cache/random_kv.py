@@ -38,11 +38,3 @@ def assert_holds(manager: PagedKvCacheManager, handle: KvCacheHandle, key: torch
         got_key, got_value = manager.read_kv(handle, layer, 0, len(key))
         assert torch.equal(got_key.cpu(), key + layer)
         assert torch.equal(got_value.cpu(), value + layer)
-
-
-def snapshot(manager: PagedKvCacheManager) -> object:
-    """All that a failed call must leave alone."""
-    manager.check_integrity()
-    handles = [(h.cache_id, h.blocks, h.num_tokens, h.num_cached_tokens, h.stats()) for h in manager.handles()]
-    stats = replace(manager.stats(), allocation_failures=0, cow_copies=0)
-    return handles, stats, manager._tensors.storage.clone().tolist()

@@ -10,7 +10,8 @@ import pytest
 from paged import InvalidInputError, StaleHandleError
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
-from tests.cache.random_kv import CONFIG, make_manager, random_rows, snapshot
+from tests.cache.random_kv import CONFIG, make_manager, random_rows
+from tests.cache.snapshot import snapshot
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from paged import InvalidInputError
 from paged.cache.sliding_window import ROLLBACK_SLACK
 from paged.models.registry import load_model
 from tests.cache.prefix_cache import BLOCK, Cache
+from tests.cache.snapshot import snapshot
 from tests.models.families import FAMILIES, WINDOW, Case, assert_same_logits, save_checkpoint, tokens
 
 SLIDING = 6
@@ -73,11 +74,11 @@ def test_rollback_within_the_slack(cache: Cache) -> None:
 def test_rollback_beyond_what_is_kept(cache: Cache) -> None:
     handle = cache.run("a", range(150))
     first_kept = handle.blocks.count(0) * BLOCK
-    before = cache.snapshot()
+    before = snapshot(cache.manager)
     for length in (1, 50, first_kept + SLIDING - 2):
         with pytest.raises(InvalidInputError, match="sliding window"):
             cache.manager.truncate(handle, length)
-        assert cache.snapshot() == before
+        assert snapshot(cache.manager) == before
     # The next token would stand at first_kept + SLIDING - 1, and sees from first_kept on.
     cache.truncate(handle, first_kept + SLIDING - 1)
     cache.check(handle)
@@ -89,20 +90,20 @@ def test_fork_swap_and_share_with_a_gap(cache: Cache) -> None:
     handle = cache.run("a", range(150))
     gap = handle.blocks.count(0)
     assert gap > 0
-    twin = cache.manager.fork(handle, "b")
-    cache.tokens[twin] = list(range(150))
-    cache.feed(twin, [7, 8, 9])
-    cache.check(handle, twin)
+    fork = cache.manager.fork(handle, "b")
+    cache.tokens[fork] = list(range(150))
+    cache.feed(fork, [7, 8, 9])
+    cache.check(handle, fork)
     with pytest.raises(InvalidInputError, match="sliding window"):
         cache.manager.share_prefix_blocks(handle, cache.manager.allocate("c"), 2)
     cache.manager.swap_out(handle)
-    cache.manager.swap_out(twin)
+    cache.manager.swap_out(fork)
     other = cache.run("d", range(600, 700))
-    cache.manager.swap_in(twin)
+    cache.manager.swap_in(fork)
     cache.manager.swap_in(handle)
     assert handle.blocks.count(0) == gap
-    cache.check(handle, twin)
-    for each in (handle, twin, other):
+    cache.check(handle, fork)
+    for each in (handle, fork, other):
         cache.free(each)
     assert cache.manager.stats().used_blocks == 0
     cache.manager.check_integrity()

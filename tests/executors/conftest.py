@@ -1,4 +1,4 @@
-"""Executors run many forwards: on a CPU they take the PyTorch twins unless a test asks for both backends."""
+"""Executors run many forwards: on a CPU they take the PyTorch backend unless a test asks for both backends."""
 
 from __future__ import annotations
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 
-from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
+from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams, UnifiedBatch
 from paged.executors.command_line.cli import RECALL
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.model_executor import ModelExecutor
 from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.recall.task import RecallPrompt, sample_prompts
+from tests.executors.oracle import make_executor
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
 EOS = read_eos_token_ids(RECALL)
@@ -75,3 +78,35 @@ def sampled(**fields: Any) -> SamplingParams:
 def load(folder: Path, num_blocks: int = 64, **options: Any) -> LlmExecutor:
     """An executor on the CPU for a checkpoint folder."""
     return LlmExecutor.from_pretrained(folder, num_blocks=num_blocks, device=torch.device("cpu"), **options)
+
+
+PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 5 * i)] for i in range(5)]
+TEN = SamplingParams(temperature=0, max_tokens=10)
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    """The oracle's greedy answer, from its formula."""
+    config, tokens = make_executor(torch.device("cpu"), num_blocks=1).config, list(prompt)
+    for _ in range(count):
+        tokens.append(int(expected_logits(config, tokens).float().argmax()))
+    return tokens[len(prompt) :]
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, executor: Any, before: Callable[[UnifiedBatch], None]) -> None:
+    """Calls `before` with every batch that goes to the executor."""
+    forward = executor.unified_decode
+
+    def unified_decode(batch: UnifiedBatch) -> Any:
+        before(batch)
+        return forward(batch)
+
+    monkeypatch.setattr(executor, "unified_decode", unified_decode)
+
+
+FIVE = SamplingParams(temperature=0, max_tokens=5)
+
+
+def run_to_end(engine: Engine) -> None:
+    while engine.num_unfinished:
+        engine.step()
+    check_empty(engine)

@@ -11,7 +11,7 @@ from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.seq_id import SeqId
-from tests.executors.test_llm_executor import VOCAB, parrot_logits
+from tests.executors.parrot import VOCAB, parrot_logits
 
 
 @dataclass

@@ -22,7 +22,7 @@ from paged import (
     UnsupportedError,
 )
 from tests.executors.oracle import batch, make_executor
-from tests.executors.test_lora import FRENCH, IDS
+from tests.executors.test_lora_loader import FRENCH, IDS
 from tests.models.families import FAMILIES, save_checkpoint
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6)

@@ -135,11 +135,11 @@ def test_every_layer_holds_the_embedding(device: torch.device) -> None:
 def test_fork_diverges(device: torch.device) -> None:
     executor = make_executor(device)
     handle = executor.prefill(prompt([1, 2, 3, 4, 5])).kv_cache
-    twin = executor.kv_manager.fork(handle, "twin")
-    left, right = executor.batch_decode([step(handle, 1), step(twin, 9)])
+    forked = executor.kv_manager.fork(handle, "fork")
+    left, right = executor.batch_decode([step(handle, 1), step(forked, 9)])
     assert_close(left.logits[0], expected_logits(executor.config, [1, 2, 3, 4, 5, 1]))
     assert_close(right.logits[0], expected_logits(executor.config, [1, 2, 3, 4, 5, 9]))
-    both = executor.decode(step([handle, twin], 7, 7)).logits
+    both = executor.decode(step([handle, forked], 7, 7)).logits
     assert_close(both[0], expected_logits(executor.config, [1, 2, 3, 4, 5, 1, 7]))
     assert_close(both[1], expected_logits(executor.config, [1, 2, 3, 4, 5, 9, 7]))
     executor.kv_manager.check_integrity()

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-# Forked from a process that has imported these already, so a child costs milliseconds and its limits are its own.
-_PRELOADED = ["torch", "numpy", "paged.models.registry", "paged.executors", "tests.fuzz.children"]
+# Forked from a process that has imported these already, so a child costs milliseconds and its limits are its own. The
+# last is what PyTorch imports at the first call of a custom operation, with sympy: a second in every child.
+_PRELOADED = [
+    *("torch", "numpy", "paged.models.registry", "paged.executors", "tests.fuzz.children"),
+    "torch.fx.experimental.symbolic_shapes",
+]
 _BYTES_PER_MB = 1 << 20
 
 

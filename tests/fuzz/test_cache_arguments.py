@@ -20,7 +20,7 @@ from paged import (
     UnifiedBatch,
     UnifiedBatchItem,
 )
-from tests.cache.everything import everything
+from tests.cache.snapshot import snapshot
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import COLLECTIONS, INTEGERS, VALUES, value
 
@@ -148,17 +148,17 @@ def test_cache_arguments(case: list[list[str]]) -> None:
     for name, *expressions in case:
         literal = name == "odd_handle"
         args = [one if literal and i == 0 else value(one) for i, one in enumerate(expressions)]
-        before = everything(manager)
+        before = snapshot(manager)
         try:
             result = _call(manager, name, args)
         except PagedError:
-            after = everything(manager)
+            after = snapshot(manager)
             for part in before:
                 assert after[part] == before[part], part
             continue
         expected = _call(plain, name, [_plain(value(one)) for one in expressions])
         assert result == expected
-        assert _comparable(everything(manager)) == _comparable(everything(plain))
+        assert _comparable(snapshot(manager)) == _comparable(snapshot(plain))
         assert all(type(handle.cache_id) in (str, int) for handle in manager.handles())
 
 
@@ -204,7 +204,7 @@ def test_token_spellings(case: list[Any], monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(got, expected)
         known += chunk
     managers = [one.kv_manager for one in (ours, plain)]
-    assert _comparable(everything(managers[0])) == _comparable(everything(managers[1]))
+    assert _comparable(snapshot(managers[0])) == _comparable(snapshot(managers[1]))
     assert managers[0].get_handle("a")._state.chain.ids == known
     spelled_prompt, prompt = value(spellings[0].format([*known, 5])), [*known, 5]
     handles = [managers[0].allocate("b", token_ids=spelled_prompt), managers[1].allocate("b", token_ids=prompt)]

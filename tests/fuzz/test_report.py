@@ -201,7 +201,7 @@ def test_report_charts(case: Any, tmp_path: Path) -> None:
 def test_picture(case: Any) -> None:
     lines = tuple(SequenceLine("a", one, case["namespace"], 1, 0, 1, 0) for one in case["ids"])
     holders = tuple(range(len(lines)))
-    cells = tuple(BlockCell(1 + place, "own", holders, fill) for place, fill in enumerate(case["fills"]))
+    cells = tuple(BlockCell(1 + index, "own", holders, fill) for index, fill in enumerate(case["fills"]))
     picture = CachePicture(cells, lines, 16, case["summary"])
     if case["columns"] < 1:
         with pytest.raises(InvalidInputError, match="columns"):

@@ -195,7 +195,7 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
         return graph.forward
 
     compiled = torch.compile(getattr(paged, name), fullgraph=True, backend=backend_fn)
-    # The op asks for the log-sum-exp, and without it the twin takes another, fused product.
+    # The op asks for the log-sum-exp, and without it the PyTorch implementation takes another, fused product.
     tolerance = 1e-6 if (name, backend) == ("paged_attention", "torch") else 0.0
     for variant in variants:
         _assert_same(_called(compiled, variant), _called(getattr(paged, name), variant), tolerance=tolerance)

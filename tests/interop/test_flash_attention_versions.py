@@ -148,7 +148,7 @@ def test_queries_and_keys_that_do_not_count(device: torch.device) -> None:
 
 
 def test_padding_on_the_left(device: torch.device) -> None:
-    """A cache whose rows begin with padding that nobody sees, of NaN, in blocks too, and interleaved in memory."""
+    """A cache whose rows begin with padding that no query sees, of NaN, in blocks too, and interleaved in memory."""
     q, _, _, _, _, _ = _tensors(device)
     padding = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
     pool = torch.randn(6, 2, 8, 2, 16, device=device)

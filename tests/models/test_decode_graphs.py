@@ -273,7 +273,7 @@ def test_sizes() -> None:
     assert graph_sizes(True, cpu, 5) == (1, 2, 4, 5)
     assert graph_sizes([9, 3, 3], cpu, 1000) == (3, 9)
     for choice in ([0], [4, -1], ["4"]):
-        with pytest.raises(InvalidInputError, match="batch size"):
+        with pytest.raises(InvalidInputError, match="cuda_graphs: "):
             graph_sizes(choice, cpu, 1000)  # type: ignore[arg-type]
 
 
@@ -288,7 +288,7 @@ class _NoSync(TorchDispatchMode):
 
 @pytest.mark.parametrize("folder", ["qwen3_moe", "gpt_oss", "gemma3"], indirect=True)
 def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The PyTorch twins do, so that the check is seen to work."""
+    """The PyTorch implementations do, so that the check is seen to work."""
     forward = make(folder).graphs._forward(4)
 
     def tolist(self: torch.Tensor) -> Any:

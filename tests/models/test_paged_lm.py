@@ -157,7 +157,7 @@ def test_truncate(model: PagedCausalLM) -> None:
     model.prefill("a", tokens(20))
     model.truncate_kv("a", 3)
     assert model.kv_manager.stats().used_blocks == 1
-    for cache_id, length in (("a", 4), ("nobody", 0)):
+    for cache_id, length in (("a", 4), ("unknown", 0)):
         with pytest.raises(InvalidInputError):
             model.truncate_kv(cache_id, length)
 

@@ -16,7 +16,7 @@ def test_size() -> None:
     assert sum(path.stat().st_size for path in RECALL.iterdir() if path.is_file()) <= 2_000_000
 
 
-# The interpreter takes seconds a prompt of 512 tokens, the PyTorch twins a tenth of that.
+# The interpreter takes seconds a prompt of 512 tokens, the PyTorch implementations a tenth of that.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("backend", "count", "max_tokens"), [("torch", 200, 512), ("triton", 4, 96)])
 def test_answers_held_out_prompts(

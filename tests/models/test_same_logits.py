@@ -80,8 +80,8 @@ def test_verify_gives_a_row_a_token(case: Case) -> None:
 def _check_chunks(case: Case, chunk: int) -> None:
     expected = case.expected(PROMPT)
     for start in range(0, len(PROMPT), chunk):
-        piece = PROMPT[start : start + chunk]
-        assert_same_logits(case.ours.prefill("a", piece), expected[start + len(piece) - 1])
+        part = PROMPT[start : start + chunk]
+        assert_same_logits(case.ours.prefill("a", part), expected[start + len(part) - 1])
 
 
 @both_backends

@@ -1,4 +1,4 @@
-"""What a machine without accelerator and compiled extension lacks, and nothing else of vLLM, is put in its place."""
+"""Replaces what vLLM lacks on a machine without accelerator and compiled extension, and nothing else of it."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Runner:
             self.cache = get_kv_cache_config_from_groups(self.config, groups, pool)
             self.attn_groups, self.cudagraph_support, block_sizes = init_attn_backend(self.cache, self.config, device)
             init_kv_cache(context, self.cache, device, block_sizes, self.config)
-        for layer in self.layers:  # what nobody wrote must not count
+        for layer in self.layers:  # slots that were never written must not count
             layer.kv_cache.view(torch.uint8).fill_(0xFF)
 
     def tensors(self, num_rows: int) -> list[tuple[torch.Tensor, ...]]:
@@ -136,7 +136,7 @@ class Runner:
     def metadata(self, batch: Batch, *, for_capture: bool = False, **options: Any) -> dict[str, Any]:
         """What a layer's name stands for in the forward context: the metadata of its group.
 
-        The tables come with a row nobody owns, as vLLM keeps them for the largest batch.
+        The tables come with a row of no sequence, as vLLM keeps them for the largest batch.
         """
         given = batch.arguments()
         lengths = torch.tensor([seq_len for _, seq_len in batch.lengths])

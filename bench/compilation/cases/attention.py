@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
 from paged.kernels.attention.config import decode_tile, padded_head_dim, prefill_tile
 from paged.kernels.attention.mask import _pack_mask_kernel
 from paged.kernels.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
@@ -13,10 +13,11 @@ from paged.kernels.common.device import LARGE_SHARED_MEMORY
 
 _ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
 _TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
-_STRIDES = (
-    *("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head"),
-    *("lse_head", "table_seq", "k_scale_head", "v_scale_head", "mask_token"),
-)
+_ALIGNED = ("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head")
+_TABLES = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
+_KINDS = dict.fromkeys((*_TABLES, "split_tiles_ptr", "tile_starts_ptr"), "*i32")
+_KINDS |= dict.fromkeys(("lse_ptr", "partial_out_ptr", "partial_lse_ptr"), "*fp32")
+_KINDS |= {"scale": "fp32", "softcap": "fp32"}
 _OPTIONS = {  # argument -> type when given
     "is_causal_ptr": "*i1",
     "sinks_ptr": "*bf16",
@@ -29,7 +30,18 @@ _OPTIONS = {  # argument -> type when given
 
 def cases() -> list[CompileCase]:
     """Head sizes 64 to 256, gathered and in boxes, fp8 caches, and all options at once, for each target's own tiles."""
-    found = [_plan_case(), _mask_case(), _merge_case(128), _merge_case(256)]
+    plan = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
+    merge = {"GROUP": 4, "BLOCK_M": 128, "MERGE_M": 16}
+    masks = {"mask_ptr": "*i1", "words_ptr": "*i64"}
+    outs = ("stride_out_token", "stride_out_head")
+    found = [
+        kernel_case("paged_attention plan", _plan_kernel, plan, _KINDS | _OPTIONS, num_warps=PLAN_WARPS),
+        kernel_case("paged_attention mask", _pack_mask_kernel, {}, _KINDS | masks, aligned=()),
+    ]
+    for head_dim in (128, 256):
+        sizes = {**merge, "HEAD_DIM": head_dim, "HEAD_DIM_PADDED": head_dim}
+        name = f"paged_attention merge D={head_dim}"
+        found.append(kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs))
     for target in TARGETS:
         for head_dim in (128, 256):
             found += [_attention_case(target, "decode", head_dim, rows=rows, box=64) for rows in (32, 64)]
@@ -72,12 +84,7 @@ def _attention_case(
     width = padded_head_dim(head_dim)
     element = cache or dtype
     cached = f"tensordesc<{element}[1, {tile.block_n}, 1, {width}]>" if by_tma else f"*{element}"
-    signature = {"q_ptr": f"*{dtype}", "k_cache": cached, "v_cache": cached, "out_ptr": f"*{dtype}", "lse_ptr": "*fp32"}
-    tables = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
-    signature |= dict.fromkeys(tables, "*i32") | dict.fromkeys(("partial_out_ptr", "partial_lse_ptr"), "*fp32")
-    signature |= {name: kind if name in options else "constexpr" for name, kind in _OPTIONS.items()}
-    signature |= {"num_tokens": "i32", "scale": "fp32", "softcap": "fp32"}
-    signature |= {"window_left": "i32", "window_right": "i32"} | {f"stride_{name}": "i32" for name in _STRIDES}
+    kinds = _KINDS | _OPTIONS | {"k_cache": cached, "v_cache": cached}
     constexprs: dict[str, Any] = {
         **{name: None for name in _OPTIONS if name not in options},
         "GROUP": 4,
@@ -104,73 +111,16 @@ def _attention_case(
     words = [f"{tile.block_m} x {tile.block_n}", f"D={head_dim}", dtype, *([f"{cache} cache"] if cache else [])]
     flags = {"boxes": by_tma, "window": window, "softcap": softcap, "options": bool(options)}
     words += [word for word, is_set in flags.items() if is_set]
-    unaligned = (
-        "stride_lse_head",
-        "stride_table_seq",
-        "stride_k_scale_head",
-        "stride_v_scale_head",
-        "stride_mask_token",
-    )
-    return CompileCase(
-        name=f"paged_attention {kind} {' '.join(words)} for {target}",
-        kernel=_attention_kernel,
-        signature=signature | dict.fromkeys((name for name in constexprs if name not in signature), "constexpr"),
-        constexprs=constexprs,
+    return kernel_case(
+        f"paged_attention {kind} {' '.join(words)} for {target}",
+        _attention_kernel,
+        constexprs,
+        kinds,
+        dtype=dtype,
+        aligned=tuple(f"stride_{name}" for name in _ALIGNED),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        divisible_by_16=tuple(f"stride_{name}" for name in _STRIDES if f"stride_{name}" not in unaligned),
         expect=expect,
         targets=(target,),
         programs_per_sm=tile.programs_per_sm,
-    )
-
-
-def _mask_case() -> CompileCase:
-    signature = {"mask_ptr": "*i1", "words_ptr": "*i64", "cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32"}
-    return CompileCase(
-        name="paged_attention mask",
-        kernel=_pack_mask_kernel,
-        signature=signature | {"stride_mask_token": "i32", "stride_words_token": "i32"},
-        constexprs={},
-    )
-
-
-def _merge_case(head_dim: int) -> CompileCase:
-    signature = {
-        "out_ptr": "*bf16",
-        "lse_ptr": "*fp32",
-        "cu_seqlens_q_ptr": "*i32",
-        "split_tiles_ptr": "*i32",
-        "counts_ptr": "*i32",
-        "partial_out_ptr": "*fp32",
-        "partial_lse_ptr": "*fp32",
-        "sinks_ptr": "*bf16",
-        "stride_out_token": "i32",
-        "stride_out_head": "i32",
-        "stride_lse_head": "i32",
-    }
-    constexprs = {"GROUP": 4, "HEAD_DIM": head_dim, "HEAD_DIM_PADDED": head_dim, "BLOCK_M": 128, "MERGE_M": 16}
-    return CompileCase(
-        name=f"paged_attention merge D={head_dim}",
-        kernel=_merge_splits_kernel,
-        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs,
-        divisible_by_16=("stride_out_token", "stride_out_head"),
-    )
-
-
-def _plan_case() -> CompileCase:
-    pointers = {"cu_seqlens_q_ptr": "*i32", "seq_lens_ptr": "*i32", "is_causal_ptr": "*i1"}
-    pointers |= dict.fromkeys(
-        ("tile_starts_ptr", "items_ptr", "split_tiles_ptr", "counts_ptr", "first_padding_ptr"), "*i32"
-    )
-    scalars = ["num_seqs", "search_steps", "min_rows", "max_rows", "most_rows", "num_kv_heads", "places", "max_slots"]
-    scalars += ["min_split_blocks", "piece_blocks", "max_pieces", "window_left", "window_right"]
-    constexprs = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
-    return CompileCase(
-        name="paged_attention plan",
-        kernel=_plan_kernel,
-        signature=pointers | dict.fromkeys(scalars, "i32") | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs,
-        num_warps=PLAN_WARPS,
     )

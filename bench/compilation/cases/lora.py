@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
 from paged.kernels.common.device import Device
 from paged.kernels.lora.add_lora import _lora_expand_kernel, _lora_shrink_kernel
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS
@@ -14,17 +14,11 @@ from paged.kernels.lora.weights import MAX_PARTS
 # in_features and the sizes of the parts.
 QKV, GATE_UP, DOWN = (4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))
 
-KINDS = {
-    "ranks_ptr": "*i32",
-    "scales_ptr": "*fp32",
-    "rows_ptr": "*i32",
-    "slots_ptr": "*i32",
-    "shrunk_ptr": "*fp32",
-}
+KINDS = dict.fromkeys(("ranks_ptr", "rows_ptr", "slots_ptr"), "*i32") | {"scales_ptr": "*fp32", "shrunk_ptr": "*fp32"}
 
 
 def cases() -> list[CompileCase]:
-    """Few rows and many, in 2 bytes and 4; layers of one, two and three parts; the input whole and in pieces."""
+    """Few rows and many, in 2 bytes and 4; layers of one, two and three parts; the input whole and split."""
     found = []
     for dtype in ("bf16", "fp32"):
         for block_m in (FEW_ROWS, MANY_ROWS):
@@ -73,31 +67,25 @@ def _expand(dtype: str, block_m: int, num_splits: int, part_sizes: tuple[int, ..
         _lora_expand_kernel,
         dtype,
         constexprs,
-        aligned=True,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
 def _case(
-    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], *, aligned: bool, **options: Any
+    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], *, aligned: bool = True, **options: Any
 ) -> CompileCase:
-    signature = {
-        argument: "constexpr"
-        if argument in constexprs
-        else KINDS.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
-        for argument in kernel.arg_names
-    }
-    integers = [argument for argument, kind in signature.items() if kind == "i32"]
+    integers = (each for each in kernel.arg_names if each not in constexprs and not each.endswith("_ptr"))
     # wgmma takes 64 rows.
     hopper = "HGMMA" if constexprs["BLOCK_M"] >= 64 else "HMMA"
     tensor_cores = {"sm_80": ("HMMA",), "sm_90": (hopper,), "gfx942": ("v_mfma",)}
-    return CompileCase(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=tuple(name for name in integers if aligned or name not in ("K", "stride_x_row")),
+    return kernel_case(
+        name,
+        kernel,
+        constexprs,
+        KINDS,
+        dtype=dtype,
+        aligned=tuple(each for each in integers if aligned or each not in ("K", "stride_x_row")),
         expect={} if dtype == "fp32" else tensor_cores,
         **options,
     )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase
-from paged.bench.compilation.cases.moe_steps import QWEN3_30B_A3B, kernel_case
+from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
-from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, quantized_tile
+from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
 from paged.kernels.moe.gemm import _expert_gemm_kernel
 from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kernel
-from paged.kernels.moe.table import FOLDER, load_table
 from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
@@ -24,8 +22,9 @@ def cases() -> list[CompileCase]:
     """Every tile that the fallback returns and those of the tuned tables; activations, biases and odd sizes once."""
     found = []
     for target in TARGETS:
-        for (gated, shape, dtype), tile in _fallbacks(target) | _tuned(target):
+        for (gated, dtype, tile), shape in _fallbacks(target).items():
             found.append(gemm_case(target, tile, shape, gated, dtype))
+        found += [gemm_case(target, tile, shape, gated, "bf16") for gated, tile, shape in _tuned(target)]
         # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
         # one off the 16-byte grid.
         for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
@@ -39,37 +38,28 @@ def cases() -> list[CompileCase]:
     return found
 
 
-_Gemm = tuple[bool, MoeShape, str]
-
-
-def _fallbacks(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
-    """A set in the order of insertion: which of the two GEMMs on which sizes, and its tile."""
-    found: dict[tuple[_Gemm, MoeTile], None] = {}
-    seen = set()
-    for model in (QWEN3_30B_A3B, MIXTRAL_8X7B):
-        num_experts, top_k, hidden_size, intermediate_size = model
+def _fallbacks(target: str) -> dict[tuple[bool, str, MoeTile], MoeShape]:
+    """Which of the two GEMMs in which dtype with which tile, and the first sizes that take it."""
+    found: dict[tuple[bool, str, MoeTile], MoeShape] = {}
+    for num_experts, top_k, *sizes in (QWEN3_30B_A3B, MIXTRAL_8X7B):
         for dtype, element_size in (("bf16", 2), ("fp32", 4)):
             for tokens in (2**exponent for exponent in range(16)):
-                shape = MoeShape(tokens * top_k, num_experts, hidden_size, intermediate_size, element_size)
+                shape = MoeShape(tokens * top_k, num_experts, sizes[0], sizes[1], element_size)
                 tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
                 for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
-                    if (gated, dtype, tile) not in seen:
-                        seen.add((gated, dtype, tile))
-                        found[(gated, shape, dtype), tile] = None
+                    found.setdefault((gated, dtype, tile), shape)
     return found
 
 
-def _tuned(target: str) -> dict[tuple[_Gemm, MoeTile], None]:
+def _tuned(target: str) -> list[tuple[bool, MoeTile, MoeShape]]:
     """The tables' entries, for the chips that were tuned."""
-    found: dict[tuple[_Gemm, MoeTile], None] = {}
+    found = []
     for path in sorted(FOLDER.glob("*.json")):
         header = json.loads(path.read_text())
-        if header["arch"] != target:
-            continue
-        for num_entries, tiles in load_table(path).items():
-            sizes = {name: header[name] for name in ("num_experts", "hidden_size", "intermediate_size")}
+        sizes = {name: header[name] for name in ("num_experts", "hidden_size", "intermediate_size")}
+        for num_entries, tiles in load_table(path).items() if header["arch"] == target else ():
             shape = MoeShape(num_entries, **sizes, element_size=2)
-            found |= {((True, shape, "bf16"), tiles.gate_up): None, ((False, shape, "bf16"), tiles.down): None}
+            found += [(True, tiles.gate_up, shape), (False, tiles.down, shape)]
     return found
 
 
@@ -91,11 +81,6 @@ def gemm_case(
     kind, group_n, group_k = layout
     is_native = kind == "e4m3" and target in ("sm_90", "sm_100")
     weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
-    pointers = {
-        "x_ptr": "*fp8e4nv" if is_native else f"*{dtype}",
-        "out_ptr": f"*{dtype}",
-        **dict.fromkeys(("sorted_token_ids_ptr", "expert_ids_ptr", "num_tokens_post_padded_ptr"), "*i32"),
-    }
     constexprs: dict[str, Any] = {
         "N": columns,
         "EVEN_K": depth % tile.block_k == 0,
@@ -122,10 +107,10 @@ def gemm_case(
         "x_scale_ptr": "*fp32" if kind == "e4m3" else None,
         "w_scale_ptr": "*fp32" if kind else None,
     }
-    pointers |= {name: kind for name, kind in optional.items() if kind}
+    kinds = (
+        KINDS | ({"x_ptr": "*fp8e4nv"} if is_native else {}) | {name: kind for name, kind in optional.items() if kind}
+    )
     constexprs |= dict.fromkeys(name for name, kind in optional.items() if not kind)
-    sizes = ("stride_x_row", "stride_w_expert", "stride_w_row", "K")
-    case = kernel_case("", _expert_gemm_kernel, pointers, ("num_entries", *sizes), constexprs)
     has_wgmma = tile.block_m >= 64 or tile.swap_ab
     copies = ("LDGSTS",) if depth % 16 == 0 else ()
     tensor_cores = {
@@ -135,12 +120,15 @@ def gemm_case(
     }
     operation = f"{kind} " * bool(kind) + (f"gate_up {activation}" if gated else "down")
     size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab}{' tma' * uses_tma}"
-    return replace(
-        case,
-        name=f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",
+    return kernel_case(
+        f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",
+        _expert_gemm_kernel,
+        constexprs,
+        kinds,
+        dtype=dtype,
+        aligned=None if depth % 16 == 0 else (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        divisible_by_16=sizes if depth % 16 == 0 else (),
         expect={} if dtype == "fp32" or kind else tensor_cores,
         targets=(target,),
     )
@@ -163,8 +151,8 @@ def _quantized(target: str) -> list[CompileCase]:
     quantize = kernel_case(
         f"quantize_token_groups for {target}",
         _quantize_token_groups_kernel,
-        {"x_ptr": "*bf16", "q_ptr": "*u8" if is_native else "*bf16", "scale_ptr": "*fp32"},
-        ("num_rows", "stride_x_row"),
         {"SIZE": shape.hidden_size, "GROUP": FP8_GROUP, "BLOCK_ROWS": 8, "NATIVE": is_native},
+        {"q_ptr": "*u8" if is_native else "*bf16", "scale_ptr": "*fp32"},
+        targets=(target,),
     )
-    return [*found, replace(quantize, targets=(target,))]
+    return [*found, quantize]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 
-from paged.bench.compilation.case import CompileCase
-from paged.kernels.common.grid import num_warps
+from paged.bench.compilation.case import CompileCase, kernel_case
+from paged.kernels.common.launch import num_warps
 from paged.kernels.layers.rms_norm import _rms_norm_kernel
 
 
@@ -13,29 +13,12 @@ def cases() -> list[CompileCase]:
     """Hidden sizes 64 to 8,192, with and without the residual; at that of Gemma-3-1B its float32 weights."""
     found = []
     for hidden_size, weight in ((64, "bf16"), (1152, "fp32"), (2048, "bf16"), (8192, "bf16")):
-        for fused in (False, True):
-            signature = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
-            signature |= {
-                "weight_ptr": f"*{weight}",
-                "eps": "fp32",
-                "stride_x_row": "i32",
-                "stride_residual_row": "i32",
-                "stride_out_row": "i32",
-            }
-            block_size = triton.next_power_of_2(hidden_size)
-            constexprs: dict[str, int | None] = {"HIDDEN_SIZE": hidden_size, "BLOCK_SIZE": block_size}
-            if not fused:
-                signature["residual_ptr"] = "constexpr"
-                constexprs["residual_ptr"] = None
-            signature |= {"HIDDEN_SIZE": "constexpr", "BLOCK_SIZE": "constexpr"}
-            found.append(
-                CompileCase(
-                    name=f"{'fused_add_' if fused else ''}rms_norm hidden={hidden_size} {weight} weights",
-                    kernel=_rms_norm_kernel,
-                    signature=signature,
-                    constexprs=constexprs,
-                    num_warps=num_warps(block_size),
-                    divisible_by_16=("stride_x_row", "stride_residual_row", "stride_out_row"),
-                )
-            )
+        block_size = triton.next_power_of_2(hidden_size)
+        sizes = {"HIDDEN_SIZE": hidden_size, "BLOCK_SIZE": block_size}
+        kinds = {"weight_ptr": f"*{weight}", "eps": "fp32"}
+        for name, constexprs in (("rms_norm", {**sizes, "residual_ptr": None}), ("fused_add_rms_norm", sizes)):
+            name = f"{name} hidden={hidden_size} {weight} weights"
+            strides = ("stride_x_row", "stride_residual_row", "stride_out_row")
+            warps = num_warps(block_size)
+            found.append(kernel_case(name, _rms_norm_kernel, constexprs, kinds, aligned=strides, num_warps=warps))
     return found

@@ -7,12 +7,12 @@ from typing import Any
 
 import triton
 
-from paged.bench.compilation.case import CompileCase
+from paged.bench.compilation.case import CompileCase, kernel_case
 from paged.kernels.attention.merge_attn_states import _merge_attn_states_kernel
 from paged.kernels.cache.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
 from paged.kernels.cache.reshape_and_cache import _reshape_and_cache_kernel
-from paged.kernels.common.grid import num_warps, tile
+from paged.kernels.common.launch import num_warps, tile
 from paged.kernels.common.rotation import heads_per_program
 from paged.kernels.layers.rotary_embedding import _rotary_embedding_kernel
 from paged.kernels.layers.silu_and_mul import _silu_and_mul_kernel
@@ -21,21 +21,10 @@ from paged.kernels.layers.silu_and_mul import _silu_and_mul_kernel
 MODELS = ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 8, 1))
 
 # Arguments that are neither constexprs, int32 scalars nor bfloat16 tensors.
-KINDS = {
-    "eps": "fp32",
-    "k_scale_ptr": "*fp32",
-    "v_scale_ptr": "*fp32",
-    "positions_ptr": "*i64",
-    "slot_mapping_ptr": "*i64",
-    "cos_sin_cache_ptr": "*fp32",
-    "lse_a_ptr": "*fp32",
-    "lse_b_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-    "cache_ptrs_ptr": "*i64",
-    "block_pairs_ptr": "*i64",
-}
-
-
+_FLOATS = ("k_scale_ptr", "v_scale_ptr", "cos_sin_cache_ptr", "lse_a_ptr", "lse_b_ptr", "lse_ptr")
+KINDS = {"eps": "fp32"}
+KINDS |= dict.fromkeys(_FLOATS, "*fp32")
+KINDS |= dict.fromkeys(("positions_ptr", "slot_mapping_ptr", "cache_ptrs_ptr", "block_pairs_ptr"), "*i64")
 # Those that convert e4m3 by themselves, and the others.
 NATIVE_FP8 = {True: ("sm_90", "sm_100"), False: ("sm_80", "gfx942")}
 
@@ -48,29 +37,15 @@ def cases() -> list[CompileCase]:
         rows = {"HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim}
         elements = 2 * block_rows * block_dim
         kv = {"NUM_HEADS": num_kv_heads, "KV_BLOCK_SIZE": 16}
-        found += [
-            *_cache_write_cases(
-                f"reshape_and_cache head_dim={head_dim}", _reshape_and_cache_kernel, elements, rows | kv
-            ),
-            _case(
-                f"merge_attn_states head_dim={head_dim}",
-                _merge_attn_states_kernel,
-                elements,
-                rows | {"NUM_HEADS": num_q_heads},
-            ),
-        ]
+        name, merged = f"head_dim={head_dim}", rows | {"NUM_HEADS": num_q_heads}
+        found += _cache_write_cases(f"reshape_and_cache {name}", _reshape_and_cache_kernel, elements, rows | kv)
+        found.append(_case(f"merge_attn_states {name}", _merge_attn_states_kernel, elements, merged))
         found += _rotary_cases(head_dim, head_dim, False, num_q_heads, num_kv_heads)
     found += _rotary_cases(80, 32, False, 32, 32)
     found += _rotary_cases(128, 128, True, 32, 8)
-    found += [
-        _case(
-            f"copy_blocks alignment={alignment}",
-            _copy_blocks_kernel,
-            2 * BLOCK_WORDS,
-            {"ALIGNMENT": alignment, "BLOCK_WORDS": BLOCK_WORDS},
-        )
-        for alignment in (1, 2, 4, 8, 16)
-    ]
+    for alignment in (1, 2, 4, 8, 16):
+        words: dict[str, Any] = {"ALIGNMENT": alignment, "BLOCK_WORDS": BLOCK_WORDS}
+        found.append(_case(f"copy_blocks alignment={alignment}", _copy_blocks_kernel, 2 * BLOCK_WORDS, words))
     # The MLP of Gemma-3-1B has 6,912 units.
     gated = [(32, "silu"), (768, "silu"), (14336, "silu"), (6912, "gelu"), (6912, "gelu_tanh"), (6912, "swiglu_oai")]
     for size, activation in gated:
@@ -109,17 +84,11 @@ def _rotary_cases(
         kinds = KINDS | {"q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32"}
         name = f"qk_norm_rope_and_cache {shape} float32 weights"
         found.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
-    return [
-        *found,
-        _case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone),
-        *(
-            case
-            for name, constexprs in (("qk_norm_rope_and_cache", fused), ("rope_and_cache", fused | plain))
-            for case in _cache_write_cases(
-                f"{name} {shape}", _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs
-            )
-        ),
-    ]
+    found.append(_case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone))
+    for name, constexprs in (("qk_norm_rope_and_cache", fused), ("rope_and_cache", fused | plain)):
+        elements = fused_heads * block_dim
+        found += _cache_write_cases(f"{name} {shape}", _qk_norm_rope_and_cache_kernel, elements, constexprs)
+    return found
 
 
 def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> list[CompileCase]:
@@ -144,20 +113,5 @@ def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: di
 def _case(
     name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any], kinds: dict[str, str] = KINDS
 ) -> CompileCase:
-    """A case with the warps of a program of `num_elements`, and strides and sizes that 16 divides."""
-    signature = {
-        argument: "constexpr"
-        if argument in constexprs
-        else kinds.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
-        for argument in kernel.arg_names
-    }
-    return CompileCase(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        num_warps=num_warps(num_elements),
-        divisible_by_16=tuple(
-            argument for argument in signature if argument.startswith(("stride_", "words_per_block"))
-        ),
-    )
+    """A case with the warps of a program of `num_elements`."""
+    return kernel_case(name, kernel, constexprs, kinds, num_warps=num_warps(num_elements))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import CompileCase
-from paged.kernels.common.grid import num_warps
+from paged.bench.compilation.case import CompileCase, kernel_case
+from paged.kernels.common.launch import num_warps
 from paged.kernels.sampling import passes, thresholds
 from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, _greedy_argmax_chunk_kernel, _greedy_argmax_reduce_kernel
 from paged.kernels.sampling.row_functions import NUM_BINS
@@ -13,6 +13,7 @@ from paged.kernels.sampling.sample_tokens import BLOCK_LIST, PROBES
 
 # Arguments that are neither constexprs, int32 scalars, float32 tensors nor the logits.
 KINDS = {
+    "logits_ptr": "*bf16",
     "token_mask_ptr": "*i1",
     "token_ptr": "*i32",
     "table_rows_ptr": "*i64",
@@ -69,15 +70,4 @@ def _case(name: str, kernel: Any, num_elements: int, missing: Any) -> CompileCas
     constexprs = {
         each: None if each in missing else sizes[each] for each in kernel.arg_names if each in sizes or each in missing
     }
-    signature = {}
-    for each in kernel.arg_names:
-        kind = KINDS.get(each, "*bf16" if each == "logits_ptr" else "*fp32" if each.endswith("_ptr") else "i32")
-        signature[each] = "constexpr" if each in constexprs else kind
-    return CompileCase(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        num_warps=num_warps(num_elements),
-        divisible_by_16=tuple(each for each in signature if each.startswith(("stride_", "vocab_size"))),
-    )
+    return kernel_case(name, kernel, constexprs, KINDS, dtype="fp32", num_warps=num_warps(num_elements))

@@ -15,7 +15,7 @@ import torch
 from paged.kernels.attention.call import AttentionCall
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 
-# Queries of a piece: a long chunk is cut so that its first queries do not meet the keys that only its last ones see.
+# Queries of a chunk: a long prompt is cut so that its first queries do not meet the keys that only its last ones see.
 _MAX_QUERIES = 256
 # Scores or mask elements held at once: 16M float32 are 64 MB, beyond which a larger batch gains nothing on a CPU.
 _MAX_SCORES = 1 << 24
@@ -26,7 +26,7 @@ _MAX_PADDING = 1 << 19
 _MAX_ROWS_IN_PLACE = 16
 
 
-class Piece(NamedTuple):
+class QueryChunk(NamedTuple):
     """Consecutive queries of a sequence and the keys that any of them may see.
 
     row: of the first query in q; position: its own; context: position of the first query of the whole sequence.
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """n pieces, padded to Q queries and L keys with copies of their last ones; the copies of keys are not visible.
+    """n chunks, padded to Q queries and L keys with copies of their last ones; the copies of keys are not visible.
 
     So nothing is gathered that is not of the sequence, and padded queries give what their row gets anyway.
 
@@ -73,7 +73,7 @@ class SequenceBatch:
         return (keys[:, None] - queries[:, :, None]).abs_().unsqueeze(1)
 
 
-# Batches by what they depend on, with the tensors they were made of, so that no others can take their place in memory.
+# Batches by what they depend on, with the tensors they were made of, so that no others can lie at their addresses.
 SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | None, ...]]]
 
 
@@ -84,7 +84,7 @@ def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores
     """
     tensors, max_in_place = (call.block_table, call.is_causal, call.mask), _max_queries_in_place(call)
     key: Hashable = (
-        *map(_place, tensors), call.window, call.k_cache.shape, call.q.shape, keeps_scores, max_in_place
+        *map(_memory, tensors), call.window, call.k_cache.shape, call.q.shape, keeps_scores, max_in_place
     )  # fmt: skip
     if key not in shared:
         ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
@@ -94,30 +94,30 @@ def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores
     return shared[key][0]
 
 
-def _place(tensor: torch.Tensor | None) -> Hashable:
+def _memory(tensor: torch.Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
 def _batches(call: AttentionCall, keeps_scores: bool, max_in_place: int) -> Iterator[SequenceBatch]:
     _, num_q_heads, head_dim = call.q.shape
-    batch: list[Piece] = []
+    batch: list[QueryChunk] = []
     num_queries = num_keys = pairs = 0
-    pieces = _pieces(call, num_q_heads if keeps_scores else 1)
-    for piece in sorted(pieces, key=lambda piece: (piece.num_queries, piece.num_keys), reverse=True):
-        num_queries, num_keys = max(num_queries, piece.num_queries), max(num_keys, piece.num_keys)
-        pairs += piece.num_queries * piece.num_keys
+    chunks = _chunks(call, num_q_heads if keeps_scores else 1)
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.num_queries, chunk.num_keys), reverse=True):
+        num_queries, num_keys = max(num_queries, chunk.num_queries), max(num_keys, chunk.num_keys)
+        pairs += chunk.num_queries * chunk.num_keys
         padded = (len(batch) + 1) * num_queries * num_keys
         kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
         if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
             yield _batch(call, batch, max_in_place)
             batch = []
-            num_queries, num_keys, pairs = piece.num_queries, piece.num_keys, piece.num_queries * piece.num_keys
-        batch.append(piece)
+            num_queries, num_keys, pairs = chunk.num_queries, chunk.num_keys, chunk.num_queries * chunk.num_keys
+        batch.append(chunk)
     if batch:
         yield _batch(call, batch, max_in_place)
 
 
-def _pieces(call: AttentionCall, scores_per_pair: int) -> Iterator[Piece]:
+def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
     starts, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
     left, right = call.window
     is_causal = [False] * len(lengths) if call.is_causal is None else call.is_causal.tolist()
@@ -131,20 +131,20 @@ def _pieces(call: AttentionCall, scores_per_pair: int) -> Iterator[Piece]:
             last_key = position + num_queries - 1 + (0 if is_causal[seq] else right)
             num_keys = min(lengths[seq], last_key + 1) - first_key
             if num_keys > 0:
-                yield Piece(seq, row, num_queries, position, context, first_key, num_keys)
+                yield QueryChunk(seq, row, num_queries, position, context, first_key, num_keys)
 
 
-def _batch(call: AttentionCall, pieces: list[Piece], max_in_place: int) -> SequenceBatch:
+def _batch(call: AttentionCall, chunks: list[QueryChunk], max_in_place: int) -> SequenceBatch:
     device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
-    columns = torch.tensor(pieces, device=device).T.unsqueeze(-1)  # [7, n, 1]
+    columns = torch.tensor(chunks, device=device).T.unsqueeze(-1)  # [7, n, 1]
     seq, row, num_queries, position, context, first_key, num_keys = columns
-    query = torch.arange(max(piece.num_queries for piece in pieces), device=device).minimum(num_queries - 1)  # [n, Q]
-    offs_n = torch.arange(max(piece.num_keys for piece in pieces), device=device)
+    query = torch.arange(max(chunk.num_queries for chunk in chunks), device=device).minimum(num_queries - 1)  # [n, Q]
+    offs_n = torch.arange(max(chunk.num_keys for chunk in chunks), device=device)
     key = first_key + offs_n.minimum(num_keys - 1)  # [n, L]
     slots = call.block_table[seq, key // block_size].long() * block_size + key % block_size
 
     rows, position = row + query, position + query  # [n, Q]
-    visible = (offs_n < num_keys)[:, None]  # [n, 1, L]: of pieces of one query all that is to be said
+    visible = (offs_n < num_keys)[:, None]  # [n, 1, L]: chunks of one query need no more
     if rows.shape[1] > 1:
         ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
         visible = visible & (ahead >= -left) & (ahead <= right)
@@ -154,8 +154,8 @@ def _batch(call: AttentionCall, pieces: list[Piece], max_in_place: int) -> Seque
         column = (key - context)[:, None].expand(-1, rows.shape[1], -1)  # among the new keys
         allowed = call.mask[rows].gather(2, column.clamp(0, call.mask.shape[1] - 1))
         visible = visible & (allowed | (column < 0))
-    # A query sees itself at least, unless it stands before the first key or a mask says otherwise.
-    may_be_blind = call.mask is not None or any(piece.position < 0 for piece in pieces)
+    # A query sees itself at least, unless it comes before the first key or a mask hides its own key.
+    may_be_blind = call.mask is not None or any(chunk.position < 0 for chunk in chunks)
     return SequenceBatch(
         rows=rows.flatten(),
         slots=slots.flatten(),
@@ -177,7 +177,7 @@ def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.
 
 
 def _max_queries_in_place(call: AttentionCall) -> int:
-    """Queries of a piece up to which its keys are read in place; 0 where they cannot be."""
+    """Queries of a chunk up to which its keys are read in place; 0 where they cannot be."""
     is_readable = all(
         cache.is_contiguous() and cache.dtype == torch.float32 and cache.device.type == "cpu"
         for cache in (call.k_cache, call.v_cache)
@@ -186,14 +186,14 @@ def _max_queries_in_place(call: AttentionCall) -> int:
 
 
 def _csr(rows: torch.Tensor, columns: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    _say_once_that_csr_is_beta()
+    _silence_csr_warning()
     values = torch.zeros(len(columns))
     # Columns that are neither sorted nor distinct are all the same to what reads them here.
     return torch.sparse_csr_tensor(rows, columns, values, size=size, check_invariants=False)
 
 
 @cache
-def _say_once_that_csr_is_beta() -> None:
+def _silence_csr_warning() -> None:
     """PyTorch warns of it with the first tensor of a process: nothing that a caller of attention could do about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

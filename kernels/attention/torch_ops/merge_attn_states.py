@@ -8,8 +8,8 @@ import torch
 def merge_attn_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.attention.merge_attn_states`."""
-    # Other stacks say inf of an empty row, where this one says -inf.
+    """PyTorch implementation of `kernels.attention.merge_attn_states`."""
+    # Others (FlashAttention) write inf for a row without keys, where this one writes -inf.
     lse_a, lse_b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     out = torch.zeros(out_a.shape, dtype=torch.float32, device=out_a.device)
     for part, own, other in ((out_a, lse_a, lse_b), (out_b, lse_b, lse_a)):

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
-    """Twin of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
+    """PyTorch implementation of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
     q, out, lse = call.q, call.out, call.lse
     num_kv_heads = call.k_cache.shape[2]
-    # Scores that nobody asks for, PyTorch's fused attention never writes: a third of the time for a long chunk.
+    # Scores that no result needs, PyTorch's fused attention never writes: a third of the time for a long chunk.
     is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
     batches = sequence_batches(call, {} if plan is None else plan.batches, keeps_scores=not is_plain)
     out.zero_()
@@ -63,7 +63,7 @@ def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> 
 def _with_scores(
     call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[n, Hq, Q, D], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse wants it."""
+    """[n, Hq, Q, D], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse is given."""
     products = products_of(call, batch)
     scores = products.scores(queries)
     if call.softcap > 0:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.cache.write import CacheWrite
 from paged.kernels.common.id_checks import check_ids_on_host
 
 
-def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    """Twin of `kernels.cache.reshape_and_cache`."""
-    slots, block_size = slot_mapping, k_cache.shape[1]
+def reshape_and_cache(write: CacheWrite) -> None:
+    """PyTorch implementation of `kernels.cache.reshape_and_cache`."""
+    key, value, k_cache, v_cache, slots, k_scale, v_scale = write
     if len(slots) == 0:
         return
+    block_size = k_cache.shape[1]
     least, most = slots.aminmax()  # one pass for what is skipped and what is refused
-    last_slot = k_cache.shape[0] * block_size - 1
-    if int(most) > last_slot:
-        check_ids_on_host("slot_mapping", slots, None, last_slot)
+    if int(most) > write.slots.high:
+        check_ids_on_host(*write.slots)
     if int(least) < 0:
         rows = (slots >= 0).nonzero().squeeze(1)
         key, value, slots = key[rows], value[rows], slots[rows]

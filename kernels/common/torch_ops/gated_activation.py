@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> torch.Tensor:
-    """Twin of `kernels.common.gated_activation` on gate and up in the last axis, in halves or alternating."""
+    """PyTorch implementation of `kernels.common.gated_activation`; gate and up are halves of x or alternate."""
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
     if activation == "silu":
         return functional.silu(gate).mul_(up)

@@ -6,7 +6,7 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor) -> torch.Tensor:
-    """Twin of `kernels.layers.rms_norm`: float32 inside, rounded once into `out`.
+    """PyTorch implementation of `kernels.layers.rms_norm`: float32 inside, rounded once into `out`.
 
     One temporary as large as x: three of them made 2,048 rows fifteen times as slow, by the pages that memory came in.
     """
@@ -18,7 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.layers.fused_add_rms_norm`: both arguments change in place."""
+    """PyTorch implementation of `kernels.layers.fused_add_rms_norm`: both arguments change in place."""
     residual.add_(x)
     rms_norm(residual, weight, eps, out=x)
     return x, residual

@@ -15,7 +15,7 @@ def rotary_embedding(
     *,
     interleaved: bool,
 ) -> None:
-    """Twin of `kernels.layers.rotary_embedding`: query and key change in place."""
+    """PyTorch implementation of `kernels.layers.rotary_embedding`: query and key change in place."""
     half = cos_sin_cache.shape[1] // 2
     try:
         rows = cos_sin_cache.index_select(0, positions)  # on a CPU it looks at every index anyway

@@ -8,7 +8,7 @@ from paged.kernels.common.torch_ops.gated_activation import gated_activation
 
 
 def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> torch.Tensor:
-    """Twin of `kernels.layers.silu_and_mul`: float32 inside, rounded once into `out`."""
+    """PyTorch implementation of `kernels.layers.silu_and_mul`: float32 inside, rounded once into `out`."""
     if activation == "silu" and x.dtype == torch.float32:
         # Without a temporary: the pages of one and the copy out of it took a twelfth of a prompt of 2,048 tokens.
         gate, up = x.chunk(2, -1)

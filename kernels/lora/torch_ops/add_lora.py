@@ -5,20 +5,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from paged.kernels.lora.batch import LoraBatch
+from paged.kernels.lora.weights import LoraWeights
 
-def add_lora(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor,
-    scales: torch.Tensor,
-    part_sizes: tuple[int, ...],
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """Twin of `kernels.lora.add_lora`: two matrix products an adapter in use and part that it changes."""
-    all_ranks, all_scales = ranks.tolist(), scales.tolist()
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+    """PyTorch implementation of `kernels.lora.add_lora`: two products an adapter in use and part that it changes."""
+    all_ranks, all_scales, rows, slots = weights.ranks.tolist(), weights.scales.tolist(), batch.rows, batch.slots
     for slot in slots.unique().tolist():
         if slot < 0:
             continue
@@ -26,12 +19,12 @@ def add_lora(
         chosen = chosen[chosen >= 0].long()
         x_rows = x[chosen]
         start = 0
-        for part, size in enumerate(part_sizes):
+        for part, size in enumerate(weights.part_sizes):
             rank, columns = all_ranks[slot][part], slice(start, start + size)
             start += size
             if rank == 0:
                 continue
-            shrunk = functional.linear(x_rows, a[slot, part, :rank]).float()
-            delta = all_scales[slot][part] * (shrunk @ b[slot, :rank, columns].float())
+            shrunk = functional.linear(x_rows, weights.a[slot, part, :rank]).float()
+            delta = all_scales[slot][part] * (shrunk @ weights.b[slot, :rank, columns].float())
             out[chosen, columns] = (out[chosen, columns].float() + delta).to(out.dtype)
     return out

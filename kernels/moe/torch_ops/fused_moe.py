@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -11,70 +10,56 @@ from torch.nn import functional
 from paged.kernels.common.torch_ops.gated_activation import gated_activation
 from paged.kernels.common.torch_ops.linear import linear as product
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
-from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear
+from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear, MoeCall
 
-# Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us in place of 126 sorted, 16 in
+# Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us instead of 126 sorted, 16 in
 # float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
 _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
 # Rows an expert from which a product each is faster than PyTorch's grouped ones in float32: on 2 cores of an AMD EPYC
-# 128 rows of 256 x 512 take 112 us in place of 225, some 32 rows 76 in place of 56.
+# 128 rows of 256 x 512 take 112 us instead of 225, some 32 rows 76 instead of 56.
 _MIN_ROWS_ALONE = 64
 
 
-def fused_moe(
-    hidden_states: torch.Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    activation: str,
-    interleaved: bool,
-) -> torch.Tensor:
-    """Twin of `kernels.moe.fused_moe`: entries sorted by expert, one product an expert in use in each projection.
+def fused_moe(call: MoeCall) -> torch.Tensor:
+    """PyTorch implementation of `kernels.moe.fused_moe`: entries sorted by expert, one product an expert in use.
 
     Entries are gathered, activated and summed all at once: beside the products, the number of operations is fixed.
     """
+    x, topk_ids, expert_map = call.hidden_states, call.topk_ids, call.expert_map
     rows = (topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)).flatten()
-
-    def activated(projected: torch.Tensor) -> torch.Tensor:
-        return gated_activation(projected.float(), activation, interleaved).to(hidden_states.dtype)
-
-    if len(rows) <= _MAX_UNSORTED[hidden_states.dtype] and not (gate_up.format or down.format):
+    if len(rows) <= _MAX_UNSORTED[x.dtype] and not call.is_quantized:
         experts = rows.tolist()
-        parts = _vectors(activated(_vectors(hidden_states, gate_up, experts)), down, experts)
+        parts = _vectors(_activated(call, _vectors(x, call.gate_up, experts)), call.down, experts)
     else:
-        parts = _sorted_by_expert(hidden_states, gate_up, down, rows, activated)
-    return out.copy_(torch.bmm(topk_weights.unsqueeze(1), parts.float().view(*topk_ids.shape, -1)).squeeze(1))
+        parts = _sorted_by_expert(call, rows)
+    weighted = torch.bmm(call.topk_weights.unsqueeze(1), parts.float().view(*topk_ids.shape, -1))
+    return call.out.copy_(weighted.squeeze(1))
 
 
-def _sorted_by_expert(
-    x: torch.Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    rows: torch.Tensor,
-    activated: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+def _activated(call: MoeCall, projected: torch.Tensor) -> torch.Tensor:
+    return gated_activation(projected.float(), call.activation, call.interleaved).to(call.hidden_states.dtype)
+
+
+def _sorted_by_expert(call: MoeCall, rows: torch.Tensor) -> torch.Tensor:
     """What each entry's expert makes of its token, 0 for entries of no expert; rows int32 [num_entries]."""
+    x, gate_up, down = call.hidden_states, call.gate_up, call.down
     num_experts, top_k = len(gate_up.w), len(rows) // len(x)
     # Entries whose expert is elsewhere come last.
     ids, entries = torch.where(rows < 0, num_experts, rows).sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
-    tokens, places = entries // top_k, torch.arange(len(ids), device=ids.device)
+    tokens, positions = entries // top_k, torch.arange(len(ids), device=ids.device)
     bounds = [0, *ends.tolist()]
-    length = _batch_length(bounds, len(ids), gate_up, down)
+    length = _batch_length(bounds, len(ids), call)
     if length:
         # Every expert's entries begin at a multiple of length; what is between them is computed and not read.
         starts = functional.pad(ends, (1, -1))
-        places += (torch.arange(num_experts, device=ids.device) * length - starts)[ids]
-        tokens = tokens.new_zeros(num_experts * length).index_copy_(0, places, tokens).view(num_experts, length)
+        positions += (torch.arange(num_experts, device=ids.device) * length - starts)[ids]
+        tokens = tokens.new_zeros(num_experts * length).index_copy_(0, positions, tokens).view(num_experts, length)
     projected = _linear(x[tokens], gate_up, ids, ends)
-    parts = _linear(activated(projected), down, ids, ends).flatten(0, -2)
+    parts = _linear(_activated(call, projected), down, ids, ends).flatten(0, -2)
     if bounds[-1] < len(ids):
         parts[bounds[-1] :] = 0
-    return parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, places))
+    return parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, positions))
 
 
 def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch.Tensor:
@@ -90,15 +75,15 @@ def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch
     return out
 
 
-def _batch_length(bounds: list[int], num_entries: int, gate_up: ExpertLinear, down: ExpertLinear) -> int:
+def _batch_length(bounds: list[int], num_entries: int, call: MoeCall) -> int:
     """Rows that every expert gets where one batch of all is better than a product each, else 0.
 
     A batch computes an expert a thread, where a product alone shares out an expert's few rows: on 2 cores 8 rows of 256
-    x 512 take 16 us in place of 34 in float32, where 32 gain nothing, and 64 rows 22 in place of 38 in bfloat16. That
+    x 512 take 16 us instead of 34 in float32, where 32 gain nothing, and 64 rows 22 instead of 38 in bfloat16. That
     pays for the padding, and in bfloat16 for the weights of as many experts without entries; one thread gains nothing.
     """
-    num_experts, is_wide = len(bounds) - 1, gate_up.w.dtype == torch.float32
-    if gate_up.format or down.format or bounds[-1] < num_entries or torch.get_num_threads() == 1:
+    num_experts, is_wide = len(bounds) - 1, call.gate_up.w.dtype == torch.float32
+    if call.is_quantized or bounds[-1] < num_entries or torch.get_num_threads() == 1:
         return 0
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     longest, num_idle = max(counts), counts.count(0)
@@ -122,7 +107,7 @@ def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torc
 
 
 def quantized_token_groups(x: torch.Tensor) -> torch.Tensor:
-    """Twin of `kernels.moe.quantize_token_groups`, multiplied out in float32."""
+    """PyTorch implementation of `kernels.moe.quantize_token_groups`, multiplied out in float32."""
     groups = functional.pad(x.float(), (0, -x.shape[1] % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
     scale = groups.abs().amax(-1, keepdim=True) / 448.0
     scale = torch.where(scale > 0, scale, 1.0)

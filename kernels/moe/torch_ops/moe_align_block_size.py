@@ -8,18 +8,18 @@ import torch
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, max_num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.moe.moe_align_block_size`; max_num_blocks sizes the results."""
+    """PyTorch implementation of `kernels.moe.moe_align_block_size`; max_num_blocks sizes the results."""
     flat = topk_ids.flatten()
     ids, entries = flat.long().sort(stable=True)
     owned = (ids >= 0) & (ids < num_experts)
     ids, entries = ids[owned], entries[owned]
     counts = torch.bincount(ids, minlength=num_experts)
     num_blocks = (counts + block_size - 1) // block_size
-    # Entry i stands i - (entries of smaller experts) places into its expert's first block.
+    # Sorted entry i is its expert's i - (entries of smaller experts), counted from its first block.
     shift = (num_blocks.cumsum(0) - num_blocks) * block_size - (counts.cumsum(0) - counts)
-    places = torch.arange(len(ids), device=flat.device) + shift[ids]
+    positions = torch.arange(len(ids), device=flat.device) + shift[ids]
     sorted_token_ids = flat.new_full((max_num_blocks * block_size,), flat.numel(), dtype=torch.int32)
-    sorted_token_ids[places] = entries.int()
+    sorted_token_ids[positions] = entries.int()
     block_experts = torch.arange(num_experts, device=flat.device, dtype=torch.int32).repeat_interleave(num_blocks)
     expert_ids = flat.new_full((max_num_blocks,), -1, dtype=torch.int32)
     expert_ids[: len(block_experts)] = block_experts

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def route_tokens(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.moe.route_tokens`; a stable sort where `topk` would leave the order of ties open."""
+    """PyTorch implementation of `kernels.moe.route_tokens`; a stable sort, as `topk` leaves the order of ties open."""
     logits = router_logits.float()
     num_tokens, num_experts = logits.shape
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else torch.sigmoid(logits)

@@ -12,7 +12,7 @@ _GROUP = 64
 def greedy_argmax(
     logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None
 ) -> torch.Tensor:
-    """Twin of `kernels.sampling.greedy_argmax`."""
+    """PyTorch implementation of `kernels.sampling.greedy_argmax`."""
     values = logits.float()
     if repetition_penalty is not None:
         values = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)

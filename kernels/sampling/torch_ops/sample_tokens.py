@@ -22,7 +22,7 @@ def sample_tokens(
     top_p: torch.Tensor | None,
     log_min_p: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Twin of the kernels of `kernels.sampling.sample_tokens`, after penalties."""
+    """PyTorch implementation of `kernels.sampling.sample_tokens`, after penalties."""
     logits, is_drawn = logits.float(), temperature > 0
     if is_drawn.all():
         scores = scaled(logits, temperature)

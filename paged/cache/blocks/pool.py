@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
 from itertools import count as count_from
-from itertools import islice, repeat
+from itertools import islice
 
 from paged.cache.blocks.ages import BlockAges
 from paged.cache.blocks.undo_log import UndoLog
@@ -29,7 +29,7 @@ class BlockPool:
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
         undo: UndoLog | None = None,
     ) -> None:
-        """undo: where every change says first how to take it back; None where nobody will."""
+        """undo: where every change says first how to take it back; None where changes are final."""
         self.num_blocks = num_blocks
         self.num_refused = 0
         self.ages = BlockAges()
@@ -140,26 +140,29 @@ class BlockPool:
         count = min(count, len(self._cached))
         if count <= 0:
             return 0
-        evicted = dict(islice(self._cached.items(), count))
-        blocks = list(evicted)
-        self._undo.add((self._set_free, len(self._free), []))
-        self._undo.add((self._restore_cached, evicted))
+        blocks = list(islice(self._cached, count))
+        ticks = list(map(self._cached.__getitem__, blocks))
+        self._undo.add((self._cache_again, len(self._free), blocks, ticks))
         self._on_evict(blocks)
-        deque(map(self._cached.popitem, repeat(False, count)), maxlen=0)
+        deque(map(self._cached.pop, blocks), maxlen=0)  # half the time of popitem
         self._free += blocks
         return count
 
     def unpublished(self, block: int) -> None:
         """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
         if block in self._cached:
-            self._undo.add((self._set_free, len(self._free), []))
-            self._undo.add((self._restore_cached, {block: self._cached[block]}))
+            self._undo.add((self._cache_again, len(self._free), [block], [self._cached[block]]))
             del self._cached[block]
             self._free.append(block)
 
     def _set_free(self, start: int, blocks: list[int]) -> None:
         """Undo: from `start` on, the free blocks were these."""
         self._free[start:] = blocks
+
+    def _cache_again(self, num_free: int, blocks: Sequence[int], ticks: Sequence[int]) -> None:
+        """Undo `evict` and `unpublished`: so many blocks were free, and these cached, with these numbers."""
+        del self._free[num_free:]
+        self._restore_cached(dict(zip(blocks, ticks, strict=True)))
 
     def _restore_cached(self, ticks: dict[int, int]) -> None:
         """Undo: these blocks were cached, with these numbers."""

@@ -11,8 +11,8 @@ from typing import Any
 class UndoLog:
     """Calls that bring back what was there before the changes that are under way.
 
-    Whoever changes something adds first what undoes it, which must be right whether the change was made, in part, or
-    not at all: any allocation between may fail. All is undone in reverse, so that each entry finds what it left.
+    A method adds what undoes its change before it makes it. That must be right whether the change was made, in part,
+    or not at all: any allocation between may fail. All is undone in reverse, so that each entry finds what it left.
 
     add: take an entry, a function and its arguments; the bound method of a deque, as a step adds several a sequence.
     """
@@ -20,7 +20,7 @@ class UndoLog:
     __slots__ = ("_after", "_entries", "add")
 
     def __init__(self, *, is_kept: bool = True) -> None:
-        """is_kept: whether anybody will undo; else nothing is remembered."""
+        """is_kept: whether changes may be undone; else nothing is remembered."""
         self._entries: deque[Sequence[Any]] = deque(maxlen=None if is_kept else 0)
         self._after: list[Sequence[Any]] = []
         self.add: Callable[[Sequence[Any]], None] = self._entries.append

@@ -2,102 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Hashable, Iterable, KeysView, Sequence
+from collections.abc import Hashable, KeysView, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from operator import mul
 
 import numpy as np
 
 from paged.cache.blocks.undo_log import UndoLog
 from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
+from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
+from paged.cache.prefix.roots import Root, Roots
 from paged.errors import PagedError
 
-_MASK = (1 << 64) - 1
-# Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
-# Knuth's, for multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
-_CHAIN_FACTOR = 6364136223846793005
-_CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
-# Up to this many blocks plain integers are faster than setting up arrays.
-_FEW_BLOCKS = 4
 # A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
 # Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
 _LOOKUP_GROWTH = 256
-
-
-class ChainHash:
-    """h(i) = F h(i - 1) + sum_j M(j) (token(i, j) + 1) modulo 2^64, with odd factors M: fast, and not cryptographic.
-
-    Unrolled, h(i) = F^(i + 1) (h(-1) + sum_k F^-(k + 1) c(k)) with c(k) the sum over block k, so a whole prompt takes a
-    matrix product and a running sum.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
-        self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
-        self._factor_array = np.array(self._factors, np.uint64)
-        self._factor_sum = sum(self._factors) & _MASK  # of the ones in token + 1
-        self._powers = np.empty(0, np.uint64)
-        self._inverse_powers = np.empty(0, np.uint64)
-
-    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
-        """Hashes of `blocks` [n, block_size], which follow the block with hash `previous`."""
-        assert isinstance(previous, int)
-        if len(blocks) <= _FEW_BLOCKS:
-            hashes: list[Hash] = []
-            for block in blocks.tolist():
-                content = sum(map(mul, block, self._factors)) + self._factor_sum
-                previous = (_CHAIN_FACTOR * previous + content) & _MASK
-                hashes.append(previous)
-            return hashes
-        while len(self._powers) < len(blocks):
-            self._grow()
-        sums = blocks.astype(np.uint64) @ self._factor_array
-        sums += np.uint64(self._factor_sum)
-        sums *= self._inverse_powers[: len(blocks)]
-        sums.cumsum(out=sums)
-        sums += np.uint64(previous)
-        sums *= self._powers[: len(blocks)]
-        chain: list[Hash] = sums.tolist()
-        return chain
-
-    def _grow(self) -> None:
-        size = max(64, 2 * len(self._powers))
-        self._powers = np.cumprod(np.full(size, _CHAIN_FACTOR, np.uint64), dtype=np.uint64)
-        self._inverse_powers = np.cumprod(np.full(size, _CHAIN_INVERSE, np.uint64), dtype=np.uint64)
-
-    def root(self, namespace: Hashable) -> Hash:
-        """What the first block of a namespace follows; the same in every process."""
-        return int.from_bytes(hashlib.sha256(repr(namespace).encode()).digest()[:8], "little")
-
-
-class Sha256Chain:
-    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties."""
-
-    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
-        """As `ChainHash.extend`."""
-        assert isinstance(previous, bytes)
-        hashes: list[Hash] = []
-        for block in blocks:
-            previous = hashlib.sha256(previous + block.tobytes()).digest()
-            hashes.append(previous)
-        return hashes
-
-    def root(self, namespace: Hashable) -> Hash:
-        """As `ChainHash.root`."""
-        return hashlib.sha256(repr(namespace).encode()).digest()
-
-
-@dataclass(eq=False, slots=True)
-class _Root:
-    """What the first block of a namespace follows. num_blocks: published ones that do; without one it is gone."""
-
-    namespace: Hashable
-    hash: Hash
-    serial: int
-    num_blocks: int = 0
 
 
 class PrefixIndex:
@@ -106,7 +25,7 @@ class PrefixIndex:
     """
 
     def __init__(self, num_blocks: int, block_size: int, algorithm: str, undo: UndoLog | None = None) -> None:
-        """undo: where every change says first how to take it back; None where nobody will."""
+        """undo: where every change says first how to take it back; None where changes are final."""
         self._undo = UndoLog(is_kept=False) if undo is None else undo
         self._block_size = block_size
         self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
@@ -117,8 +36,7 @@ class PrefixIndex:
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
-        self._roots: dict[Hashable, _Root] = {}
-        self._root_of: dict[int, _Root] = {}  # the same, by serial number
+        self._roots = Roots(self._undo)
 
     @property
     def published(self) -> KeysView[int]:
@@ -132,15 +50,12 @@ class PrefixIndex:
     @property
     def namespaces(self) -> KeysView[Hashable]:
         """Those in which a prompt can begin with a published block; a view that changes with the index."""
-        return self._roots.keys()
+        return self._roots.namespaces
 
     def forget_root(self, namespace: Hashable) -> None:
         """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
         from this one never match, though their hashes may."""
-        root = self._roots.get(namespace)
-        if root is not None:
-            self._undo.add((self._set_root, root))
-            self._drop_root(root)
+        self._roots.forget(namespace)
 
     def root_hash(self, namespace: Hashable) -> Hash:
         """What the first block of a namespace follows."""
@@ -203,14 +118,13 @@ class PrefixIndex:
         if first:
             previous_hash, previous = chain.hashes[-1], chain.serials[-1]
         else:
-            root = self._roots.get(namespace) or _Root(namespace, self._chain.root(namespace), self._next_serial())
-            self._undo.add((self._reset_root, root, root.num_blocks))
-            self._set_root(root)
+            root = self._roots.get(namespace) or Root(namespace, self._chain.root(namespace), self._next_serial())
+            self._roots.add(root)
             previous_hash, previous = root.hash, root.serial
         hashes = self._chain.extend(previous_hash, tokens)
         serials: Sequence[int]
         displaced: list[tuple[int, Hash]] = []
-        if len(blocks) > _FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
+        if len(blocks) > FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
             # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
             self._undo.add((self._remove, blocks, hashes))
             present = list(map(self._block_of.setdefault, hashes, blocks))
@@ -221,7 +135,7 @@ class PrefixIndex:
         else:
             serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
         if not first:
-            self._reset_root(root, root.num_blocks)
+            self._roots.drop_unused(root)
         chain.publish(hashes[: len(serials)], serials, self._undo)
         return displaced
 
@@ -236,7 +150,7 @@ class PrefixIndex:
         self._tokens[ids], self._serials[ids] = tokens, serials
         self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
         self._hash_of.update(zip(blocks, hashes, strict=True))
-        self._follow([previous], 1)
+        self._roots.follow(blocks[0], previous)
         return range(first, first + len(blocks))
 
     def _publish_each(
@@ -270,7 +184,7 @@ class PrefixIndex:
             self._undo.add((self._remove, (block,), (hash_,)))
             self._block_of[hash_], self._hash_of[block] = block, hash_
             self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
-            self._follow([previous], 1)
+            self._roots.follow(block, previous)
             previous = serial
             serials.append(previous)
         for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
@@ -283,7 +197,7 @@ class PrefixIndex:
     def _is_findable(self, block: int) -> bool:
         """Whether what a published block follows is there: a root, or another published block. Slow."""
         parent = int(self._parents[block])
-        return parent in self._root_of or bool((self._serials[list(self._hash_of)] == parent).any())
+        return self._roots.has(parent) or bool((self._serials[list(self._hash_of)] == parent).any())
 
     def check(self) -> None:
         """Both directions of the index say the same.
@@ -303,32 +217,8 @@ class PrefixIndex:
         self._undo.add((self._restore, blocks, hashes))
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
         deque(map(self._block_of.__delitem__, hashes), maxlen=0)
-        parents = self._parents.take(blocks).tolist() if hashes else []
-        if not self._root_of.keys().isdisjoint(parents):
-            self._follow(parents, -1)
+        self._roots.withdraw(blocks)
         return hashes
-
-    def _follow(self, parents: Iterable[int], step: int) -> None:
-        """For each of `parents` that is a root, one block more, or less, is published that follows it."""
-        for serial in parents:
-            root = self._root_of.get(serial)
-            if root is not None:
-                self._undo.add((self._reset_root, root, root.num_blocks))
-                self._reset_root(root, root.num_blocks + step)
-
-    def _reset_root(self, root: _Root, num_blocks: int) -> None:
-        root.num_blocks = num_blocks
-        if num_blocks:
-            self._set_root(root)
-        else:
-            self._drop_root(root)
-
-    def _set_root(self, root: _Root) -> None:
-        self._roots[root.namespace] = self._root_of[root.serial] = root
-
-    def _drop_root(self, root: _Root) -> None:
-        self._roots.pop(root.namespace, None)
-        self._root_of.pop(root.serial, None)
 
     def _remove(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
         """Undo what was published, as far as it was."""

@@ -16,20 +16,20 @@ import pytest
 import torch
 
 import paged
-from paged.bench.attention import measurement as attention_measurement
 from paged.bench.attention import peers as attention_peers
 from paged.bench.attention import run as bench_attention
 from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, expected, expected_spots, ours
 from paged.bench.attention.goals import goals
-from paged.bench.attention.measurement import Measurement, check
-from paged.bench.attention.peers import PEERS, Peer
-from paged.bench.attention.run import main
+from paged.bench.attention.peers import PEERS
+from paged.bench.attention.run import check, contest, main, measure, per_sequence_bound
+from paged.bench.benchmark import Setting
 from paged.bench.check import WrongResultError, compare
+from paged.bench.contest import Peer
 from paged.bench.limits import Ceilings
 from paged.kernels.attention.config import DECODE_MAX_ROWS
 from tests.bench.kernels.test_run import run_command
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LIMITS = Ceilings(copy=4e12, read=4.2e12, matmul=8e14)
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 SMALL = {"heads": (4, 2), "head_dim": 16}
@@ -39,7 +39,7 @@ MIXED = AttentionCase("mixed", "20+2x40", ((1, 20, 50), (2, 1, 40)), **SMALL)
 
 
 @pytest.fixture(autouse=True)
-def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     check.cache_clear()
@@ -47,7 +47,7 @@ def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode and a mixed batch in place of all; `main` takes a 64th of their lengths."""
+    """A decode and a mixed batch instead of all cases; `main` takes a 64th of their lengths."""
     cases = (
         AttentionCase("decode", "2x3k", ((2, 1, 3072),), **SMALL),
         AttentionCase("mixed", "chunk", ((1, 1024, 2048), (2, 1, 1024)), **SMALL),
@@ -101,11 +101,10 @@ def test_spots_are_rows_of_the_whole_output(case: AttentionCase) -> None:
         assert torch.allclose(out, whole[token, heads])
 
 
-def test_measurement_of_a_batch_that_a_peer_can_take() -> None:
-    measurement = Measurement(DECODE, CPU, {"sdpa_math": _peer("sdpa_math"), "absent": "is not here"})
-    for _ in range(4):
-        measurement.take()
-    row = measurement.row(LIMITS)
+def test_row_of_a_batch_that_a_peer_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = dataclasses.replace(_peer("vllm"), name="absent", refuses=lambda *_: "is not here")
+    monkeypatch.setattr(bench_attention, "PEERS", (_peer("sdpa_math"), absent))
+    row = measure(DECODE, Setting(CPU, 4))
     assert json.loads(json.dumps(row))["name"] == "decode.3x70.h4_2.b16"
     assert row["samples"] == 4
     assert row["peers"].keys() == {"sdpa_math"}
@@ -117,14 +116,11 @@ def test_measurement_of_a_batch_that_a_peer_can_take() -> None:
 def test_bound_of_sequences_one_by_one_is_the_larger() -> None:
     """A chunk bound by the matrix unit and decode steps bound by memory: together they could overlap."""
     case = AttentionCase("mixed", "chunk", ((1, 64, 64), (3, 1, 640)), **SMALL)
-    measurement = Measurement(case, CPU, {})
-    for _ in range(2):
-        measurement.take()
     chunk, step = (case.cost(torch.float32, [lengths]) for lengths in ((64, 64), (1, 640)))
     limits = Ceilings(copy=1e9, read=1e9, matmul=1e10)
-    row = measurement.row(limits)
-    assert row["per_sequence_bound_us"] == pytest.approx(1e6 * (chunk.flops / 1e10 + 3 * step.num_bytes / 1e9))
-    assert row["per_sequence_bound_us"] > row["bound_us"]
+    bound = per_sequence_bound(case, torch.float32, limits)
+    assert bound == pytest.approx(chunk.flops / 1e10 + 3 * step.num_bytes / 1e9)
+    assert bound > limits.bound(case.cost(torch.float32))[0]
 
 
 @pytest.mark.parametrize("seen_by", ["check", "expected_spots"])
@@ -138,17 +134,18 @@ def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch, seen_by: str) 
         return out
 
     if seen_by == "check":
-        monkeypatch.setattr(attention_measurement, "expected_spots", lambda *_: [])
+        monkeypatch.setattr(bench_attention, "expected_spots", lambda *_: [])
     else:
-        monkeypatch.setattr(attention_measurement, "check", lambda *_: None)
-    Measurement(DECODE, CPU, {})
+        monkeypatch.setattr(bench_attention, "check", lambda *_: None)
+    monkeypatch.setattr(bench_attention, "PEERS", ())
+    contest(DECODE, CPU)
     check.cache_clear()
     monkeypatch.setattr(paged, "paged_attention", wrong)
     with pytest.raises(WrongResultError, match="elements off"):
-        Measurement(DECODE, CPU, {})
+        contest(DECODE, CPU)
 
 
-def test_wrong_and_failing_peers_get_no_ratio() -> None:
+def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong in a row that is compared with the reference, wrong in one that is compared with ours alone, and broken."""
 
     def off_at(token: int) -> Callable[[Step, list[Layer]], list[Any]]:
@@ -165,15 +162,13 @@ def test_wrong_and_failing_peers_get_no_ratio() -> None:
     def broken(step: Step, layers: list[Layer]) -> list[Any]:
         raise RuntimeError("no kernel image")
 
-    peers: dict[str, Peer | str] = {
-        name: dataclasses.replace(_peer("sdpa_math"), name=name, refuses=lambda *_: None, make=make)
-        for name, make in (("first", off_at(0)), ("between", off_at(5)), ("broken", broken), ("sound", ours))
-    }
-    measurement = Measurement(PREFILL, CPU, peers)
-    assert measurement.absent.keys() == {"first", "between", "broken"}
-    assert all(measurement.absent[name].startswith("wrong: ") for name in ("first", "between"))
-    assert measurement.absent["broken"] == "failed: RuntimeError: no kernel image"
-    assert "sound" in measurement.contenders
+    peers = (("first", off_at(0)), ("between", off_at(5)), ("broken", broken), ("sound", ours))
+    monkeypatch.setattr(bench_attention, "PEERS", [Peer(name, lambda *_: None, make) for name, make in peers])
+    found, _ = contest(PREFILL, CPU)
+    assert found.absent.keys() == {"first", "between", "broken"}
+    assert all(found.absent[name].startswith("wrong: ") for name in ("first", "between"))
+    assert found.absent["broken"] == "failed: RuntimeError: no kernel image"
+    assert found.calls.keys() == {"ours", "planning", "sound"}
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.kind)
@@ -186,15 +181,16 @@ def test_dense_peers_compute_the_same(case: AttentionCase, name: str, monkeypatc
 
 def test_what_dense_peers_refuse() -> None:
     large = AttentionCase("decode", "256x32k", ((256, 1, 1 << 15),))
-    for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_math"):
-        refusals = [_peer(name).refuses(case, torch.bfloat16) for case in (DECODE, PREFILL, MIXED, large)]
+    for name, device in (("sdpa_cudnn", CUDA), ("sdpa_flash", CUDA), ("sdpa_math", CPU)):
+        refusals = [_peer(name).refuses(case, torch.bfloat16, device) for case in (DECODE, PREFILL, MIXED, large)]
         assert [reason is None for reason in refusals] == [True, True, False, False]
-    assert [_peer("flex").refuses(case, torch.bfloat16) is None for case in (DECODE, PREFILL)] == [False, True]
+    assert [_peer("flex").refuses(case, torch.bfloat16, CUDA) is None for case in (DECODE, PREFILL)] == [False, True]
+    assert _peer("sdpa_math").refuses(DECODE, torch.bfloat16, CUDA) == "is compared on cpu devices only"
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL, MIXED], ids=lambda case: case.kind)
 def test_vllm_is_given_the_batch(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its place our operation, called with vLLM's arguments."""
+    """Our operation stands in for it, called with vLLM's arguments."""
 
     def attend(**given: Any) -> None:
         names = {"q": "q", "k": "k_cache", "v": "v_cache", "seqused_k": "seq_lens", "out": "out"}
@@ -257,11 +253,11 @@ def test_peers_that_are_not_there_say_so(monkeypatch: pytest.MonkeyPatch) -> Non
     for module in ("vllm", "flashinfer"):
         monkeypatch.setitem(sys.modules, module, None)
     attention_peers.vllm_attention.cache_clear()
-    assert _peer("vllm").missing(CPU) == "needs a GPU"
-    gpu = torch.device("cuda")
-    assert _peer("sdpa_cudnn").missing(gpu) is None
+    attention_peers.missing.cache_clear()
+    assert _peer("vllm").refuses(MIXED, torch.bfloat16, CPU) == "needs a GPU"
     for name, said in (("vllm", "vLLM cannot be imported"), ("flashinfer", "FlashInfer cannot be imported")):
-        assert str(_peer(name).missing(gpu)).startswith(said)
+        assert str(_peer(name).refuses(MIXED, torch.bfloat16, CUDA)).startswith(said)
+    attention_peers.missing.cache_clear()
 
 
 def _row(case: AttentionCase, **measured: Any) -> dict[str, Any]:
@@ -278,7 +274,7 @@ def test_goals_of_each_kind() -> None:
     mixed = by_name["mixed.verify_64x5x8k.h32_8.b16"]
 
     def met(case: AttentionCase, **measured: Any) -> list[bool | None]:
-        return [goal.met for goal in goals(case, _row(case, **measured), LIMITS)]
+        return [goal["met"] for goal in goals(case, _row(case, **measured), LIMITS)]
 
     assert met(prefill) == [False, True, True]  # 2.5x vLLM, 500 TFLOP/s, 0.85x cuDNN
     assert met(prefill, tflop_per_s=499.0, peers={}) == [None, False, None]
@@ -327,7 +323,7 @@ def test_run_out_of_time_says_what_is_missing() -> None:
 def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="times mean nothing"):
-        Measurement(DECODE, CPU, {})
+        measure(DECODE, Setting(CPU, 2))
     with pytest.raises(SystemExit):
         main(["--device", "cpu"])
     assert "times mean nothing" in capsys.readouterr().err
@@ -342,4 +338,4 @@ def test_run_under_pytest_benchmark(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     (benchmark,) = json.loads(path.read_text())["benchmarks"]
     assert benchmark["extra_info"]["name"] == "decode.1x1k.small.h32_8.b16"
-    assert benchmark["extra_info"]["samples"] == bench_attention.REPEATS["cpu"]
+    assert benchmark["extra_info"]["samples"] == bench_attention.BENCHMARK.repeats["cpu"]

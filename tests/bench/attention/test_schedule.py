@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paged.bench.attention.schedule import CASES, SWEEP, main, outcome, plan
-from paged.bench.attention.schedule_model import Launch, Piece, makespan, simulate
+from paged.bench.attention.schedule_model import Launch, WorkItem, makespan, simulate
 from paged.kernels.attention.config import AttentionTile
 from paged.kernels.common.compat import interpreting
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="the planner is told 
 def _launch(blocks: list[int], *, resident: int = 1, kind: str = "decode", heads: int = 1) -> Launch:
     """Tiles of so many blocks, none split."""
     tile = AttentionTile(16, 64, 4, 3, resident)
-    pieces = [Piece(count, is_partial=False) for count in blocks]
-    return Launch(kind, tile, heads, pieces, num_tiles=len(blocks), num_split_tiles=0)
+    items = [WorkItem(count, is_partial=False) for count in blocks]
+    return Launch(kind, tile, heads, items, num_tiles=len(blocks), num_split_tiles=0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -40,10 +40,10 @@ def test_equal_decodes_are_balanced(name: str) -> None:
 
 
 def test_unsplit_schedule_is_seen_as_unbalanced() -> None:
-    """The positive control: the same tiles, each in one piece."""
+    """The positive control: the same tiles, each in one work item."""
     (launch,) = plan(CASES["1 x 128k + 31 x 4k decodes"], (32, 8), 132)
     unsplit = replace(_launch([2048] + [64] * 31, heads=8), tile=launch.tile)
-    assert sum(piece.blocks for piece in launch.pieces) == sum(piece.blocks for piece in unsplit.pieces)
+    assert sum(item.blocks for item in launch.items) == sum(item.blocks for item in unsplit.items)
     assert simulate([launch], 132).ideal_s == pytest.approx(simulate([unsplit], 132).ideal_s)
     assert simulate([unsplit], 132).ratio > 10
 
@@ -54,7 +54,7 @@ def test_longest_last_is_seen_as_unbalanced() -> None:
 
 
 def test_makespan_by_hand() -> None:
-    """Two places take 5, 1, 1 and 2 blocks in order: one runs 5, the other 1, 1 and 2."""
+    """Two SMs take 5, 1, 1 and 2 blocks in order: one runs 5, the other 1, 1 and 2."""
     launch = _launch([5, 1, 1, 2])
     cost = {count: _launch([count]).programs()[0] for count in (1, 2, 5)}
     assert makespan([launch], 2) == pytest.approx(2 * cost[1] + cost[2])
@@ -79,7 +79,7 @@ def test_kinds_side_by_side_fill_each_others_gaps() -> None:
 
 def test_partial_results_cost() -> None:
     whole = _launch([8])
-    halves = replace(whole, pieces=[Piece(4, is_partial=True)] * 2, num_split_tiles=1)
+    halves = replace(whole, items=[WorkItem(4, is_partial=True)] * 2, num_split_tiles=1)
     assert halves.partial_bytes == 2 * 16 * (128 + 1) * 4
     assert halves.ideal_s(4) == whole.ideal_s(4)
     assert sum(halves.programs()) > sum(whole.programs())

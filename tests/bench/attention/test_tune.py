@@ -1,4 +1,4 @@
-"""The tuner's pieces that need no GPU: its candidates, and that a plan takes the tile it is given."""
+"""The parts of the tuner that need no GPU: its candidates, and that a plan takes the tile it is given."""
 
 from __future__ import annotations
 

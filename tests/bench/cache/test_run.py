@@ -15,16 +15,19 @@ import pytest
 
 from paged import PagedKvCacheManager
 from paged.bench.cache import run as bench_cache
-from paged.bench.cache.run import CASES, PEER_VERSION, Case, growth, main, measure, row
-from paged.bench.cache.workload import BLOCK_SIZE, WrongResultError, check_hit, decode_lengths, prompts
+from paged.bench.cache.cases import CASES, Case
+from paged.bench.cache.run import PEER_VERSION, growth, main, measure_group, row
+from paged.bench.cache.workload import BLOCK_SIZE, check_hit, decode_lengths, prompts
+from paged.bench.check import WrongResultError
 
-TIMED = Case("timed", lambda: iter([1e-5]), lambda peer: iter([1e-5]))
+TIMED = Case("timed", lambda: iter([1e-5]))
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(autouse=True)
 def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    bench_cache._rows.cache_clear()
 
 
 @pytest.fixture
@@ -44,31 +47,31 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ratio_is_the_peers_median_over_ours() -> None:
     result = row(TIMED, [2e-6, 1e-6, 3e-6], [9e-6, 6e-6, 60e-6])
-    assert (result.median_us, result.peers["vllm"]["median_us"], result.peers["vllm"]["ratio"]) == (
-        pytest.approx((2.0, 9.0, 4.5))
-    )
-    assert (result.p20_us, result.p80_us) == pytest.approx((1.4, 2.6))
-    assert (result.peers["vllm"]["p20_us"], result.peers["vllm"]["p80_us"]) == pytest.approx((7.2, 39.6))
+    peer = {"median_us": 9.0, "p20_us": 7.2, "p80_us": 39.6, "ratio": 4.5}
+    assert result["peers"]["vllm"] == pytest.approx(peer)
+    assert (result["median_us"], result["p20_us"], result["p80_us"]) == pytest.approx((2.0, 1.4, 2.6))
 
 
 @pytest.mark.parametrize(("theirs", "met"), [(3.0, True), (2.9, False), (None, None)])
 def test_goal_of_a_case_with_a_peer(theirs: float | None, met: bool | None) -> None:
     result = row(TIMED, [1.0, 1.0], [] if theirs is None else [theirs, theirs])
-    (goal,) = result.goals
-    assert (goal.text, goal.met, goal.value) == ("at least 3x vLLM's manager", met, theirs)
-    assert goal.reached == (None if theirs is None else pytest.approx(theirs / 3))
+    (goal,) = result["goals"]
+    assert (goal["text"], goal["met"], goal["value"]) == ("at least 3x vLLM's manager", met, theirs)
+    assert goal["reached"] == (None if theirs is None else pytest.approx(theirs / 3))
 
 
 @pytest.mark.parametrize(("microseconds", "met"), [(99, True), (101, False)])
 def test_goal_in_microseconds(microseconds: float, met: bool) -> None:
-    case = Case("timed", TIMED.ours, goal_us=100.0)
+    case = Case("timed", TIMED.function, goal_us=100.0)
     result = row(case, [microseconds * 1e-6] * 2, [])
-    (goal,) = result.goals
-    assert (goal.text, goal.met, goal.reached) == ("at most 100 us", met, pytest.approx(100 / microseconds))
+    (goal,) = result["goals"]
+    assert (goal["text"], goal["met"], goal["reached"]) == ("at most 100 us", met, pytest.approx(100 / microseconds))
 
 
 def test_growth_is_of_medians_of_rows_that_are_there() -> None:
-    rows = [row(Case(name, TIMED.ours), [seconds] * 2, []) for name, seconds in (("pool.1k", 2.0), ("pool.1M", 3.0))]
+    rows = [
+        row(Case(name, TIMED.function), [seconds] * 2, []) for name, seconds in (("pool.1k", 2.0), ("pool.1M", 3.0))
+    ]
     assert growth(rows) == {"pool.1M / pool.1k, input x1000": pytest.approx(1.5)}
     assert growth(rows[:1]) == {}
 
@@ -81,12 +84,18 @@ def test_samples_are_taken_in_turns_and_the_first_are_dropped() -> None:
             order.append(name)
             yield float(index)
 
-    cases = [Case("a", lambda: samples("a"), lambda peer: samples("peer")), Case("b", lambda: samples("b"))]
-    rows = measure(cases, ModuleType("peer"), repeats=2)
-    rounds = {tuple(order[start : start + 3]) for start in range(0, 15, 3)}
-    assert (len(order), rounds) == (15, {("a", "peer", "b"), ("b", "a", "peer")})
-    assert [result.median_us for result in rows] == pytest.approx([3.5e6, 3.5e6])
-    assert (rows[0].peers["vllm"]["median_us"], rows[1].peers) == (pytest.approx(3.5e6), {})
+    def ours(name: str = "a") -> Iterator[float]:
+        return samples(name)
+
+    peer: Any = ModuleType("peer")
+    peer.ours = lambda: samples("peer")
+    cases = [Case("a", ours), Case("b", ours, {"name": "b"}, has_peer=False)]
+    rows = measure_group(cases, peer, repeats=2)
+    rounds = [tuple(order[start : start + 3]) for start in range(0, 15, 3)]
+    assert (len(order), {tuple(sorted(names)) for names in rounds}) == (15, {("a", "b", "peer")})
+    assert len(set(rounds)) > 1
+    assert [result["median_us"] for result in rows.values()] == pytest.approx([3.5e6, 3.5e6])
+    assert (rows["a"]["peers"]["vllm"]["median_us"], rows["b"]["peers"]) == (pytest.approx(3.5e6), {})
 
 
 def test_hit_leaves_the_last_block_or_token() -> None:
@@ -146,7 +155,7 @@ def test_run_with_a_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert main(["--repeats", "2", "--only", "prefix_match", "--json", str(path)], lines.append) == 0
     (result,) = json.loads(path.read_text())["rows"]
     assert result["peers"]["vllm"]["ratio"] == pytest.approx(1e6 / result["median_us"])
-    assert "at least 3x vLLM's manager: met" in lines[-1]
+    assert "at least 3x vLLM's manager: met" in "\n".join(lines)
 
 
 def test_peer_of_another_version_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paged import SamplingParams
+from paged.bench.check import WrongResultError
 from paged.bench.engine import decode as engine_decode
 from paged.bench.engine import long_prompt as engine_long_prompt
 from paged.bench.engine import models as engine_models
@@ -17,7 +18,6 @@ from paged.bench.engine import run as bench_engine
 from paged.bench.engine import throughput as engine_throughput
 from paged.bench.engine.rows import Row
 from paged.bench.engine.run import CASES, main
-from paged.bench.engine.throughput import DifferentTokensError
 from paged.bench.goal import at_most
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
     row = bench_engine.overhead("x", params, CPU, 5, with_executor=False)
     assert 0 < row.detail["lowest_us"] <= row.value < row.detail["with_sampling_us"]
     assert row.detail["lowest_us"] < 20_000
-    assert row.goals[0].met == (row.value <= 300)
+    assert row.goals[0]["met"] == (row.value <= 300)
     both = bench_engine.overhead("x", params, CPU, 5, with_executor=True)
     assert both.detail["lowest_us"] > 20_000
     assert both.goals == []
@@ -58,7 +58,7 @@ def test_texts_must_agree() -> None:
     texts = [[index, 1] for index in range(20)]
     engine_throughput._check_same(texts, [*texts[:18], [0], [1]], 2)
     engine_throughput._check_same(texts, [[index, 2] for index in range(20)], 1)
-    with pytest.raises(DifferentTokensError, match="17 of 20"):
+    with pytest.raises(WrongResultError, match="17 of 20"):
         engine_throughput._check_same(texts, [*texts[:17], [0], [1], [2]], 2)
 
 
@@ -71,7 +71,7 @@ def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < detail["linear_share"] < 1
     assert detail["bound_tokens_per_second"] == pytest.approx(detail["tokens_per_second"] / detail["linear_share"])
     assert detail["bound_over_peer"] == pytest.approx(row.value / detail["linear_share"])
-    assert row.goals[0].met == (row.value >= 1)
+    assert row.goals[0]["met"] == (row.value >= 1)
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
@@ -95,7 +95,7 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     assert row.value == pytest.approx(2 / detail["step_ms"] * 1e3)
     assert detail["percent"] == pytest.approx(100 * detail["bound_ms"] / detail["step_ms"])
     assert 0 < detail["forward_ms"] < detail["step_ms"]
-    assert (detail["sequences"], row.goals[0].met) == (2, False)
+    assert (detail["sequences"], row.goals[0]["met"]) == (2, False)
 
 
 @pytest.mark.parametrize(("stretch", "steps"), [(None, 3), (2.0, 600)])
@@ -119,4 +119,4 @@ def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert main(["--only", "a.b", "--repeats", "7", "--json", str(path)], lines.append) == 0
     [row] = json.loads(path.read_text())["rows"]
     assert (row["value"], row["detail"]) == (7.0, {"part": 0.5})
-    assert "at most 1 us: MISSED" in lines[-1]
+    assert any("at most 1 us: MISSED" in line for line in lines)

@@ -14,22 +14,24 @@ import pytest
 import torch
 
 import paged
+from paged.bench.attention.cases import AttentionCase
+from paged.bench.benchmark import Setting
 from paged.bench.check import WrongResultError
-from paged.bench.kernels import cases as kernel_cases
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.kernels.cases import CASES, Case
-from paged.bench.kernels.run import check, main
-from paged.bench.limits import Ceilings, Cost, attention_cost, moe_cost
+from paged.bench.kernels.run import check, main, measure
+from paged.bench.limits import Ceilings, Cost
+from paged.bench.moe.cases import MoeCase, MoeModel
 from tests.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "block_size": 16, "element_size": 2}
+ATTENTION = AttentionCase("mixed", "tiny", (), heads=(4, 2), block_size=16, head_dim=8)
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(autouse=True)
-def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases run what they run on a machine without a GPU, and so does the benchmark where it is called."""
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -50,29 +52,31 @@ def run_command(*command: str) -> subprocess.CompletedProcess[str]:
 def test_attention_cost_of_a_chunk() -> None:
     """3 queries after 5 cached keys see 6 + 7 + 8 = 21 keys: 4 * 4 heads * 8 * 21 operations. Moved: 3 rows of 4 heads
     in and out, 8 of 2 heads of K and of V, 16 bytes each, and one block id."""
-    assert attention_cost([(3, 8)], **HEADS) == Cost(2688, (2 * 3 * 4 + 2 * 8 * 2) * 16 + 4)
+    assert ATTENTION.cost(torch.float16, [(3, 8)]) == Cost(2688, (2 * 3 * 4 + 2 * 8 * 2) * 16 + 4)
 
 
 def test_attention_cost_of_a_decode_step() -> None:
     """4 Hq D L operations, 2 L Hkv D b of K and V, 2 Hq D b of query and output, ceil(40 / 16) = 3 block ids."""
-    assert attention_cost([(1, 40)], **HEADS) == Cost(4 * 4 * 8 * 40, 2 * 40 * 2 * 16 + 2 * 4 * 16 + 12)
+    assert ATTENTION.cost(torch.float16, [(1, 40)]) == Cost(4 * 4 * 8 * 40, 2 * 40 * 2 * 16 + 2 * 4 * 16 + 12)
 
 
 def test_attention_cost_of_a_mixed_batch_is_the_sum() -> None:
-    parts = [attention_cost([lengths], **HEADS) for lengths in ((3, 8), (1, 40))]
-    assert attention_cost([(3, 8), (1, 40)], **HEADS) == Cost(
+    parts = [ATTENTION.cost(torch.float16, [lengths]) for lengths in ((3, 8), (1, 40))]
+    assert ATTENTION.cost(torch.float16, [(3, 8), (1, 40)]) == Cost(
         sum(part.flops for part in parts), sum(part.num_bytes for part in parts)
     )
 
 
-def test_moe_cost_counts_active_experts_alone() -> None:
+def test_moe_cost_counts_active_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """5 entries of 6 H I operations; weights of the two experts that got some, 5 tokens in and out."""
-    sizes = {"num_tokens": 5, "hidden_size": 8, "intermediate_size": 4, "element_size": 2}
-    assert moe_cost([3, 0, 2], **sizes) == Cost(6 * 5 * 8 * 4, (3 * 2 * 8 * 4 + 2 * 5 * 8) * 2)
+    case = MoeCase(MoeModel("tiny", 3, 1, 8, 4, 3), 5, "balanced")
+    monkeypatch.setattr(MoeCase, "histogram", lambda *_: [3, 0, 2])
+    layer, batch = case.layer(CPU, torch.float16), case.batch(CPU, torch.float16)
+    assert case.cost(layer, batch) == Cost(6 * 5 * 8 * 4, (3 * 2 * 8 * 4 + 2 * 5 * 8) * 2)
 
 
 def test_moe_case_takes_its_real_histogram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cases, "_routed_ids", lambda *_: torch.tensor([[0, 3, 5, 6]] * 6, dtype=torch.int32))
+    monkeypatch.setattr(MoeCase, "histogram", lambda *_: [6, 0, 0, 6, 0, 6, 6, *[0] * 9])
     (case,) = (case for case in CASES if case.name == "fused_moe.decode")
     assert case.work("check", CPU, torch.float32).cost == Cost(
         6 * 24 * 256 * 128, (3 * 4 * 256 * 128 + 2 * 6 * 256) * 4
@@ -95,7 +99,7 @@ def test_moe_case_takes_its_real_histogram(monkeypatch: pytest.MonkeyPatch) -> N
         ("sample_tokens.top_k_top_p", 2 * 9000 * 12 + 2 * 8),
         ("route_tokens", 19 * 16 * 4 + 19 * 4 * (4 + 4)),
         ("route_and_align", 19 * 16 * 4 + 76 * 8 + 20 * 16 * 4 + 20 * 4 + 4),
-        ("moe_align_block_size", 76 * 4 + 20 * 16 * 4 + 20 * 4 + 4),  # 76 entries, at most 15 empty places an expert
+        ("moe_align_block_size", 76 * 4 + 20 * 16 * 4 + 20 * 4 + 4),  # 76 entries, at most 15 unused an expert
     ],
 )
 def test_bytes_of_the_row_operations(name: str, num_bytes: int) -> None:
@@ -139,7 +143,7 @@ def test_case_of_a_wrong_operation_is_refused(case: Case, monkeypatch: pytest.Mo
 
 
 def test_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "rms_norm", lambda x, weight: torch.full_like(x, float("nan")))
+    monkeypatch.setattr(paged, "rms_norm", lambda x, *_, **__: torch.full_like(x, float("nan")))
     (case,) = (case for case in CASES if case.name == "rms_norm")
     with pytest.raises(WrongResultError):
         check(case.work("check", CPU, torch.float32))
@@ -147,7 +151,7 @@ def test_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refused_case_gets_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other case of the run still gets its row."""
-    monkeypatch.setattr(paged, "rms_norm", lambda x, weight: x)
+    monkeypatch.setattr(paged, "rms_norm", lambda x, *_, **__: x)
     lines: list[str] = []
     path = tmp_path / "rows.json"
     arguments = ["--device", "cpu", "--repeats", "2", "--only", "rms_norm", "--json", str(path)]
@@ -155,13 +159,13 @@ def test_refused_case_gets_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     report = json.loads(path.read_text())
     assert [row["name"] for row in report["rows"]] == ["fused_add_rms_norm"]
     assert list(report["refused"]) == ["rms_norm"]
-    assert any("refused: WrongResultError" in line for line in lines if line.startswith("rms_norm "))
+    assert any("refused: WrongResultError" in line for line in lines if line.startswith("rms_norm: "))
 
 
 def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="times mean nothing"):
-        bench_kernels.prepare(CASES[0], "check", CPU)
+        measure(CASES[0], Setting(CPU, 2))
     with pytest.raises(SystemExit):
         main(["--device", "cpu"])
     assert "times mean nothing" in capsys.readouterr().err
@@ -193,4 +197,4 @@ def test_run_under_pytest_benchmark(tmp_path: Path) -> None:
     (benchmark,) = json.loads(path.read_text())["benchmarks"]
     assert benchmark["extra_info"]["name"] == "silu_and_mul"
     assert benchmark["extra_info"]["percent"] > 0
-    assert benchmark["stats"]["rounds"] == bench_kernels.REPEATS["cpu"]
+    assert benchmark["extra_info"]["samples"] == bench_kernels.BENCHMARK.repeats["cpu"]

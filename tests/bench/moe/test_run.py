@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _torch_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -153,7 +153,7 @@ def test_comparison_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         (goal,) = row["goals"]
         assert goal["value"] == min(peer["ratio"] for peer in row["peers"].values())
     assert rows[-1]["absent"]["transformers_batched_mm"] == "copies 1536 MB of weights, more than 32 MB"
-    assert rows[0]["samples"] > rows[-1]["samples"] >= bench_moe.MIN_REPEATS
+    assert min(row["samples"] for row in rows) >= bench_moe.MIN_REPEATS
 
 
 def test_wrong_result_is_refused_and_wrong_peer_gets_no_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ pytest.importorskip("triton", reason="tuning needs triton")
 from paged.bench.moe.cases import MODELS
 from paged.bench.moe.tune import Candidate, main, new_table, search_space, shape_of, tune
 from paged.kernels.common.device import Device
-from paged.kernels.moe import table as moe_table
-from paged.kernels.moe.config import MoeTile, fallback_tiles
-from paged.kernels.moe.table import load_table, moe_tiles, table_name
+from paged.kernels.moe import config as moe_config
+from paged.kernels.moe.config import MoeTile, fallback_tiles, load_table, moe_tiles, table_name
 
 QWEN3 = MODELS[0]
 H200 = Device("sm_90", 132, "NVIDIA H200")
@@ -60,7 +59,7 @@ def test_table_is_looked_up_by_the_nearest_size(monkeypatch: pytest.MonkeyPatch,
     name = "E=128,N=768,device_name=NVIDIA_H200,dtype=bfloat16.json"
     assert table_name(128, 768, "NVIDIA H200", "bfloat16") == name
     (tmp_path / name).write_text(json.dumps(table))
-    monkeypatch.setattr(moe_table, "FOLDER", tmp_path)
+    monkeypatch.setattr(moe_config, "FOLDER", tmp_path)
     for num_tokens, rows in ((1, 16), (64, 16), (280, 16), (300, 32), (1 << 17, 128)):
         tiles = moe_tiles(shape_of(QWEN3, num_tokens), torch.bfloat16, H200)
         assert tiles.gate_up == tiles.down == replace(TILE, block_m=rows)
@@ -86,7 +85,7 @@ def test_what_is_missing_is_said(
 def test_missing_table_is_said_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(moe_table, "FOLDER", tmp_path)
+    monkeypatch.setattr(moe_config, "FOLDER", tmp_path)
     with caplog.at_level(logging.WARNING):
         for num_tokens in (16, 4096):
             shape = shape_of(QWEN3, num_tokens)

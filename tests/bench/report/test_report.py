@@ -102,8 +102,8 @@ def _written(tmp_path: Path, results: Json, **changes: Any) -> Path:
 def test_table_holds_what_the_file_holds(kind: str, results: dict[str, Path], whole: Page) -> None:
     run = json.loads(results[kind].read_text())
     rows = run["steps" if kind == "gpu" else "rows"]
-    place = list(SCHEMAS).index(kind)
-    overview, table = whole.tables[0][place], whole.tables[1 + place]
+    index = list(SCHEMAS).index(kind)
+    overview, table = whole.tables[0][index], whole.tables[1 + index]
     assert overview["device"] == (run["device"], None)
     assert run["torch"] in overview["versions"][0]
     assert len(table) == len(rows) > 0
@@ -219,7 +219,7 @@ def _first_row(run: Json) -> None:
         ("tune_attention", lambda run: run["rows"].clear(), "is left out: no case holds a time of the chooser's tile."),
     ],
 )
-def test_missing_pieces_leave_a_sentence(
+def test_missing_data_leaves_a_sentence(
     kind: str, change: Callable[[Json], None], said: str, results: dict[str, Path], whole: Page, tmp_path: Path
 ) -> None:
     run = json.loads(results[kind].read_text())

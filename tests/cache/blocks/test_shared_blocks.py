@@ -8,7 +8,8 @@ import torch
 from paged import InvalidInputError, OutOfBlocksError
 from paged.cache import tensors as tensors_module
 from paged.cache.manager import PagedKvCacheManager
-from tests.cache.random_kv import assert_holds, grow, random_rows, snapshot
+from tests.cache.random_kv import assert_holds, grow, random_rows
+from tests.cache.snapshot import snapshot
 
 
 def test_fork_shares_the_blocks_that_hold_tokens(manager: PagedKvCacheManager) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from paged.bench.kernels import run as bench_kernels
+from paged.bench import benchmark
+from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
 from paged.executors.command_line import bench, cli
 from paged.executors.command_line.bench import PRESETS
@@ -54,7 +55,7 @@ def test_a_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """`quick` has arguments of its own, and the caller's win."""
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(bench_kernels, "ceilings", lambda *_: bench_kernels.Ceilings(1e11, 1e11, 1e12))
+    monkeypatch.setattr(benchmark, "ceilings", lambda *_: Ceilings(1e11, 1e11, 1e12))
     path = tmp_path / "rows.json"
     arguments = ["--device", "cpu", "--only", "merge_attn", "--repeats", "2", "--json", str(path)]
     assert cli.main(["bench", "quick", *arguments]) == 0

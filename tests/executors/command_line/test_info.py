@@ -13,7 +13,7 @@ import paged
 from paged.executors.command_line import cli, info
 from paged.kernels.common import device, fp8
 from paged.kernels.common.device import Device
-from paged.kernels.moe import table as moe_table
+from paged.kernels.moe import config as moe_config
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def test_backend_and_its_reason(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for interpret, backend, name, reason in (
         ("1", "", "triton", "Triton's interpreter"),
-        ("0", "", "torch", "no GPU: PyTorch twins"),
+        ("0", "", "torch", "no GPU: operations of PyTorch"),
         ("1", "torch", "torch", "PAGED_BACKEND=torch"),
         ("0", "triton", "none", "CPU tensors need TRITON_INTERPRET=1"),
     ):
@@ -70,10 +70,10 @@ def test_features_follow_the_chip(
     found = {feature.name for feature in info._features(gpu, "triton") if feature.supported}
     assert found & {"bfloat16", "native fp8", "TMA and wgmma"} == expected
     assert "CUDA graphs" in found
-    monkeypatch.setattr(moe_table, "FOLDER", tmp_path)
+    monkeypatch.setattr(moe_config, "FOLDER", tmp_path)
     assert not info._tables(gpu)[0].supported
     for chip in ("NVIDIA H200", "NVIDIA H100"):
-        (tmp_path / moe_table.table_name(128, 768, chip, "bfloat16")).write_text("{}")
+        (tmp_path / moe_config.table_name(128, 768, chip, "bfloat16")).write_text("{}")
     (tables,) = info._tables(gpu)
     assert tables.supported
     assert tables.reason == "E=128,N=768,device_name=NVIDIA_H200,dtype=bfloat16.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
         return found
 
     return run
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The bundled checkpoint, in a folder of one's own."""
-    return Path(shutil.copytree(RECALL, tmp_path / "mine", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
 
 
 def edit(folder: Path, **values: Any) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from paged import AsyncEngine, Engine, InvalidInputError, RequestOutput, SamplingParams
 from paged.executors.engine.async_engine import EngineStoppedError
-from tests.executors.engine.test_engine import PROMPTS, TEN, expected_tokens, spy
-from tests.executors.engine_cases import check_empty
+from tests.executors.engine_cases import PROMPTS, TEN, check_empty, expected_tokens, spy
 from tests.executors.oracle import make_executor
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paged import Engine, EngineConfig, UnsupportedError, prometheus_text
 from paged.executors.engine.metrics import Histogram
-from tests.executors.engine.test_engine import PROMPTS, TEN
+from tests.executors.engine_cases import PROMPTS, TEN
 from tests.executors.oracle import make_executor
 
 

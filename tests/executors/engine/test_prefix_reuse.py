@@ -164,7 +164,7 @@ def test_half_is_swapped_out_halfway(unshared: list[list[int]]) -> None:
     manager.evict(manager.config.num_blocks)
     with pytest.raises(StaleHandleError, match="swapped out"):
         step(executor, manager, out[:1])
-    # Whatever nobody holds is overwritten, and with it all places that a sequence went out from.
+    # Blocks without a holder are overwritten, and with them all that sequences were swapped out from.
     held = {block for handle in manager.handles() for block in handle.blocks}
     free = [block for block in range(1, manager.config.num_blocks + 1) if block not in held]
     for layer in range(manager.config.num_layers):

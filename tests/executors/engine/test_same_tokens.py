@@ -13,12 +13,12 @@ from paged.executors.command_line.cli import RECALL
 from tests.executors.engine_cases import (
     EOS,
     TOKENIZER,
+    check_empty,
     check_pool_empty,
     encode,
     recall_prompts,
     tokens_of,
 )
-from tests.executors.engine_cases import check_empty as _check_empty
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 # (engine configuration, executor options); None for num_blocks means plenty.
@@ -94,7 +94,7 @@ def test_same_tokens(case: Case, way: str) -> None:
     config, options = WAYS[way]
     engine = case.engine(config, options)
     assert tokens_of(engine.generate(case.prompts, case.params, progress=False)) == case.tokens
-    _check_empty(engine)
+    check_empty(engine)
     status = engine.executor.status()
     assert status.forwards >= engine.metrics.steps > status.graph_replays
     assert bool(status.graph_replays) == ("cuda_graphs" in options)
@@ -113,7 +113,7 @@ def test_same_tokens_with_speculation(case: Case, way: str, draft: str, tmp_path
     target = case.executor(**options)
     drafts: dict[str, Callable[[], LlmExecutor | None]] = {
         "itself": case.executor,
-        "random": lambda: _random_twin(case, tmp_path),
+        "random": lambda: _random_draft(case, tmp_path),
         "text": lambda: None,
     }
     drafter = drafts[draft]()
@@ -121,7 +121,7 @@ def test_same_tokens_with_speculation(case: Case, way: str, draft: str, tmp_path
         target, drafter, num_draft_tokens=3, config=EngineConfig(**config), eos_token_ids=case.eos
     )
     assert tokens_of(decoder.generate(case.prompts, case.params, progress=False)) == case.tokens
-    _check_empty(decoder)
+    check_empty(decoder)
     if drafter is not None:
         check_pool_empty(drafter)
     metrics = decoder.metrics
@@ -132,7 +132,7 @@ def test_same_tokens_with_speculation(case: Case, way: str, draft: str, tmp_path
         assert metrics.accepted_tokens < metrics.draft_tokens
 
 
-def _random_twin(case: Case, folder: Path) -> LlmExecutor:
+def _random_draft(case: Case, folder: Path) -> LlmExecutor:
     """A model of the same vocabulary that knows nothing of the target."""
     config = FAMILIES["llama"].__class__(
         **{**FAMILIES["llama"].to_diff_dict(), "vocab_size": case.executor().info().vocab_size, "num_hidden_layers": 1}
@@ -149,7 +149,7 @@ def test_forks_are_the_same(case: Case) -> None:
     for output, expected in zip(outputs, case.tokens, strict=True):
         assert [one.token_ids for one in output.outputs] == [expected] * 4
     assert engine.metrics.prefill_tokens == sum(map(len, case.prompts)), "the prompt runs once for all four"
-    _check_empty(engine)
+    check_empty(engine)
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +163,13 @@ def short_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         return Case(folder, prompts, SamplingParams(temperature=0, max_tokens=6), tight=6, eos=[])
 
 
-@pytest.mark.parametrize("way", ["batched", "chunks of 7", "no prefix cache", "recompute", "swap", "ahead, swap"])
+@pytest.mark.parametrize("way", ["chunks of 7", "recompute", "ahead, swap"])
 def test_ways_on_both_backends(short_case: Case, backend: str, way: str) -> None:
     config, options = WAYS[way]
     engine = short_case.engine(config, options)
     assert tokens_of(engine.generate(short_case.prompts, short_case.params, progress=False)) == short_case.tokens
     assert bool(engine.metrics.preempted) == ("num_blocks" in options)
-    _check_empty(engine)
+    check_empty(engine)
 
 
 def test_all_at_once_on_both_backends(backend: str) -> None:
@@ -184,4 +184,4 @@ def test_all_at_once_on_both_backends(backend: str) -> None:
     for output, prompt in zip(outputs, prompts, strict=True):
         assert {one.text.strip() for one in output.outputs} == {prompt.answer}
     assert outputs[-1].num_cached_tokens > 0
-    _check_empty(engine)
+    check_empty(engine)

@@ -11,7 +11,7 @@ from paged import GreedyArgmax, LlmExecutor, PagedAttentionExecutor, UnifiedBatc
 from paged.executors.command_line.cli import RECALL
 from paged.executors.command_line.closed_form import expected_logits
 from tests.executors.oracle import batch, make_executor
-from tests.executors.test_llm_executor import Parrot, UnifiedParrot, other_executor, parrot_logits
+from tests.executors.parrot import Parrot, UnifiedParrot, other_executor, parrot_logits
 from tests.tolerance import assert_close
 
 Expect = Callable[[list[int]], torch.Tensor]

@@ -15,7 +15,7 @@ from tests.tolerance import assert_close, dtypes
 
 
 def _shared(problem: Problem, prefix: int, device: torch.device) -> dict[str, Any]:
-    """The problem's tensors with the first sequence's first `prefix` keys in the place of everybody's."""
+    """The problem's tensors with the first sequence's first `prefix` keys in all of them."""
     tensors = vars(make(problem, device))
     num_blocks = prefix // problem.block_size
     tensors["block_table"][:, :num_blocks] = tensors["block_table"][0, :num_blocks]
@@ -69,3 +69,17 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
             cascade_attention(**tensors, shared_prefix_len=prefix, max_seqlen_q=3)
     with pytest.raises(InvalidInputError, match="block_table"):
         cascade_attention(**{**tensors, "block_table": tensors["seq_lens"]}, shared_prefix_len=32, max_seqlen_q=3)
+
+
+@pytest.mark.usefixtures("backend")
+def test_cascade_refuses_sequences_without_the_prefix(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("ids on a GPU are trusted")
+    tensors = make(Problem("", ((1, 30), (2, 20)), block_size=8), device)
+    tensors.block_table[:, 0] = 1
+    arguments = {name: each.nan_to_num(0.5) for name, each in vars(tensors).items()}
+    cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=8)
+    with pytest.raises(InvalidInputError, match=r"shared_prefix_len: 24, expected at most 18, .* sequence 1"):
+        cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=24)
+    with pytest.raises(InvalidInputError, match=r"block_table\[1, 1\]: "):
+        cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=16)

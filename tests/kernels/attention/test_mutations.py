@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 import paged.kernels.attention.launches
+import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
 
-SOURCE = Path(paged.kernels.attention.tile_kernels.__file__ or "").read_text()
+MODULES = (paged.kernels.attention.online_softmax, paged.kernels.attention.tile_kernels)  # the second imports the first
 
 PROBLEMS = (
     Problem("ragged", ((1, 17), (3, 40), (20, 20)), heads=(4, 1)),
@@ -24,7 +26,7 @@ PROBLEMS = (
     Problem("split, coverage", ((1, 2011),), heads=(1, 1), head_dim=64, coverage=True),
 )
 
-# fault -> (text of the kernel, what the faulty copy has in its place)
+# fault -> (text of the kernels, what the faulty copy has instead)
 MUTATIONS = {
     "no fault": ("", ""),
     "the last token of a sequence is dropped": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len - 1"),
@@ -38,7 +40,7 @@ MUTATIONS = {
     ),
     "the causal mask is one off": ("offs_n[None, :] <= last_key[:, None]", "offs_n[None, :] < last_key[:, None]"),
     "the window is one off": ("first_key = position - window_left", "first_key = position - window_left - 1"),
-    "no scale": ("scores = scores * (scale * _LOG2E)", "scores = scores * _LOG2E"),
+    "no scale": ("scores = scores * (scale * LOG2E)", "scores = scores * LOG2E"),
     "blocks in order, whatever the table says": (
         "block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)",
         "block = (offs_n // KV_BLOCK_SIZE).to(tl.int64)",
@@ -50,8 +52,8 @@ MUTATIONS = {
     ),
     "values behind the end of a whole block are read": ("v = tl.where(key_mask[:, None], v, 0)", "v = v"),
     "the wrong head of a group": ("(kv_head * GROUP + row % GROUP)", "(kv_head * GROUP + row % 1)"),
-    "a split's first piece is not merged": ("for piece in range(num_slots):", "for piece in range(1, num_slots):"),
-    "merged pieces weigh the same": ("weight = tl.exp2(part_lse - _finite(new_max))", "weight = tl.exp2(part_lse * 0)"),
+    "the first split is not merged": ("for split in range(num_slots):", "for split in range(1, num_slots):"),
+    "merged splits weigh the same": ("weight = tl.exp2(part_lse - finite(new_max))", "weight = tl.exp2(part_lse * 0)"),
     "lse in base 2": ("lse * _LN2", "lse"),
     "no sink": ("if sinks_ptr is not None:", "if False:"),
     "the sink is scaled": ("sink = tl.load(sinks_ptr + head,", "sink = 0.5 * tl.load(sinks_ptr + head,"),
@@ -66,15 +68,22 @@ MUTATIONS = {
 }
 
 
-def _faulty_copy(path: Path, text: str, replacement: str) -> ModuleType:
-    assert text in SOURCE, "the kernel has changed: this mutation no longer applies"
-    path.write_text(SOURCE.replace(text, replacement) if text else SOURCE)
-    spec = importlib.util.spec_from_file_location("faulty_attention_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _faulty_copy(folder: Path, text: str, replacement: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels of a copy of both files, in which `text` is replaced."""
+    sources = [Path(module.__file__ or "").read_text() for module in MODULES]
+    assert any(text in source for source in sources), "the kernels have changed: this mutation no longer applies"
+    for module, source in zip(MODULES, sources, strict=True):
+        name = "faulty_" + module.__name__.rpartition(".")[2]
+        path = folder / f"{name}.py"
+        faulty = source.replace(text, replacement) if text else source
+        path.write_text(faulty.replace(MODULES[0].__name__, "faulty_online_softmax"))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        copy = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, copy)
+        spec.loader.exec_module(copy)
+    return copy
 
 
 def _first_failure(device: torch.device) -> str | None:
@@ -91,7 +100,7 @@ def test_checks_see_the_fault(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
-    faulty = _faulty_copy(tmp_path / "faulty_attention_kernels.py", *MUTATIONS[fault])
+    faulty = _faulty_copy(tmp_path, *MUTATIONS[fault], monkeypatch)
     for kernel in ("_attention_kernel", "_merge_splits_kernel"):
         monkeypatch.setattr(paged.kernels.attention.launches, kernel, getattr(faulty, kernel))
     failed = _first_failure(device)

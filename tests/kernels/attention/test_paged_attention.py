@@ -1,4 +1,4 @@
-"""paged_attention against float64: every rule of paging that has bitten somebody, on both backends."""
+"""paged_attention against float64: every rule of paging that other projects have broken, on both backends."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_block_offsets_beyond_int32(device: torch.device) -> None:
     assert torch.equal(far, near)
 
 
-def test_layers_share_batches_of_the_twin(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_batches_of_the_pytorch_implementation(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     tensors = make(Problem("", attention_problems.MIXED), device)
     plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=40, max_seqlen_k=70)
@@ -209,3 +211,19 @@ def test_weights_of_large_scores_sum_to_one(sinks: float | None, device: torch.d
         return_lse=True,
     )
     assert_close(out, torch.ones(1, 1, 128).double())
+
+
+def test_rows_that_no_tile_covers_are_cleared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence longer than said, where lengths are not checked: it and those after it give 0 and -inf."""
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    monkeypatch.setattr("paged.kernels.attention.paged_attention.check_sequences", lambda _: None)
+    lengths = ((2, 20), (1, 9), (70, 70), (1, 30))
+    tensors = vars(make(Problem("", lengths, padding_rows=3), device))
+    expected, _ = reference.paged_attention(**{name: each.cpu() for name, each in tensors.items()})
+    for bound, num_covered in ((1, 0), (2, 3), (69, 3), (70, 74), (10**9, 74)):
+        out = torch.full_like(tensors["q"], math.nan)
+        _, lse = paged_attention(**tensors, max_seqlen_q=bound, out=out, return_lse=True)
+        assert_close(out[:num_covered], expected[:num_covered])
+        assert bool((out[num_covered:] == 0).all())
+        assert bool((lse[:, num_covered:] == -math.inf).all())
+        assert bool(lse[:, :num_covered].isfinite().all())

@@ -1,4 +1,4 @@
-"""The work list: every key block of every tile exactly once, within the bounds the launches assume, in equal pieces."""
+"""The work list: every key block of every tile exactly once, within the bounds of the launches, in equal items."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+from paged import InvalidInputError, paged_attention
+from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import DECODE_MAX_ROWS
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
@@ -75,29 +77,29 @@ def test_covers_every_key_block_once(name: str, group: int, window: int, device:
         expected = {(seq, tile): blocks for seq, tile, blocks in _tiles(schedule, batch, group, window, is_decode)}
         assert found.keys() == expected.keys()
         slots = []
-        for key, pieces in found.items():
-            blocks = [block for begin, end, _ in pieces for block in range(begin, end)]
+        for key, splits in found.items():
+            blocks = [block for begin, end, _ in splits for block in range(begin, end)]
             assert blocks == sorted(expected[key]), key
-            assert all((slot >= 0) == (len(pieces) > 1) for _, _, slot in pieces)
-            slots += [slot for _, _, slot in pieces if slot >= 0]
+            assert all((slot >= 0) == (len(splits) > 1) for _, _, slot in splits)
+            slots += [slot for _, _, slot in splits if slot >= 0]
         assert sorted(slots) == list(range(len(slots)))
         assert len(slots) <= schedule.partial_out.shape[0]
         listed = {
             (seq, tile): list(range(first, first + count))
             for seq, tile, first, count in schedule.split_tiles[:num_split_tiles].tolist()
         }
-        assert listed == {key: [slot for *_, slot in pieces] for key, pieces in found.items() if len(pieces) > 1}
+        assert listed == {key: [slot for *_, slot in splits] for key, splits in found.items() if len(splits) > 1}
 
 
 def test_long_decodes_split_beside_a_prefill_chunk(device: torch.device) -> None:
     decode, _ = _plan(BATCHES["a chunk beside long decodes"], 4, -1, device)
-    pieces = [end - begin for _, _, begin, end, _ in decode.items[: int(decode.counts[0])].tolist()]
-    assert len(pieces) > 6
-    assert max(pieces) <= 2 * min(pieces)
+    splits = [end - begin for _, _, begin, end, _ in decode.items[: int(decode.counts[0])].tolist()]
+    assert len(splits) > 6
+    assert max(splits) <= 2 * min(splits)
 
 
-def test_pieces_are_equal_work(device: torch.device) -> None:
-    """One long sequence among short ones: no piece is longer than the share a program may have."""
+def test_items_are_equal_work(device: torch.device) -> None:
+    """One long sequence among short ones: no item is longer than the share a program may have."""
     (schedule,) = _plan(BATCHES["one long, many short"], 4, -1, device)
     lengths = [end - begin for _, _, begin, end, _ in schedule.items[: int(schedule.counts[0])].tolist()]
     assert max(lengths) <= math.ceil(sum(lengths) / (device_of(device).num_sms * 4 / 2))
@@ -113,3 +115,15 @@ def test_random_batches_stay_within_bounds(device: torch.device) -> None:
             assert num_items <= schedule.items.shape[0]
             assert num_split_tiles <= schedule.split_tiles.shape[0]
             assert slots <= schedule.partial_out.shape[0]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
+    tensors = vars(make(Problem("", ((1, 40), (3, 3), (0, 5), (9, 30))), device))
+    ids = tensors["cu_seqlens_q"], tensors["seq_lens"]
+    paged_attention(**tensors, max_seqlen_q=9, plan=AttentionPlan(*ids, max_seqlen_q=9, max_seqlen_k=40))
+    with pytest.raises(InvalidInputError, match="plan: made for max_seqlen_q 8, expected at least 9"):
+        paged_attention(**tensors, max_seqlen_q=9, plan=AttentionPlan(*ids, max_seqlen_q=8, max_seqlen_k=40))
+    other = AttentionPlan(ids[0][:2], ids[1][:1], max_seqlen_q=9, max_seqlen_k=40)
+    with pytest.raises(InvalidInputError, match="plan: made for other cu_seqlens_q"):
+        paged_attention(**tensors, max_seqlen_q=9, plan=other)

@@ -66,7 +66,7 @@ def test_rejects_pairs_that_clash_or_lie_outside(device: torch.device) -> None:
     copy_blocks([cache], PAIRS)
     with pytest.raises(InvalidInputError, match=r"block_pairs\[1\]: destination 4 is a source too"):
         copy_blocks([cache], [(4, 0), (1, 4)])
-    with pytest.raises(InvalidInputError, match=r"block_pairs\[1\]: destination 0 stands twice"):
+    with pytest.raises(InvalidInputError, match=r"block_pairs\[1\]: destination 0 appears twice"):
         copy_blocks([cache], torch.tensor([(4, 0), (1, 0)]))
     with pytest.raises(InvalidInputError, match=r"block_pairs\[0\]: block 6, expected 0 to 5"):
         copy_blocks([cache], [(0, 6)])

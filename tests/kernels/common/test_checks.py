@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import paged
-from paged import InvalidInputError
+from paged import InvalidInputError, UnsupportedError
+from paged.bench.attention.problem import Problem, make
 from paged.kernels.common.checks import check_writable
-from tests.fuzz.kernel_calls import CALLS
-from tests.fuzz.test_kernel_arguments import without_memory
+from paged.kernels.common.errors import arguments_named
+from tests.fuzz.kernels.kernel_calls import CALLS
+from tests.fuzz.kernels.test_kernel_arguments import without_memory
 
 ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "negated": torch._neg_view,
@@ -54,7 +56,7 @@ def _norm(x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _same(tensor: torch.Tensor) -> Callable[[], object]:
-    """A call of several operations with one tensor in two places, one of them written."""
+    """A call of several operations with one tensor as two arguments, one of them written."""
     return lambda: paged.fused_add_rms_norm(tensor, tensor, torch.ones(tensor.shape[-1]))
 
 
@@ -106,3 +108,29 @@ def test_a_planned_launch_takes_no_other_tensor(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(InvalidInputError):
                 paged.paged_attention(**given | {name: odd(given[name])}, plan=plan)
     assert torch.equal(paged.paged_attention(**given, plan=plan), expected)
+
+
+@pytest.mark.usefixtures("backend")
+def test_gradients_are_refused(device: torch.device) -> None:
+    arguments = vars(make(Problem("", ((1, 40), (9, 30))), device)) | {"max_seqlen_q": 9}
+    q, weight = arguments["q"].clone().requires_grad_(), torch.ones(32, device=device, requires_grad=True)
+    for call in (
+        lambda: paged.paged_attention(**{**arguments, "q": q}),
+        lambda: paged.rms_norm(arguments["q"], weight),
+        lambda: paged.silu_and_mul(q),
+    ):
+        with pytest.raises(UnsupportedError, match="has no gradients"):
+            call()
+        with torch.no_grad():
+            call()
+        with torch.inference_mode():
+            call()
+
+
+def test_a_caller_names_its_own_arguments(device: torch.device) -> None:
+    arguments = vars(make(Problem("", ((1, 40), (9, 30))), device)) | {"max_seqlen_q": 9}
+    arguments["seq_lens"] = arguments["seq_lens"].long()
+    with pytest.raises(InvalidInputError, match=r"^cache_seqlens: dtype"), arguments_named(seq_lens="cache_seqlens"):
+        paged.paged_attention(**arguments)
+    with pytest.raises(InvalidInputError, match=r"^seq_lens: dtype"), arguments_named(q="query"):
+        paged.paged_attention(**arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 
 import paged
 import paged.kernels.common.id_check_kernels
-from paged import InvalidInputError, UnsupportedError, paged_attention
+from paged import InvalidInputError, paged_attention
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
 from paged.kernels.common import id_checks
-from paged.kernels.common.errors import arguments_named
 from paged.kernels.common.id_checks import Ids, Sequences, check_ids, check_ids_on_device, check_sequences_on_device
 from tests.tolerance import assert_close
 
@@ -44,11 +42,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a length beyond the table": ({"seq_lens": _int32(41, 3, 0, 30)}, r"seq_lens\[0\]: 41, expected 0 to 40"),
     "a longer query": ({"max_seqlen_q": 8}, "max_seqlen_q: 8, expected at least 9, the queries of sequence 3"),
     **{
-        f"block {block} at {place}": (
-            {"block_table": (place, block)},
-            rf"block_table\[{place[0]}, {place[1]}\]: {block}, expected 0 to 33",
+        f"block {block} at {position}": (
+            {"block_table": (position, block)},
+            rf"block_table\[{position[0]}, {position[1]}\]: {block}, expected 0 to 33",
         )
-        for place, block in TABLES.items()
+        for position, block in TABLES.items()
     },
     "anything behind the end": ({"block_table": ((1, 1), -1)}, None),
     "anything in a sequence without queries": ({"block_table": ((2, 0), 2**30)}, None),
@@ -139,17 +137,17 @@ def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.dev
     check_ids(device)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_each_array_has_its_range(place: int, device: torch.device) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_array_has_its_range(index: int, device: torch.device) -> None:
     names = ("rows", "slots", "ranks")
     for value, is_sound in ((-1, True), (-2, False), (9, True), (10, False)):
         ids = [torch.zeros(2000, dtype=torch.int32, device=device) for _ in names]
-        ids[place][1999] = value
+        ids[index][1999] = value
         check_ids_on_device("add_lora", *(Ids(name, each, -1, 9) for name, each in zip(names, ids, strict=True)))
         if is_sound:
             check_ids(device)
         else:
-            with pytest.raises(InvalidInputError, match=rf"{names[place]}\[1999\]: {value}, expected -1 to 9"):
+            with pytest.raises(InvalidInputError, match=rf"{names[index]}\[1999\]: {value}, expected -1 to 9"):
                 check_ids(device)
 
 
@@ -190,22 +188,6 @@ def test_comparison_sees_the_fault(
     assert (difference is None) == (fault == "no fault"), difference
 
 
-def test_rows_that_no_tile_covers_are_cleared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence longer than said, on a device where nobody looks: it and those behind it give 0 and -inf."""
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
-    monkeypatch.setattr("paged.kernels.attention.paged_attention.check_sequences", lambda _: None)
-    lengths = ((2, 20), (1, 9), (70, 70), (1, 30))
-    tensors = vars(make(Problem("", lengths, padding_rows=3), device))
-    expected, _ = reference.paged_attention(**{name: each.cpu() for name, each in tensors.items()})
-    for bound, num_covered in ((1, 0), (2, 3), (69, 3), (70, 74), (10**9, 74)):
-        out = torch.full_like(tensors["q"], math.nan)
-        _, lse = paged_attention(**tensors, max_seqlen_q=bound, out=out, return_lse=True)
-        assert_close(out[:num_covered], expected[:num_covered])
-        assert bool((out[num_covered:] == 0).all())
-        assert bool((lse[:, num_covered:] == -math.inf).all())
-        assert bool(lse[:, :num_covered].isfinite().all())
-
-
 @pytest.mark.usefixtures("backend")
 def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
     _on_host(device)
@@ -214,9 +196,9 @@ def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
     sound, beyond = torch.tensor([0, -1, 31]), torch.tensor([0, -1, 32])
     with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32, expected 31 at most"):
         paged.reshape_and_cache(key, key, *caches, beyond)
-    places = torch.tensor([0, 4, 2])
+    in_table = torch.tensor([0, 4, 2])
     with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32"):
-        paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, beyond, places, table)
+        paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, beyond, in_table, table)
     for wrong in (-1, 5, 2**40):
         positions = torch.tensor([0, wrong, 2])
         with pytest.raises(InvalidInputError, match=rf"positions\[1\]: {wrong}, expected 0 to 4"):
@@ -226,59 +208,8 @@ def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
     assert bool((caches == 0).all())
     assert bool((key == 1).all())
     paged.reshape_and_cache(key, key, *caches, sound)
-    paged.qk_norm_rope_and_cache(key, key, key, *caches, sound, places, table)
+    paged.qk_norm_rope_and_cache(key, key, key, *caches, sound, in_table, table)
     assert float(caches[0, 3, 7].abs().sum()) > 0
-
-
-@pytest.mark.usefixtures("backend")
-def test_cascade_refuses_sequences_without_the_prefix(device: torch.device) -> None:
-    _on_host(device)
-    tensors = make(Problem("", ((1, 30), (2, 20)), block_size=8), device)
-    tensors.block_table[:, 0] = 1
-    arguments = {name: each.nan_to_num(0.5) for name, each in vars(tensors).items()}
-    paged.cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=8)
-    with pytest.raises(InvalidInputError, match=r"shared_prefix_len: 24, expected at most 18, .* sequence 1"):
-        paged.cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=24)
-    with pytest.raises(InvalidInputError, match=r"block_table\[1, 1\]: "):
-        paged.cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=16)
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
-    arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
-    ids = arguments["cu_seqlens_q"], arguments["seq_lens"]
-    paged_attention(**arguments, plan=paged.AttentionPlan(*ids, max_seqlen_q=9, max_seqlen_k=40))
-    with pytest.raises(InvalidInputError, match="plan: made for max_seqlen_q 8, expected at least 9"):
-        paged_attention(**arguments, plan=paged.AttentionPlan(*ids, max_seqlen_q=8, max_seqlen_k=40))
-    other = paged.AttentionPlan(ids[0][:2], ids[1][:1], max_seqlen_q=9, max_seqlen_k=40)
-    with pytest.raises(InvalidInputError, match="plan: made for other cu_seqlens_q"):
-        paged_attention(**arguments, plan=other)
-
-
-@pytest.mark.usefixtures("backend")
-def test_gradients_are_refused(device: torch.device) -> None:
-    arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
-    q, weight = arguments["q"].clone().requires_grad_(), torch.ones(32, device=device, requires_grad=True)
-    for call in (
-        lambda: paged_attention(**{**arguments, "q": q}),
-        lambda: paged.rms_norm(arguments["q"], weight),
-        lambda: paged.silu_and_mul(q),
-    ):
-        with pytest.raises(UnsupportedError, match="has no gradients"):
-            call()
-        with torch.no_grad():
-            call()
-        with torch.inference_mode():
-            call()
-
-
-def test_a_caller_names_its_own_arguments(device: torch.device) -> None:
-    arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
-    arguments["seq_lens"] = arguments["seq_lens"].long()
-    with pytest.raises(InvalidInputError, match=r"^cache_seqlens: dtype"), arguments_named(seq_lens="cache_seqlens"):
-        paged_attention(**arguments)
-    with pytest.raises(InvalidInputError, match=r"^seq_lens: dtype"), arguments_named(q="query"):
-        paged_attention(**arguments)
 
 
 def test_paged_check_is_a_word(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A launch that is repeated hands the compiled kernel what a first one would, with the new tensors in their places."""
+"""A launch that is repeated hands the compiled kernel what a first one would, with the new tensors."""
 
 from __future__ import annotations
 

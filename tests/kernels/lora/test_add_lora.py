@@ -151,7 +151,7 @@ def test_layers_of_one_shape_share_their_launches(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("backend")
 def test_nan_stays_in_its_row(device: torch.device) -> None:
-    """Row 0 stands in for the places of a block that have no row."""
+    """Row 0 is computed where a block has no row."""
     problem = Problem.make(device, [[4, 4, 4]])
     problem.x[0] = NAN
     out = add_lora(problem.base.clone(), problem.x, problem.weights, problem.batch([0] * 12))

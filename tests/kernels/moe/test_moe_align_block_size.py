@@ -16,14 +16,14 @@ def assert_exact(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> N
 
 
 def assert_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
-    """Every place of every result, the unused tails included, is what the definition says."""
+    """Every element of every result, the unused tails included, is what the definition says."""
     blocks, experts, padded = reference.moe_align_block_size(topk_ids, block_size, num_experts)
     sorted_token_ids, expert_ids, num_tokens_post_padded = aligned
     assert num_tokens_post_padded.tolist() == [padded]
     assert sorted_token_ids.dtype == expert_ids.dtype == num_tokens_post_padded.dtype == torch.int32
     assert sorted_token_ids.numel() == expert_ids.numel() * block_size
-    places = [entry for block in blocks for entry in block]
-    assert sorted_token_ids.tolist() == places + [topk_ids.numel()] * (sorted_token_ids.numel() - padded)
+    entries = [entry for block in blocks for entry in block]
+    assert sorted_token_ids.tolist() == entries + [topk_ids.numel()] * (sorted_token_ids.numel() - padded)
     assert expert_ids.tolist() == experts + [-1] * (expert_ids.numel() - len(experts))
 
 
@@ -84,7 +84,7 @@ def test_all_entries_to_one_expert(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_the_worst_spread_fills_the_results(device: torch.device) -> None:
-    """One entry for each of five experts, then block_size + 1 for each: no place may be missing."""
+    """One entry for each of five experts, then block_size + 1 for each: no slot may be missing."""
     once = torch.arange(5, device=device, dtype=torch.int32)
     assert moe_align_block_size(once, 16, 100)[0].numel() == 5 * 16
     assert_exact(once, 16, 100)

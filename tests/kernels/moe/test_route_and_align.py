@@ -41,7 +41,7 @@ def test_matches_both_operations(num_tokens: int, num_experts: int, top_k: int, 
 
 @pytest.mark.usefixtures("backend")
 def test_every_option_and_a_nan_row(device: torch.device) -> None:
-    """The row that routes nowhere takes no place, not even with the shared experts."""
+    """The row that routes nowhere takes no slot, not even with the shared experts."""
     logits = torch.randn(70, 60, device=device)
     logits[66, 3] = math.nan
     bias = torch.rand(60, device=device)

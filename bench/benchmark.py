@@ -1,0 +1,184 @@
+"""Runs a benchmark: its options, the loop over its cases, the line of a row, and a suite for pytest-benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paged.bench.check import WrongResultError
+from paged.bench.environment import DEVICE, INTERPRETING, benchmark_dtype, environment, save
+from paged.bench.goal import verdict
+from paged.bench.limits import Ceilings
+from paged.bench.timing import ceilings
+from paged.kernels.common.compat import interpreting
+
+Json = dict[str, Any]
+Write = Callable[[str], object]
+# The arguments of argparse for every option that more than one benchmark may have.
+_OPTIONS: dict[str, Json] = {
+    "json": {"type": Path, "help": "write the environment and the rows here too, after every case"},
+    "only": {"default": "", "help": "cases whose name contains this"},
+    "repeats": {"type": int, "help": "samples a case, at least 2"},
+    "budget": {
+        "type": float,
+        "default": math.inf,
+        "help": "start no case after so many seconds; %(default)s by default",
+    },
+    "device": {"choices": ("cuda", "cpu"), "help": "%(default)s by default"},
+    "small": {"action": "store_true", "help": "a CPU's sizes on a GPU"},
+    "threads": {"type": int, "help": "of PyTorch on a CPU; %(default)s by default"},
+}
+
+
+def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with the shared options `names`, described by the first line of `doc`."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name in names:
+        parser.add_argument(f"--{name}", **_OPTIONS[name])
+    parser.set_defaults(**defaults)
+    return parser
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, and which alone."""
+
+    device: torch.device
+    repeats: int
+    small: bool = False
+    only: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return benchmark_dtype(self.device)
+
+    @property
+    def limits(self) -> Ceilings:
+        """What the device reaches, measured once in a process."""
+        return ceilings(self.device, self.dtype, self.repeats)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Cases, each with a `name`, that are measured one after the other to a row each.
+
+    name: of its results. doc: of its module. cases: those for a device. measure: a case's row. repeats: samples by
+    device. options: names of the shared ones that it has. device, threads: where the command line names none.
+    has_limits: results hold the ceilings of the device. about, summary: what else they hold, before any row and of all
+    rows.
+    """
+
+    name: str
+    doc: str | None
+    cases: Callable[[torch.device], Sequence[Any]]
+    measure: Callable[[Any, Setting], Json]
+    repeats: Mapping[str, int]
+    options: tuple[str, ...] = ("json", "only", "repeats", "budget", "device", "small")
+    device: str = DEVICE
+    threads: int | None = None
+    has_limits: bool = True
+    about: Callable[[], Json] = dict
+    summary: Callable[[Sequence[Json]], dict[str, dict[str, float]]] = lambda _: {}
+
+    def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
+        """Print a line a case; the exit code is 1 where one was refused its row. A missed goal is no error."""
+        defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf}
+        parser = option_parser(self.doc, *self.options, **defaults)
+        args = parser.parse_args(argv)
+        if interpreting():
+            parser.error(INTERPRETING)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        end = time.monotonic() + args.budget
+        repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
+        setting = Setting(torch.device(args.device), repeats, is_small, args.only)
+        cases = [case for case in self.cases(setting.device) if args.only in case.name]
+        report = self._environment(setting) | self.about()
+        write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
+        report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
+        said: set[str] = set()
+        for case in cases:
+            if time.monotonic() > end:
+                break
+            try:
+                row = self.measure(case, setting)
+                report["rows"].append(row)
+                absent = dict.fromkeys(f"{peer}: {why}" for peer, why in row.get("absent", {}).items())
+                write("\n".join([line(row), *(text for text in absent if text not in said)]))
+                said |= absent.keys()
+            except Exception as error:  # whatever is wrong with one case, the others get their rows
+                report["refused"][case.name] = f"{type(error).__name__}: {str(error)[:500]}"
+                write(f"{case.name}: refused: {report['refused'][case.name]}")
+                if not isinstance(error, WrongResultError):
+                    write(traceback.format_exc(limit=-4))
+            report["not_run"].remove(case.name)
+            report |= self.summary(report["rows"])
+            if args.json:  # after every case, as a run may be killed at any time
+                save(args.json, report)
+            if not _released(setting.device):
+                write("the device is lost: no further case can run")
+                break
+        for name, found in self.summary(report["rows"]).items():
+            write(f"{name.replace('_', ' ')}: {', '.join(f'{what} {value:.2f}' for what, value in found.items())}")
+        write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
+        return int(bool(report["refused"]))
+
+    def suite(self) -> tuple[Callable[[Any], None], Callable[[Any, Any], None]]:
+        """`pytest_generate_tests` and a test for a module to name: one row each in pytest-benchmark's extra_info.
+
+        They import no pytest, which the command line does not need.
+        """
+        device = DEVICE if DEVICE in self.repeats else self.device
+        setting = Setting(torch.device(device), self.repeats[device], device == "cpu")
+
+        def generate(metafunc: Any) -> None:
+            cases = self.cases(setting.device)
+            metafunc.parametrize("case", cases, ids=[case.name for case in cases])
+
+        def test(case: Any, benchmark: Any) -> None:
+            row = benchmark.pedantic(self.measure, (case, setting), rounds=1)
+            benchmark.extra_info.update(self._environment(setting), **row)
+
+        return generate, test
+
+    def _environment(self, setting: Setting) -> Json:
+        return environment(self.name, setting.device, setting.limits if self.has_limits else None)
+
+
+def _released(device: torch.device) -> bool:
+    """Give freed memory back; False where an error has left the device unusable for this process."""
+    gc.collect()
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
+
+
+def line(row: Json) -> str:
+    """A row of any benchmark as it is printed, with the peers that were wrong or failed and the goals it missed."""
+    parts = [f"{row['value']:10.2f} {row['unit']}"] if "value" in row else []
+    if "median_us" in row:
+        parts.append(f"{row['median_us']:10.1f} us ({row['p20_us']:.1f} to {row['p80_us']:.1f})")
+    if "percent" in row:
+        parts.append(f"{row['percent']:.1f} % of {row['bound_by']}{'' if row['cold'] else ' (warm)'}")
+        parts.append(f"{row['gb_per_s']:.1f} GB/s, {row['tflop_per_s']:.2f} TFLOP/s")
+    for name in ("planning_us", "host_us"):
+        if row.get(name) is not None:
+            parts.append(f"{name.removesuffix('_us')} {row[name]:.1f} us")
+    parts += [f"{name} {peer['ratio']:.2f}x" for name, peer in row.get("peers", {}).items()]
+    parts += [f"{name} {why}" for name, why in row.get("absent", {}).items() if why.startswith(("wrong", "failed"))]
+    parts += [verdict(goal) for goal in row.get("goals", []) if goal["met"] is not None]
+    parts += [f"{name} {value:.4g}" for name, value in row.get("detail", {}).items()]
+    return f"{row['name']:44} {', '.join(parts)}"

@@ -1,0 +1,169 @@
+"""Cases of the cache benchmark: what the manager does in each, call by call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
+from paged.bench.cache.workload import BLOCK_SIZE, DECODE_STEPS, NUM_BLOCKS, check_hit, decode_lengths, prompts
+
+_NUM_TOKENS = 2048
+_CHUNK = 64
+
+Samples = Iterator[float]
+"""Seconds of one call after the other; what prepares a call is not counted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples of a function of this module and, for cases with a peer, of the peer's function of the same name.
+
+    goal_us: of a case without a peer.
+    """
+
+    name: str
+    function: Callable[..., Samples]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    has_peer: bool = True
+    goal_us: float | None = None
+
+    @property
+    def group(self) -> str:
+        """Cases of one group are sampled in turns."""
+        return self.name.partition(".")[0]
+
+    def ours(self) -> Samples:
+        return self.function(**self.arguments)
+
+    def theirs(self, peer: Any) -> Samples:
+        """peer: a module."""
+        samples: Samples = getattr(peer, self.function.__name__)(**self.arguments)
+        return samples
+
+
+def _manager(num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True) -> PagedKvCacheManager:
+    # One element a token keeps the cache of a million blocks at 64 MB.
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "block_size": BLOCK_SIZE, "num_blocks": num_blocks}
+    config = PagedKvCacheConfig(**sizes, dtype=torch.float16, device="cpu", enable_prefix_cache=prefix_cache)
+    return PagedKvCacheManager(config)
+
+
+def _publish_free(cache: PagedKvCacheManager, tokens: list[int]) -> None:
+    handle = cache.allocate("prompt", token_ids=tokens)
+    cache.advance(handle, len(tokens) - handle.num_cached_tokens)
+    cache.commit(handle, tokens)
+    cache.free(handle)
+
+
+def allocate_free(num_tokens: int, *, prefix_cache: bool, num_blocks: int = NUM_BLOCKS) -> Samples:
+    """Room for a sequence, looked up in the prefix cache where that is on, and free."""
+    cache, fresh = _manager(num_blocks, prefix_cache=prefix_cache), prompts(num_tokens)
+    if prefix_cache:
+        _publish_free(cache, next(fresh))  # an empty index would need no look-up
+    for tokens in fresh if prefix_cache else itertools.repeat(None):
+        start = perf_counter()
+        cache.free(cache.allocate("prompt", num_tokens, token_ids=tokens))
+        yield perf_counter() - start
+
+
+def publish_free(num_tokens: int) -> Samples:
+    """Look up, allocate, publish, free."""
+    cache = _manager()
+    for tokens in prompts(num_tokens):
+        start = perf_counter()
+        _publish_free(cache, tokens)
+        yield perf_counter() - start
+
+
+def decode_step() -> Samples:
+    """Reserve a token for every sequence, and commit."""
+    while True:
+        cache, lengths = _decoding()
+        for step in range(1, DECODE_STEPS + 1):
+            start = perf_counter()
+            cache.reserve([KvSlotRequest(index, length + step) for index, length in enumerate(lengths)]).commit()
+            yield perf_counter() - start
+
+
+def metadata(*, num_chunks: int) -> Samples:
+    """`build_metadata` after `reserve`, of sequences that grow between the calls; the last `num_chunks` are chunks."""
+    while True:
+        cache, lengths = _decoding()
+        handles = cache.handles()
+        new_tokens = [1] * (len(handles) - num_chunks) + [_CHUNK] * num_chunks
+        items = list(zip(handles, new_tokens, strict=True))
+        for _ in range(DECODE_STEPS):
+            requests = [KvSlotRequest(handle.cache_id, handle.num_tokens + count) for handle, count in items]
+            with cache.reserve(requests) as reservation:
+                start = perf_counter()
+                cache.build_metadata(items)
+                seconds = perf_counter() - start
+                reservation.commit()
+            for handle, length in zip(handles[-num_chunks:] if num_chunks else (), lengths[-num_chunks:], strict=False):
+                cache.truncate(handle, length)
+            yield seconds
+
+
+def _decoding() -> tuple[PagedKvCacheManager, list[int]]:
+    """A cache with `decode_lengths()` tokens in the sequences 0 to 255."""
+    cache, lengths = _manager(), decode_lengths()
+    for index, length in enumerate(lengths):
+        cache.advance(cache.allocate(index, length), length)
+    return cache, lengths
+
+
+def prefix_match(num_tokens: int, *, cached: bool) -> Samples:
+    """Allocate a prompt, all or nothing of which is cached."""
+    cache, fresh = _manager(), prompts(num_tokens)
+    known = next(fresh)
+    _publish_free(cache, known)
+    while True:
+        tokens = known if cached else next(fresh)
+        start = perf_counter()
+        handle = cache.allocate("prompt", token_ids=tokens)
+        seconds = perf_counter() - start
+        check_hit(handle.num_cached_tokens, num_tokens, cached=cached)
+        cache.free(handle)
+        yield seconds
+
+
+def evict(num_tokens: int, num_blocks: int) -> Samples:
+    """Allocate in a pool of published, freed blocks."""
+    cache, fresh = _manager(num_blocks), prompts(num_tokens)
+    for tokens in itertools.islice(fresh, num_blocks * BLOCK_SIZE // num_tokens):
+        _publish_free(cache, tokens)
+    for tokens in fresh:
+        start = perf_counter()
+        handle = cache.allocate("prompt", token_ids=tokens)
+        seconds = perf_counter() - start
+        cache.advance(handle, num_tokens)
+        cache.commit(handle, tokens)
+        cache.free(handle)
+        yield seconds
+
+
+_PROMPT = {"num_tokens": _NUM_TOKENS}
+CASES = [
+    Case("allocate_free.no_prefix_cache", allocate_free, {**_PROMPT, "prefix_cache": False}),
+    Case("allocate_free.prefix_cache", allocate_free, {**_PROMPT, "prefix_cache": True}),
+    Case("publish_free", publish_free, _PROMPT),
+    Case("decode_step", decode_step),
+    *(
+        Case(f"prefix_match.{kilo}k_cached", prefix_match, {"num_tokens": kilo << 10, "cached": True})
+        for kilo in (4, 8, 16, 32)
+    ),
+    Case("prefix_match.32k_new", prefix_match, {"num_tokens": 32 << 10, "cached": False}),
+    Case("evict", evict, {**_PROMPT, "num_blocks": 4096}),
+    Case("metadata.decode", metadata, {"num_chunks": 0}, has_peer=False, goal_us=100.0),
+    Case("metadata.mixed", metadata, {"num_chunks": 8}, has_peer=False),
+    *(
+        Case(f"pool.{name}", allocate_free, {**_PROMPT, "prefix_cache": True, "num_blocks": count}, has_peer=False)
+        for name, count in (("1k", 1_000), ("10k", 10_000), ("100k", 100_000), ("1M", 1_000_000))
+    ),
+]

@@ -1,0 +1,98 @@
+"""Times an operation beside its peers: everyone's result is checked before anything is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paged.bench.check import WrongResultError
+from paged.bench.environment import INTERPRETING
+from paged.bench.limits import Ceilings, Cost, speed
+from paged.bench.timing import Call, sampler, take_in_turns
+from paged.kernels.common.compat import interpreting
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation of an operation.
+
+    refuses(case, dtype, device): why it takes no part, or None. make: its calls, from a benchmark's case and tensors.
+    """
+
+    name: str
+    refuses: Callable[[Any, torch.dtype, torch.device], str | None]
+    make: Callable[..., Any]
+
+
+class Contest:
+    """Implementations of one operation on the same tensors, and the samples taken of each, in seconds.
+
+    calls: those of each implementation that takes part. absent: why each other one does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises RuntimeError in Triton's interpreter, whose times mean nothing."""
+        if interpreting():
+            raise RuntimeError(INTERPRETING)
+        self._device = device
+        self._samplers: dict[str, Callable[[], float]] = {}
+        self._samples: dict[str, list[float]] = {}
+        self._method = ""
+        self.calls: dict[str, Sequence[Call]] = {}
+        self.absent: dict[str, str] = {}
+
+    def add(self, name: str, calls: Sequence[Call], check: Callable[[Any], None], *, capturable: bool = True) -> None:
+        """One more implementation, where `check` accepts the first call's result; the first one added is ours.
+
+        Raises:
+            WrongResultError: it does not.
+        """
+        check(calls[0]())
+        method, self._samplers[name] = sampler(calls, self._device, capturable=capturable)
+        self._method, self.calls[name] = self._method or method, calls
+
+    def add_peers(
+        self,
+        peers: Sequence[Peer],
+        case: Any,
+        dtype: torch.dtype,
+        make: Callable[[Peer], Sequence[Call]],
+        check: Callable[[Any], None],
+    ) -> None:
+        """Those of the peers that take the case and pass the check; whatever another fails with, it becomes absent."""
+        for peer in peers:
+            reason = peer.refuses(case, dtype, self._device)
+            if reason is None:
+                try:
+                    self.add(peer.name, make(peer), check)
+                    continue
+                except WrongResultError as error:
+                    reason = f"wrong: {error}"
+                except Exception as error:
+                    reason = f"failed: {type(error).__name__}: {str(error)[:500]}"
+            self.absent[peer.name] = reason
+
+    def run(self, repeats: int, seconds: float = math.inf, least: int = 1) -> None:
+        """Sample everyone in turns, see `take_in_turns`."""
+        self._samples = take_in_turns(self._samplers, repeats, seconds=seconds, least=least)
+
+    def row(self, cost: Cost, limits: Ceilings, *, cold: bool) -> dict[str, Any]:
+        """Our times beside the limit, and each peer's with its median over ours as `ratio`."""
+        results = {name: speed(samples, cost, limits) for name, samples in self._samples.items()}
+        own = results.pop("ours")
+        for result in results.values():
+            result["ratio"] = result["median_us"] / own["median_us"]
+        return {
+            "flops": cost.flops,
+            "num_bytes": cost.num_bytes,
+            "method": self._method,
+            "cold": cold,
+            "samples": len(self._samples["ours"]),
+            **own,
+            "peers": results,
+            "absent": self.absent,
+        }

@@ -1,0 +1,343 @@
+"""Builds the work of each public kernel on random tensors, with its cost and its reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import paged
+from paged.bench.attention.cases import AttentionCase, expected, ours
+from paged.bench.limits import Cost
+from paged.bench.moe.cases import MoeCase, MoeModel
+from paged.bench.timing import Call
+from paged.kernels.attention import reference as attention_reference
+from paged.kernels.attention.cascade_attention import cascade_plans
+from paged.kernels.cache import reference as cache_reference
+from paged.kernels.layers import reference as layers_reference
+from paged.kernels.lora import reference as lora_reference
+from paged.kernels.moe import reference as moe_reference
+from paged.kernels.moe.alignment import max_num_blocks
+from paged.kernels.sampling import reference as sampling_reference
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation on tensors of its own.
+
+    call: runs it and returns the tensors that it made or changed.
+    expected: the same tensors from the float64 reference; to be called first, as operations work in place.
+    """
+
+    call: Call
+    expected: Call
+    cost: Cost
+
+
+def tensors(result: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What an operation returns, one tensor as a list of it."""
+    return [result] if isinstance(result, torch.Tensor) else result
+
+
+def _bytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random tensors on a device, by default in a dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def normals(self, count: int, *shape: int) -> list[torch.Tensor]:
+        return [self.normal(*shape) for _ in range(count)]
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        """In float32."""
+        return torch.randn(shape, device=self.device)
+
+    def permutation(self, size: int) -> torch.Tensor:
+        return torch.randperm(size, device=self.device)
+
+    def rotary(self, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shuffled positions, and cosines and sines of random angles."""
+        angles = self.floats(tokens, dim // 2)
+        return self.permutation(tokens), torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def _work(operation: str, reference: Any, num_bytes: int, *arguments: Any, **options: Any) -> Work:
+    """Of an operation and the function of its name in a module of references, which take the same arguments."""
+    return Work(
+        lambda: getattr(paged, operation)(*arguments, **options),
+        lambda: getattr(reference, operation)(*arguments, **options),
+        Cost(0, num_bytes),
+    )
+
+
+def paged_attention(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], dim: int) -> Work:
+    groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
+    case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
+    return Work(ours(step, [layer])[0], lambda: expected(step, layer), case.cost(draw.dtype))
+
+
+def cascade_attention(draw: Draw, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int) -> Work:
+    """A decode step of sequences with their own tokens after a shared prefix, whose K and V count once."""
+    case = AttentionCase("kernels", "cascade", ((sequences, 1, prefix + own),), heads, BLOCK_SIZE, dim)
+    step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
+    num_blocks = prefix // BLOCK_SIZE
+    step.block_table[:, :num_blocks] = step.block_table[0, :num_blocks]
+    lengths = {"shared_prefix_len": prefix, "max_seqlen_q": 1, "max_seqlen_k": step.max_seqlen_k}
+    plan, prefix_plan = cascade_plans(step.cu_seqlens_q, step.seq_lens, num_tokens=sequences, **lengths)
+    tensors = {**vars(layer), **step.arguments, "plan": plan, "prefix_plan": prefix_plan}
+    cost = case.cost(draw.dtype)
+    repeated = 2 * (sequences - 1) * prefix * heads[1] * dim * draw.dtype.itemsize
+    return Work(
+        lambda: paged.cascade_attention(**tensors, shared_prefix_len=prefix),
+        lambda: expected(step, layer),
+        Cost(cost.flops, cost.num_bytes - repeated),
+    )
+
+
+class _CacheWrite:
+    """Keys and values, caches with twice the room, a random slot for each token, and scales of caches in e4m3."""
+
+    def __init__(self, draw: Draw, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool) -> None:
+        num_blocks = -(-2 * tokens // BLOCK_SIZE)
+        self.k, self.v = draw.normals(2, tokens, num_kv_heads, dim)
+        caches = draw.normal(2, num_blocks, BLOCK_SIZE, num_kv_heads, dim)
+        self.k_cache, self.v_cache = caches.to(torch.float8_e4m3fn) if is_fp8 else caches
+        self.slots = draw.permutation(num_blocks * BLOCK_SIZE)[:tokens]
+        names = ("k_scale", "v_scale") if is_fp8 else ()
+        self.scales = {name: torch.rand(num_kv_heads, device=draw.device) + 0.5 for name in names}
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        return self.k, self.v, self.k_cache, self.v_cache, self.slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys and values read, and written in the caches' dtype."""
+        written = (self.k.numel() + self.v.numel()) * self.k_cache.element_size()
+        return _bytes(self.k, self.v, self.slots, *self.scales.values()) + int(written)
+
+    def expected(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The caches in float64, unrounded."""
+        wide = [tensor.cpu() for tensor in (self.v, self.k_cache.double(), self.v_cache.double(), self.slots)]
+        return cache_reference.reshape_and_cache(keys.cpu(), *wide, **self.scales)
+
+
+def reshape_and_cache(draw: Draw, *, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool = False) -> Work:
+    write = _CacheWrite(draw, tokens, num_kv_heads, dim, is_fp8)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        paged.reshape_and_cache(*write.arguments, **write.scales)
+        return write.k_cache, write.v_cache
+
+    return Work(call, lambda: write.expected(write.k), Cost(0, write.num_bytes))
+
+
+def copy_blocks(draw: Draw, *, num_caches: int, pairs: int, num_kv_heads: int, dim: int) -> Work:
+    caches = draw.normals(num_caches, 2 * pairs, BLOCK_SIZE, num_kv_heads, dim)
+    block_pairs = draw.permutation(2 * pairs).view(pairs, 2)
+
+    def call() -> list[torch.Tensor]:
+        paged.copy_blocks(caches, block_pairs)
+        return caches
+
+    def expected() -> list[torch.Tensor]:
+        copies = [cache.clone() for cache in caches]
+        for copy in copies:
+            for source, destination in block_pairs.tolist():
+                copy[destination] = copy[source]
+        return copies
+
+    return Work(call, expected, Cost(0, _bytes(*caches) + _bytes(block_pairs)))
+
+
+def merge_attn_states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> Work:
+    out_a, out_b = draw.normals(2, tokens, num_heads, dim)
+    lse_a, lse_b = draw.floats(2, num_heads, tokens)
+    num_bytes = 3 * _bytes(out_a, lse_a)
+    return _work("merge_attn_states", attention_reference, num_bytes, out_a, lse_a, out_b, lse_b)
+
+
+def rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
+    x, weight = draw.normal(tokens, hidden_size), draw.normal(hidden_size)
+    return _work("rms_norm", layers_reference, _bytes(x, x, weight), x, weight, eps=1e-6)
+
+
+def fused_add_rms_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Work:
+    x, residual = draw.normals(2, tokens, hidden_size)
+    weight = draw.normal(hidden_size)
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        total = (x.double() + residual.double()).to(draw.dtype)
+        return layers_reference.rms_norm(total, weight, 1e-6), total
+
+    cost = Cost(0, 2 * _bytes(x, residual) + _bytes(weight))
+    return Work(lambda: paged.fused_add_rms_norm(x, residual, weight), expected, cost)
+
+
+def rotary_embedding(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int) -> Work:
+    q, k = (draw.normal(tokens, num_heads, dim) for num_heads in heads)
+    positions, cos_sin = draw.rotary(tokens, dim)
+    return Work(
+        lambda: paged.rotary_embedding(positions, q, k, cos_sin),
+        lambda: [layers_reference.rotate(x, positions, cos_sin, False) for x in (q, k)],
+        Cost(0, 2 * _bytes(q, k) + _bytes(positions, cos_sin)),
+    )
+
+
+def qk_norm_rope_and_cache(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int, is_fp8: bool = False) -> Work:
+    q, write = draw.normal(tokens, heads[0], dim), _CacheWrite(draw, tokens, heads[1], dim, is_fp8)
+    positions, cos_sin = draw.rotary(tokens, dim)
+    q_weight, k_weight = draw.normals(2, dim)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights = {"q_weight": q_weight, "k_weight": k_weight}
+        rotated = paged.qk_norm_rope_and_cache(q, *write.arguments, positions, cos_sin, **weights, **write.scales)
+        return rotated, write.k_cache, write.v_cache
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rotated_q, rotated_k = (
+            layers_reference.rotate(layers_reference.rms_norm(x, weight, 1e-6), positions, cos_sin, False)
+            for x, weight in ((q, q_weight), (write.k, k_weight))
+        )
+        return rotated_q, *write.expected(rotated_k)
+
+    cost = Cost(0, write.num_bytes + 2 * _bytes(q) + _bytes(positions, cos_sin, q_weight, k_weight))
+    return Work(call, expected, cost)
+
+
+def silu_and_mul(draw: Draw, *, tokens: int, size: int) -> Work:
+    x = draw.normal(tokens, 2 * size)
+    return _work("silu_and_mul", layers_reference, _bytes(x) * 3 // 2, x)
+
+
+def greedy_argmax(draw: Draw, *, rows: int, vocab_size: int) -> Work:
+    logits = draw.normal(rows, vocab_size)
+    return _work("greedy_argmax", sampling_reference, _bytes(logits) + 8 * rows, logits)
+
+
+def sample_tokens(draw: Draw, *, rows: int, vocab_size: int, **filters: float) -> Work:
+    """Logits in float32, as forwards give them: read once, or three times where there are filters."""
+    logits = 3 * draw.floats(rows, vocab_size)
+    keys = torch.randint(0, 1 << 32, (rows, 2), device=draw.device)
+    temperature, *values = (torch.full((rows,), each, device=draw.device) for each in (0.8, *filters.values()))
+    options = dict(zip(filters, values, strict=True))
+    num_bytes = (3 if filters else 1) * _bytes(logits) + 8 * rows
+    return _work("sample_tokens", sampling_reference, num_bytes, logits, keys, temperature, **options)
+
+
+def route_tokens(draw: Draw, *, tokens: int, num_experts: int, top_k: int) -> Work:
+    logits = draw.normal(tokens, num_experts)
+    return _work("route_tokens", moe_reference, _bytes(logits) + 8 * tokens * top_k, logits, top_k)
+
+
+def moe_align_block_size(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
+    ids = draw.floats(tokens, num_experts).topk(top_k).indices.int().contiguous()
+    return Work(
+        lambda: paged.moe_align_block_size(ids, block_size, num_experts),
+        lambda: _alignment(ids, block_size, num_experts),
+        Cost(0, _bytes(ids) + _alignment_bytes(ids.numel(), block_size, num_experts)),
+    )
+
+
+def _alignment(ids: torch.Tensor, block_size: int, num_experts: int) -> list[torch.Tensor]:
+    """The reference's alignment as the operation returns it."""
+    blocks, experts, num_padded = moe_reference.moe_align_block_size(ids, block_size, num_experts)
+    unused = max_num_blocks(ids.numel(), block_size, num_experts) - len(experts)
+    return [
+        functional.pad(torch.tensor(blocks).flatten(), (0, unused * block_size), value=ids.numel()),
+        functional.pad(torch.tensor(experts), (0, unused), value=-1),
+        torch.tensor([num_padded]),
+    ]
+
+
+def _alignment_bytes(num_entries: int, block_size: int, num_experts: int) -> int:
+    """Of the three int32 tensors that an alignment consists of."""
+    num_blocks = int(max_num_blocks(num_entries, block_size, num_experts))
+    return 4 * (num_blocks * (block_size + 1) + 1)
+
+
+def route_and_align(draw: Draw, *, tokens: int, num_experts: int, top_k: int, block_size: int) -> Work:
+    logits = draw.normal(tokens, num_experts)
+    ticket = torch.zeros(1, dtype=torch.int32, device=draw.device)
+    routing = paged.Routing(top_k)
+
+    def call() -> list[torch.Tensor]:
+        weights, ids, aligned = paged.route_and_align(logits, routing, block_size, ticket=ticket)
+        return [weights, ids, *aligned]
+
+    def expected() -> list[torch.Tensor]:
+        weights, ids = moe_reference.route_tokens(logits, top_k)
+        return [weights, ids, *_alignment(ids, block_size, num_experts)]
+
+    entries = tokens * top_k
+    return Work(
+        call, expected, Cost(0, _bytes(logits) + 8 * entries + _alignment_bytes(entries, block_size, num_experts))
+    )
+
+
+def fused_moe(
+    draw: Draw, *, tokens: int, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+) -> Work:
+    model = MoeModel("kernels", num_experts, top_k, hidden_size, intermediate_size, num_experts)
+    case = MoeCase(model, tokens, "balanced")
+    layer, batch = case.layer(draw.device, draw.dtype), case.batch(draw.device, draw.dtype)
+    return Work(layer.call(batch), lambda: moe_reference.fused_moe(*layer.arguments(batch)), case.cost(layer, batch))
+
+
+def add_lora(
+    draw: Draw, *, tokens: int, num_adapters: int, rank: int, in_features: int, part_sizes: tuple[int, ...]
+) -> Work:
+    """Every fifth row is the base model's, the others take the adapters in turn, each of which changes every part."""
+    row_slots = [-1 if row % 5 == 0 else row % num_adapters for row in range(tokens)]
+    return lora_work(draw, row_slots, in_features, part_sizes, [[rank] * len(part_sizes)] * num_adapters)
+
+
+def lora_work(
+    draw: Draw,
+    row_slots: list[int],
+    in_features: int,
+    part_sizes: tuple[int, ...],
+    ranks: Sequence[Sequence[int]],
+) -> Work:
+    """Adapters of ranks[slot][part], 0 for a part that one leaves alone; rows of slot -1 take none. Weights beyond an
+    adapter's ranks are NaN."""
+    num_adapters, num_parts, out_features, max_rank = len(ranks), len(part_sizes), sum(part_sizes), max(map(max, ranks))
+    x, out = draw.normal(len(row_slots), in_features), draw.normal(len(row_slots), out_features)
+    a = torch.full_like(x[:1], math.nan).repeat(num_adapters, num_parts, max_rank, 1)
+    b = torch.full_like(out[:1], math.nan).repeat(num_adapters, max_rank, 1)
+    scales = torch.rand(num_adapters, num_parts, device=draw.device) + 0.5
+    adapters: list[dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = [{} for _ in ranks]
+    for slot, part in itertools.product(range(num_adapters), range(num_parts)):
+        if rank := ranks[slot][part]:
+            down, up = a[slot, part, :rank], b[slot, :rank].split(part_sizes, dim=-1)[part]
+            down.normal_(0, in_features**-0.5)
+            up.normal_(0, rank**-0.5)
+            adapters[slot][part] = down, up.T, float(scales[slot, part])
+    rank_table = torch.tensor(ranks, dtype=torch.int32, device=draw.device)
+    weights = paged.LoraWeights(a, b, rank_table, scales, part_sizes)
+    grouped = paged.LoraBatch.group(torch.tensor(row_slots, dtype=torch.int32))
+    batch = paged.LoraBatch(grouped.rows.to(draw.device), grouped.slots.to(draw.device))
+    slots = [slot for slot in row_slots if slot >= 0]
+    products = sum(ranks[slot][part] * (in_features + part_sizes[part]) for slot in slots for part in range(num_parts))
+    moved = len(slots) * ((in_features + 2 * out_features) * draw.dtype.itemsize + 4)
+    return Work(
+        lambda: paged.add_lora(out, x, weights, batch),
+        lambda: lora_reference.add_lora(out, x, adapters, part_sizes, row_slots),
+        Cost(2 * products, moved + _bytes(a, b, rank_table, scales)),
+    )

@@ -1,0 +1,167 @@
+"""The inner loop of attention: a tile of queries against blocks of keys, by an online softmax.
+
+Scores exist for BLOCK_N keys at a time. Each row keeps the largest score so far, the sum of its weights relative to
+that, and the weighted sum of values; where a block brings a larger score, both sums are scaled down to it before the
+block's own are added (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022). Scores are kept in base 2,
+since exp2 is the instruction that chips have.
+"""
+
+from __future__ import annotations
+
+from paged.kernels.attention.mask import WORD_KEYS
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.dot import dot
+from paged.kernels.common.fp8 import decode_e4m3
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def finite(maximum):
+    """A maximum to subtract: 0 for -inf, the maximum of nothing, as -inf - -inf would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _load_rows(
+    cache,  # the KV head's first element in block 0
+    offsets,  # [BLOCK_N], of each row
+    key_mask,  # [BLOCK_N]
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[BLOCK_N, HEAD_DIM_PADDED] of K or V; what is masked is 0."""
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    ptrs = cache + offsets[:, None] + offs_d[None, :]
+    if MASKED and HEAD_DIM != HEAD_DIM_PADDED:
+        rows = tl.load(ptrs, mask=key_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0)
+    elif MASKED:
+        rows = tl.load(ptrs, mask=key_mask[:, None], other=0)
+    elif HEAD_DIM != HEAD_DIM_PADDED:
+        rows = tl.load(ptrs, mask=offs_d[None, :] < HEAD_DIM, other=0)
+    else:
+        rows = tl.load(ptrs)
+    return rows
+
+
+@triton.jit
+def attend(
+    acc,  # [BLOCK_M, HEAD_DIM_PADDED] float32, unnormalised output
+    row_max,  # [BLOCK_M] float32, base 2
+    row_sum,  # [BLOCK_M] float32
+    q,  # [BLOCK_M, HEAD_DIM_PADDED]
+    k_cache,  # pointer to the KV head's first element in block 0, or where USE_TMA a descriptor of the whole cache
+    v_cache,
+    block_table_ptr,  # this sequence's row
+    mask_ptrs,  # [BLOCK_M], each row's words of the mask over the new keys, or None
+    slopes,  # [BLOCK_M], or None
+    begin,  # blocks of BLOCK_N keys
+    end,
+    position,  # [BLOCK_M] of each row
+    first_key,  # [BLOCK_M], first and last key that each row sees
+    last_key,
+    context_len,  # keys before the first new one
+    seq_len,
+    kv_head,
+    scale,
+    softcap,
+    stride_k_block,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_slot,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every key of these blocks
+):
+    """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
+    for index in range(begin, end):
+        offs_n = index * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_mask = offs_n < seq_len
+        if USE_TMA:  # all BLOCK_N keys lie in one cache block
+            block = tl.load(block_table_ptr + index * BLOCK_N // KV_BLOCK_SIZE)
+            box = [block, index * BLOCK_N % KV_BLOCK_SIZE, kv_head, 0]
+            k = k_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
+            v = v_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
+            if MASKED:
+                # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
+                v = tl.where(key_mask[:, None], v, 0)
+        else:
+            if MASKED:
+                block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+            else:
+                block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)
+            slot = offs_n % KV_BLOCK_SIZE
+            k_offsets = block * stride_k_block + slot * stride_k_slot
+            v_offsets = k_offsets
+            if not SAME_STRIDES:
+                v_offsets = block * stride_v_block + slot * stride_v_slot
+            k = _load_rows(k_cache, k_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+            v = _load_rows(v_cache, v_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+        if FP8:
+            k = decode_e4m3(k, NATIVE_FP8).to(q.dtype)
+            v = decode_e4m3(v, NATIVE_FP8).to(q.dtype)
+
+        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 and -1 where exp overflows or vanishes
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E / softcap)) + 1.0)) * LOG2E
+        elif MASKED or slopes is not None:
+            scores = scores * (scale * LOG2E)
+        if slopes is not None:
+            distance = tl.abs(position[:, None] - offs_n[None, :]).to(tl.float32)
+            scores -= distance * (slopes * LOG2E)[:, None]
+        if MASKED:
+            visible = offs_n[None, :] <= last_key[:, None]
+            if HAS_WINDOW:
+                visible = visible & (offs_n[None, :] >= first_key[:, None])
+            if mask_ptrs is not None:
+                # A word a row: a tile of bytes would drag the scores into the layout of its loads, 430 spills.
+                word = index * BLOCK_N // WORD_KEYS - context_len // WORD_KEYS
+                bits = tl.load(mask_ptrs + word, mask=word >= 0, other=-1)[:, None]
+                if BLOCK_N > WORD_KEYS:
+                    more = tl.load(mask_ptrs + word + 1, mask=word >= -1, other=-1)[:, None]
+                    bits = tl.where((offs_n % BLOCK_N < WORD_KEYS)[None, :], bits, more)
+                visible = visible & ((bits >> (offs_n % WORD_KEYS).to(tl.int64)[None, :]) & 1 != 0)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        if MASKED:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            subtrahend = finite(new_max)
+            weights = tl.exp2(scores - subtrahend[:, None])
+        elif HAS_SOFTCAP or slopes is not None:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            subtrahend = new_max
+            weights = tl.exp2(scores - subtrahend[:, None])
+        else:
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * (scale * LOG2E))
+            subtrahend = new_max
+            weights = tl.exp2(scores * (scale * LOG2E) - subtrahend[:, None])
+        correction = tl.exp2(row_max - subtrahend)
+        row_sum = row_sum * correction + tl.sum(weights, 1)
+        acc = dot(weights.to(v.dtype), v, acc * correction[:, None])
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask):
+    """Output rows and their log-sum-exp in base 2. A sink is the score of one more key, whose value is 0."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=row_mask, other=float("-inf")).to(tl.float32) * LOG2E
+        new_max = tl.maximum(row_max, sink)
+        correction = tl.exp2(row_max - finite(new_max))
+        row_sum = row_sum * correction + tl.exp2(sink - finite(new_max))
+        acc = acc * correction[:, None]
+        row_max = new_max
+    has_keys = row_sum > 0
+    row_sum = tl.where(has_keys, row_sum, 1.0)
+    return acc / row_sum[:, None], tl.where(has_keys, row_max + tl.log2(row_sum), float("-inf"))

@@ -1,0 +1,196 @@
+"""Reads what a decoder computes from a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.scalars import shown
+from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.load_options import DTYPES
+
+# Names of gated activations in config.json -> those of `silu_and_mul` and `fused_moe`.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+# The deepest published model has 126 layers, and float32 counts positions one by one up to 2^24.
+_MAX_LAYERS = 10_000
+_MAX_POSITIONS = 1 << 24
+_MAX_HEAD_DIM = 4096
+
+
+def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: Any) -> DecoderConfig:
+    """Read every field of DecoderConfig as `_FIELDS` says, but for those that the family gives in `fields`.
+
+    Of `ropes`, `windows` and `moe`, which have an entry for every layer, a family may give the one that all share.
+    quant_method: a way to pack weights that the family unpacks.
+
+    Raises:
+        CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
+        UnsupportedError: the activation, the dtype or the rope type is not known here, or the weights are quantised.
+    """
+    quantization = hf.section("quantization_config")
+    if not _is_unquantised(quantization) and not (quant_method and is_packed(hf, quant_method)):
+        raise UnsupportedError(f"{hf.source}: quantised weights (quantization_config), known are plain floating point")
+    values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
+    for name in ("ropes", "windows", "moe"):
+        if not isinstance(values[name], tuple):
+            values[name] = (values[name],) * values["num_layers"]
+    config = DecoderConfig(**values)
+    if config.num_attention_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"{hf.source}: num_attention_heads {config.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{config.num_kv_heads}"
+        )
+    if config.softmax_scale > MAX_FACTOR:
+        raise CheckpointError(f"{hf.source}: scores times {config.softmax_scale:.3g}, expected at most {MAX_FACTOR}")
+    for rope in set(config.ropes):
+        check_rope(rope, config.head_dim, config.max_position_embeddings, hf.source)
+    return config
+
+
+def moe_config(hf: HfConfig, *, size_key: str = "intermediate_size", **fields: Any) -> MoeConfig:
+    """Read the sizes of a mixture of experts; a family gives the other fields of MoeConfig.
+
+    size_key: the key of an expert's intermediate size.
+
+    Raises:
+        CheckpointError: a size is missing or malformed, or there are fewer experts than a token takes.
+    """
+    num_experts = _count_experts(hf)
+    top_k = hf.integer("num_experts_per_tok", most=num_experts)
+    return MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=hf.integer(size_key), **fields)
+
+
+def count_layers(hf: HfConfig) -> int:
+    """`num_hidden_layers`.
+
+    Raises:
+        CheckpointError: it is missing or malformed, or beyond any model's.
+    """
+    return hf.integer("num_hidden_layers", most=_MAX_LAYERS)
+
+
+def _count_experts(hf: HfConfig) -> int:
+    """`num_local_experts`, as transformers 5 writes it, or `num_experts`, as some publish it.
+
+    Raises:
+        CheckpointError: it is missing or malformed.
+    """
+    local, published = (hf.optional_integer(key) for key in ("num_local_experts", "num_experts"))
+    if local is None and published is None:
+        raise CheckpointError(f"{hf.source}: num_local_experts is missing, expected a positive integer")
+    if local is not None and published is not None and local != published:
+        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but num_experts {published}")
+    return local or published or 0
+
+
+def require(hf: HfConfig, key: str, known: float | str | bool) -> None:
+    """See that a key has the one value that is known here, where it is given.
+
+    Raises:
+        UnsupportedError: it has another.
+    """
+    value = hf.value(key)
+    if value is not None and (value != known or isinstance(value, bool) != isinstance(known, bool)):
+        raise UnsupportedError(f"{hf.source}: {key} {shown(value)}, only {known} is known")
+
+
+def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
+    """Of the weights as published.
+
+    Raises:
+        UnsupportedError: it is not known here.
+    """
+    dtype = hf.text("dtype", hf.text("torch_dtype", default)).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"{hf.source}: dtype {shown(dtype)}, known are {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def known_activation(hf: HfConfig, key: str, default: str) -> str:
+    """The gated activation that a key names, as `silu_and_mul` names it.
+
+    Raises:
+        UnsupportedError: it is not known here.
+    """
+    activation = hf.text(key, default)
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"{hf.source}: activation {shown(activation)}, known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
+
+
+def layer_windows(hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Each layer's window: `layer_types` say which layers have it, and where there are none, is_sliding does.
+
+    Raises:
+        CheckpointError: there are more or fewer layer_types than layers, or one needs a window and has none.
+        UnsupportedError: a layer is of a type that is not known here.
+    """
+    num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
+    if not kinds:
+        kinds = ["sliding_attention" if is_sliding(layer) else "full_attention" for layer in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{hf.source}: {len(kinds)} layer_types for {num_layers} layers")
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        kind = shown(min(unknown))
+        raise UnsupportedError(f"{hf.source}: layer type {kind}, known are full_attention, sliding_attention")
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(f"{hf.source}: layer_types has sliding_attention, and there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def is_packed(hf: HfConfig, quant_method: str) -> bool:
+    """Whether the weights are quantised in this way."""
+    quantization = hf.section("quantization_config")
+    return quantization is not None and quantization.text("quant_method", "") == quant_method
+
+
+def _is_unquantised(quantization: HfConfig | None) -> bool:
+    """Whether weights are plain: compressed-tensors may describe the KV cache alone, in 8-bit floats."""
+    if quantization is None:
+        return True
+    scheme = quantization.section("kv_cache_scheme")
+    if scheme is None or quantization.value("config_groups"):
+        return False
+    return quantization.text("quant_method", "") == "compressed-tensors" and scheme.text("type", "") == "float"
+
+
+def _head_dim(hf: HfConfig) -> int:
+    head_dim = hf.integer(
+        "head_dim", hf.integer("hidden_size") // hf.integer("num_attention_heads"), most=_MAX_HEAD_DIM
+    )
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(f"{hf.source}: head_dim {head_dim}, expected an even number: rotation takes pairs")
+    if head_dim > 256:
+        raise UnsupportedError(f"{hf.source}: head_dim {head_dim}, known are 2 to 256")
+    return head_dim
+
+
+# Field of DecoderConfig -> how it is read where the family does not give it. Without biases of its own, a family has
+# none but for `attention_bias`.
+_FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
+    "model_type": lambda hf: hf.text("model_type"),
+    "hidden_size": lambda hf: hf.integer("hidden_size"),
+    "intermediate_size": lambda hf: hf.integer("intermediate_size"),
+    "num_layers": count_layers,
+    "num_attention_heads": lambda hf: hf.integer("num_attention_heads"),
+    "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
+    "head_dim": _head_dim,
+    "vocab_size": lambda hf: hf.integer("vocab_size"),
+    "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
+    "rms_norm_eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
+    "ropes": rope_config,
+    "windows": lambda hf: None,
+    "softmax_scale": lambda hf: _head_dim(hf) ** -0.5,
+    "qkv_bias": lambda hf: hf.flag("attention_bias"),
+    "o_bias": lambda hf: hf.flag("attention_bias"),
+    "mlp_bias": lambda hf: False,
+    "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
+    "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
+    "dtype": weights_dtype,
+    "moe": lambda hf: None,
+}

@@ -1,0 +1,82 @@
+"""Chained hashes of full blocks: each depends on the block's token ids and on the hash of the block before it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from operator import mul
+
+import numpy as np
+
+from paged.cache.prefix.chain import Hash, TokenArray
+
+_MASK = (1 << 64) - 1
+# Any odd factor can be divided by again modulo 2^64, which is what lets a whole chain be hashed at once; this one is
+# Knuth's, for multiplicative hashing (The Art of Computer Programming, volume 3, section 6.4).
+_CHAIN_FACTOR = 6364136223846793005
+_CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
+# Up to this many blocks plain integers are faster than setting up arrays.
+FEW_BLOCKS = 4
+
+
+class ChainHash:
+    """h(i) = F h(i - 1) + sum_j M(j) (token(i, j) + 1) modulo 2^64, with odd factors M: fast, and not cryptographic.
+
+    Unrolled, h(i) = F^(i + 1) (h(-1) + sum_k F^-(k + 1) c(k)) with c(k) the sum over block k, so a whole prompt takes a
+    matrix product and a running sum.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        digests = (hashlib.sha256(f"paged {offset}".encode()).digest()[:8] for offset in range(block_size))
+        self._factors = [int.from_bytes(digest, "little") | 1 for digest in digests]
+        self._factor_array = np.array(self._factors, np.uint64)
+        self._factor_sum = sum(self._factors) & _MASK  # of the ones in token + 1
+        self._powers = np.empty(0, np.uint64)
+        self._inverse_powers = np.empty(0, np.uint64)
+
+    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
+        """Hashes of `blocks` [n, block_size], which follow the block with hash `previous`."""
+        assert isinstance(previous, int)
+        if len(blocks) <= FEW_BLOCKS:
+            hashes: list[Hash] = []
+            for block in blocks.tolist():
+                content = sum(map(mul, block, self._factors)) + self._factor_sum
+                previous = (_CHAIN_FACTOR * previous + content) & _MASK
+                hashes.append(previous)
+            return hashes
+        while len(self._powers) < len(blocks):
+            self._grow()
+        sums = blocks.astype(np.uint64) @ self._factor_array
+        sums += np.uint64(self._factor_sum)
+        sums *= self._inverse_powers[: len(blocks)]
+        sums.cumsum(out=sums)
+        sums += np.uint64(previous)
+        sums *= self._powers[: len(blocks)]
+        chain: list[Hash] = sums.tolist()
+        return chain
+
+    def _grow(self) -> None:
+        size = max(64, 2 * len(self._powers))
+        self._powers = np.cumprod(np.full(size, _CHAIN_FACTOR, np.uint64), dtype=np.uint64)
+        self._inverse_powers = np.cumprod(np.full(size, _CHAIN_INVERSE, np.uint64), dtype=np.uint64)
+
+    def root(self, namespace: Hashable) -> Hash:
+        """What the first block of a namespace follows; the same in every process."""
+        return int.from_bytes(hashlib.sha256(repr(namespace).encode()).digest()[:8], "little")
+
+
+class Sha256Chain:
+    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties."""
+
+    def extend(self, previous: Hash, blocks: TokenArray) -> list[Hash]:
+        """As `ChainHash.extend`."""
+        assert isinstance(previous, bytes)
+        hashes: list[Hash] = []
+        for block in blocks:
+            previous = hashlib.sha256(previous + block.tobytes()).digest()
+            hashes.append(previous)
+        return hashes
+
+    def root(self, namespace: Hashable) -> Hash:
+        """As `ChainHash.root`."""
+        return hashlib.sha256(repr(namespace).encode()).digest()

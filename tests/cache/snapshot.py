@@ -1,0 +1,39 @@
+"""All that a cache knows, for comparing it with itself after a call that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged import KvCacheHandle, PagedKvCacheManager
+
+
+def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
+    """What every part of a sound cache holds, K/V included where anybody could read them."""
+    manager.check_integrity()
+    prefixes, pool, index = manager._prefixes, manager._pool, manager._prefixes.index
+    held = {block for handle in manager.handles() for block in handle.blocks} | set(index.published)
+    host, roots = manager._swap.pool, index._roots
+    return {
+        "handles": [(handle.cache_id, handle, _state(handle)) for handle in manager.handles()],
+        "free": (list(pool._free), list(pool._cached), dict(pool._extra_references)),
+        "host": (list(host._free), manager._swap.num_sequences, manager._swap.num_blocks_out),
+        "published": (dict(index._hash_of), dict(index._block_of)),
+        "serials": {block: int(index._serials[block]) for block in index.published},
+        "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in roots._by_namespace.items()},
+        "roots by serial": {serial: one.namespace for serial, one in roots._by_serial.items()},
+        "roots by block": {block: one.namespace for block, one in roots._of_block.items()},
+        "counts": (prefixes.num_hits, prefixes.num_misses, prefixes.num_evictions, manager._slots.num_copies),
+        "rows": sum(owner is not None for owner in manager._sequences.table._owners),
+        "K/V": {block: manager._tensors._bytes[:, :, block].numpy().tobytes() for block in sorted(held - {0})},
+    }
+
+
+def _state(handle: KvCacheHandle) -> Any:
+    state = handle._state
+    room = state.reservation
+    return (
+        (state.namespace, state.blocks, state.num_tokens, state.num_cached_tokens, state.num_written, state.is_valid),
+        (state.chain.ids.copy(), state.chain.hashes.copy(), state.chain.serials.copy()),
+        state.host_blocks and dict(state.host_blocks),
+        room and (id(room), room.is_open, room.is_whole, sorted(room.kept_blocks)),
+    )

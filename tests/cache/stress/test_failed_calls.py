@@ -1,0 +1,256 @@
+"""A call that fails in the middle, wherever that is, leaves everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import paged.cache.manager
+from paged import KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
+from paged.forward_step import forward_step
+from tests.cache.prefix_cache import Cache
+from tests.cache.snapshot import snapshot
+
+pytestmark = pytest.mark.usefixtures("torch_backend")
+CACHE = Path(paged.cache.manager.__file__).parent
+OURS = {CACHE.parent, CACHE, CACHE / "blocks", CACHE / "prefix"}
+# What takes changes back cannot fail itself.
+EXEMPT = {"events.py", "undo_log.py"}
+
+
+class Failure:
+    """Raises `error` at the first call, of Python or C, that the cache's code makes after `count` others."""
+
+    def __init__(self, count: int, error: BaseException) -> None:
+        self.count, self.error, self.is_raised = count, error, False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if frame.f_code.co_name == "<genexpr>":  # closing one that is not used up cannot raise
+            return
+        if event in ("call", "c_call") and path.parent in OURS and path.name not in EXEMPT:
+            caller = frame
+            while (caller := caller.f_back) is not None:  # type: ignore[assignment]
+                if Path(caller.f_code.co_filename).name in EXEMPT:
+                    return
+            self.count -= 1
+            if self.count < 0:
+                self.is_raised = True
+                raise self.error
+
+    def hits(self, call: Callable[[], object]) -> bool:
+        """Whether the call got so far; it must then raise the error, and nothing else ever."""
+        sys.setprofile(self)
+        try:
+            call()
+        except BaseException as error:
+            sys.setprofile(None)
+            if error is not self.error:
+                raise
+        sys.setprofile(None)
+        return self.is_raised
+
+
+def _busy_cache(device: torch.device) -> Cache:
+    """Sequences of every kind, blocks that are shared, cached and free, and a table whose rows are all taken."""
+    cache = Cache(device=device, num_blocks=16, num_swap_blocks=8)
+    cache.run("a", range(9))
+    cache.run("b", [*range(8), 20, 21])
+    cache.tokens[cache.manager.fork(cache.manager.get_handle("a"), "fork")] = list(range(9))
+    cache.run("out", range(30, 37))
+    cache.manager.swap_out(cache.manager.get_handle("out"))
+    cache.run("other", range(50, 59), "tenant")
+    cache.manager.allocate("room", num_tokens=5)
+    for first in (60, 70):
+        cache.free(cache.run("gone", range(first, first + 9), "gone"))
+    while len(cache.manager.handles()) < 16:
+        cache.manager.allocate(len(cache.manager.handles()))
+    return cache
+
+
+Case = Callable[[PagedKvCacheManager], Callable[[], object]]
+
+
+def _commit(manager: PagedKvCacheManager) -> Callable[[], object]:
+    room = manager.reserve([KvSlotRequest("a", 12), KvSlotRequest("fork", 13), KvSlotRequest("room", 0)])
+    return lambda: room.commit([[9, 10, 11], [22, 23, 24, 25], []])
+
+
+def _rollback(manager: PagedKvCacheManager) -> Callable[[], object]:
+    return manager.reserve([KvSlotRequest("fork", 13), KvSlotRequest("b", 17)]).rollback
+
+
+def _free_reserved(manager: PagedKvCacheManager) -> Callable[[], object]:
+    manager.reserve([KvSlotRequest("fork", 13), KvSlotRequest("b", 17)])
+    return lambda: manager.free(manager.get_handle("fork"))
+
+
+def _forward(manager: PagedKvCacheManager) -> Callable[[], object]:
+    def run() -> None:
+        items = [UnifiedBatchItem("fork", [5], pos_offset=9), UnifiedBatchItem("new", [1, 2, 3, 4, 5])]
+        with forward_step(manager, items) as step:
+            assert step.metadata.max_seqlen_q == 5
+
+    return run
+
+
+def _call(name: str, *args: Any, **kwargs: Any) -> Case:
+    """`args` that name sequences stand for their handles, where the method takes one."""
+
+    def prepare(manager: PagedKvCacheManager) -> Callable[[], object]:
+        handles = {handle.cache_id: handle for handle in manager.handles()}
+        given = [handles.get(arg, arg) if isinstance(arg, str) else arg for arg in args]
+        return lambda: getattr(manager, name)(*given, **kwargs)
+
+    return prepare
+
+
+CASES: dict[str, Case] = {
+    "allocate room": _call("allocate", "new", 20),
+    "allocate a hit": _call("allocate", "new", token_ids=[*range(60, 69), *range(12)], namespace="gone"),
+    "allocate a miss": _call("allocate", "new", token_ids=range(200, 220), namespace="new"),
+    "extend": _call("extend", "b", 3),
+    "extend a copy": _call("extend", "fork", 3),
+    "extend and evict": _call("extend", "fork", 9),
+    "advance": _call("advance", "room", 5),
+    "commit ids": _call("commit", "room", []),
+    "append": lambda manager: lambda: manager.append_tokens([(manager.get_handle("room"), [])]),
+    "truncate": _call("truncate", "a", 5),
+    "truncate all": _call("truncate", "other", 0),
+    "fork": _call("fork", "b", "new"),
+    "free": _call("free", "other"),
+    "free shared": _call("free", "a"),
+    "free swapped": _call("free", "out"),
+    "free reserved": _free_reserved,
+    "swap out": _call("swap_out", "b"),
+    "swap out all": _call("swap_out", "other"),
+    "swap in": _call("swap_in", "out"),
+    "reserve": lambda m: lambda: m.reserve([KvSlotRequest("other", 13), KvSlotRequest("b", 17), KvSlotRequest(11, 3)]),
+    "reserve a copy": lambda m: lambda: m.reserve([KvSlotRequest("fork", 10, 13)]),
+    "commit": _commit,
+    "roll back": _rollback,
+    "share": _call("share_prefix_blocks", "a", "room", 2),
+    "evict": _call("evict", 3),
+    "clear": _call("clear_prefix_cache"),
+    "forget": _call("forget_namespace", "gone"),
+    "metadata": lambda m: lambda: m.build_metadata([(m.get_handle("fork"), 1), (m.get_handle("room"), 3)]),
+    "write": _call("write_kv", "fork", 1, 5, torch.ones(4, 1, 8), torch.ones(4, 1, 8)),
+    "forward": _forward,
+}
+# Evicted blocks that may have been written to stay evicted, and those that a forward took before it failed.
+EVICTING = {"extend and evict", "forward"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_failure_anywhere_changes_nothing(name: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("it is the bookkeeping that fails here")
+    manager = _busy_cache(device).manager
+    events: list[object] = []
+    manager.subscribe(events.append)
+    call = CASES[name](manager)
+    before = snapshot(manager)
+    events.clear()
+    count = 0
+    while Failure(count, KeyboardInterrupt() if count % 3 == 0 else MemoryError()).hits(call):
+        after = snapshot(manager)
+        for part, value in before.items():
+            if name not in EVICTING or part in ("handles", "host", "rows"):
+                assert after[part] == value, f"{part}, after failing at call {count}"
+        assert name in EVICTING or not events
+        count += 1
+    assert count > 5
+    manager.check_integrity()
+    if name not in ("commit ids", "append"):  # of nothing, but it is what they would check first
+        assert snapshot(manager) != before
+
+
+@pytest.mark.parametrize("outer", ["reserve", "build_metadata", "commit", "append_tokens"])
+def test_a_call_within_a_call_fails_alone(outer: str, cache: Cache) -> None:
+    """The caller's iterable calls the cache: without the lock, and what fails there is taken back there."""
+    manager = cache.manager
+    handle = cache.run("a", range(9))
+    room = manager.reserve([KvSlotRequest("a", 10)])
+    threads: list[bool] = []
+
+    def calls_back(item: Any) -> Any:
+        other = threading.Thread(target=manager.stats, daemon=True)
+        other.start()
+        other.join(20)
+        threads.append(not other.is_alive())
+        before = snapshot(manager)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manager._sequences.table, "add", _fail)
+            with pytest.raises(ArithmeticError):
+                manager.allocate("b", token_ids=list(range(13)))
+        assert snapshot(manager) == before
+        yield item
+
+    match outer:
+        case "reserve":
+            manager.reserve(calls_back(KvSlotRequest("a", 11)))
+        case "build_metadata":
+            manager.build_metadata(calls_back((handle, 1)))
+        case "commit":
+            room.commit(calls_back([9]))
+        case "append_tokens":
+            manager.append_tokens(calls_back((handle, [8])))
+    assert threads == [True]
+    manager.check_integrity()
+    assert manager.get_handle("b") is None
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("is_overwriting", [False, True])
+@pytest.mark.parametrize("is_outer_failing", [False, True])
+def test_a_failed_call_within_a_call_is_undone_to_where_it_began(
+    is_outer_failing: bool, is_overwriting: bool, cache: Cache
+) -> None:
+    """Events included, and whichever way the outer call ends; blocks that were overwritten stay evicted."""
+    manager = cache.manager
+    first = cache.run("a", range(9))
+    cache.free(cache.run("b", range(20, 29)))
+    before = snapshot(manager)
+
+    def inner() -> None:
+        with manager._guard:
+            fork = manager.get_handle("c")
+            assert fork is not None
+            manager.evict(1)
+            manager.truncate(fork, 2)
+            if not is_overwriting:
+                manager.allocate("d", token_ids=list(range(20, 30)))
+            else:
+                manager.extend(fork, 4 * (manager._pool.num_free - 1))
+            raise ArithmeticError
+
+    def outer() -> None:
+        with manager._guard:
+            manager.fork(first, "c")
+            forked = snapshot(manager)
+            with pytest.raises(ArithmeticError):
+                inner()
+            assert is_overwriting or snapshot(manager) == forked
+            assert snapshot(manager)["handles"] == forked["handles"]
+            manager.check_integrity()
+            if is_outer_failing:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) if is_outer_failing else contextlib.nullcontext():
+        outer()
+    manager.check_integrity()
+    assert (manager.get_handle("c") is None) == is_outer_failing
+    if is_outer_failing:
+        assert snapshot(manager)["handles"] == before["handles"]
+    assert (cache.found(range(20, 29)) == 8) != is_overwriting

@@ -1,0 +1,109 @@
+"""What imports what: every file's imports, and the folders that they make."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# package -> packages of ours it may import, besides itself; from the bottom up
+MAY_IMPORT = {
+    "kernels": set(),
+    "paged": {"kernels"},
+    "models": {"kernels", "paged"},
+    "executors": {"kernels", "paged", "models"},
+    "bench": {"kernels", "paged", "models", "executors"},
+}
+# These two only forward to the public names and to the command line.
+FORWARDERS = {ROOT / "paged" / "__init__.py", ROOT / "paged" / "__main__.py"}
+SOURCES = [(package, path) for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+Graph = dict[str, set[str]]
+
+
+def names_imported(path: Path, *, when_run: bool = False) -> set[str]:
+    """Full names of the modules and of what is taken from them; `when_run`: not those for a type checker alone."""
+    tree = ast.parse(path.read_text())
+    left_out: set[ast.AST] = set()
+    if when_run:
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        blocks = [node for node in tests if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"]
+        left_out = {node for block in blocks for node in block.body}
+    names = set()
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def package_of(name: str) -> str | None:
+    """The key of MAY_IMPORT that a full name belongs to, None where it is not ours."""
+    first, *rest = name.split(".")
+    if first != "paged":
+        return None
+    return rest[0] if rest and rest[0] in MAY_IMPORT else "paged"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "paged" else ("paged", *parts))
+
+
+@cache
+def file_imports(*, when_run: bool = False) -> Graph:
+    """module -> the modules of ours that it imports; the two forwarders are left out."""
+    names = {module_of(path): names_imported(path, when_run=when_run) for _, path in SOURCES if path not in FORWARDERS}
+    return {
+        module: {each if each in names else each.rpartition(".")[0] for each in imports} & names.keys() - {module}
+        for module, imports in names.items()
+    }
+
+
+def folder_of(module: str) -> str:
+    """`kernels/moe` of `paged.kernels.moe.torch_ops.gemm`: PyTorch implementations belong to what they implement.
+
+    The files of `paged/` itself are two folders, as some lie below the cache and some above it.
+    """
+    parts = [part for part in module.split(".")[1:-1] if part != "torch_ops"]
+    if not parts and reaches_cache(module):
+        return "paged, above the cache"
+    return "/".join(parts if parts and parts[0] in MAY_IMPORT else ["paged", *parts])
+
+
+@cache
+def reaches_cache(module: str) -> bool:
+    """Whether the file, or one that it imports, imports the cache."""
+    imports = file_imports(when_run=True)[module]
+    return any(each.startswith("paged.cache.") or reaches_cache(each) for each in imports)
+
+
+def folder_files() -> dict[str, list[str]]:
+    """folder -> its modules."""
+    found: dict[str, list[str]] = {}
+    for module in file_imports():
+        found.setdefault(folder_of(module), []).append(module)
+    return found
+
+
+def folder_imports() -> Graph:
+    """folder -> the folders that its files import when they run."""
+    graph: Graph = {folder: set() for folder in folder_files()}
+    for module, imports in file_imports(when_run=True).items():
+        folder = folder_of(module)
+        graph[folder] |= {folder_of(each) for each in imports} - {folder}
+    return graph
+
+
+def reduced(graph: Graph) -> Graph:
+    """Without the edges that others imply: a -> c where there are a -> b and b -> ... -> c. There must be no circle."""
+
+    @cache
+    def reached(name: str) -> frozenset[str]:
+        return frozenset(graph[name]).union(*map(reached, graph[name]))
+
+    return {name: {to for to in ends if not any(to in reached(by) for by in ends)} for name, ends in graph.items()}
