@@ -43,6 +43,7 @@ HOLDS = {
     "kernels/layers": "norms, rotary, activations",
     "kernels/lora": "low-rank adapters",
     "kernels/moe": "routing, experts, tuned tables",
+    "kernels/sampling": "tokens out of logits",
     "models": "the contract, registry, graphs",
     "models/families": "Llama, Qwen3, Mixtral, ...",
     "models/layers": "a decoder layer and its parts",
