@@ -1,0 +1,344 @@
+"""An emulated machine with CUDA devices: while it is on, PyTorch and Triton believe that they are there."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+from tests.emulated_device.graphs import CUDAGraph, Pool, Work, graph
+from tests.emulated_device.kernels import Driver, Kernels
+from tests.emulated_device.memory import Memory, access
+from tests.emulated_device.operations import Operations
+from tests.emulated_device.order import Clock, Event, Stream, covers, merge
+from tests.emulated_device.report import Report, Synchronisation, place
+from tests.emulated_device.tensor import Capsule
+from tests.emulated_device.transfers import Transfers
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class _Thread(threading.local):
+    """What every thread has of its own: a device, a stream of each, and a capture."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, Stream] = {}
+        self.capturing: Stream | None = None
+
+
+class EmulatedCuda:
+    """num_devices GPUs of a compute capability and a number of SMs, with total_memory bytes each.
+
+    executes: False computes nothing. Every result is zeros, in memory that is not there until somebody writes to it, so
+    that models of any size run; what is launched, compiled, allocated and waited for is the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_devices: int = 1,
+        num_sms: int = 8,
+        capability: tuple[int, int] = (9, 0),
+        total_memory: int = 80 << 30,
+        executes: bool = True,
+    ) -> None:
+        self.num_devices, self.num_sms, self.capability = num_devices, num_sms, capability
+        self.total_memory, self.executes = total_memory, executes
+        self.report = Report()
+        self.lock = threading.RLock()
+        self.host: Clock = {}  # what the host knows to be over
+        self.memory, self.transfers = Memory(self), Transfers(self)
+        self.operations, self.kernels = Operations(self), Kernels(self)
+        self.streams: list[Stream] = []
+        bound = {"machine": self}
+        self.new_stream, self.new_event = type("Stream", (Stream,), bound), type("Event", (Event,), bound)
+        self._graph_classes = type("CUDAGraph", (CUDAGraph,), bound), type("graph", (graph,), bound)
+        self._defaults = [self.new_stream(index) for index in range(num_devices)]
+        self._thread = _Thread()
+
+    # Devices and streams
+
+    def index_of(self, device: Any) -> int:
+        """The index of a device that is given in any way torch.cuda takes; the current one's where it has none."""
+        if device is None:
+            return self.current_device()
+        index = device if isinstance(device, int) else torch.device(device).index
+        index = self.current_device() if index is None else index
+        if not 0 <= index < self.num_devices:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index}, there are {self.num_devices} devices")
+        return index
+
+    def current_device(self) -> int:
+        return self._thread.device
+
+    def set_device(self, device: Any) -> None:
+        self._thread.device = self.index_of(device)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self.index_of(device)
+        return self._thread.streams.get(index, self._defaults[index])
+
+    @property
+    def capturing(self) -> Stream | None:
+        """The stream that this thread captures."""
+        return self._thread.capturing
+
+    @capturing.setter
+    def capturing(self, stream: Stream | None) -> None:
+        self._thread.capturing = stream
+
+    @contextmanager
+    def _device(self, device: Any) -> Iterator[None]:
+        before = self._thread.device
+        if device is not None and device != -1:
+            self.set_device(device)
+        try:
+            yield
+        finally:
+            self._thread.device = before
+
+    @contextmanager
+    def _stream(self, stream: Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        index = stream.device.index
+        with self._device(index):
+            before = self._thread.streams.get(index)
+            self._thread.streams[index] = stream
+            try:
+                yield
+            finally:
+                if before is None:
+                    del self._thread.streams[index]
+                else:
+                    self._thread.streams[index] = before
+
+    # Work and waits
+
+    def submit(self, stream: Stream, work: Work) -> None:
+        """Give work to a stream, which does it now, or takes it down."""
+        if stream.capture is not None:
+            stream.capture.add(work)
+            return
+        if self.capturing is not None:
+            self.report.hazard("outside the capture", f"{work.name} went to a stream that is not captured")
+        self.perform(stream, work)
+
+    def perform(self, stream: Stream, work: Work) -> None:
+        """Do it, after all that the stream was given before."""
+        for block in (*work.reads, *work.writes):
+            if not block.is_alive:
+                text = f"{work.name} uses memory of a tensor that is gone"
+                self.report.hazard("freed memory", text, work.place)
+        time = stream.tick()
+        with torch._C._DisableTorchDispatch():
+            found = work.run() if self.executes else None
+        reads, writes = (work.reads, work.writes) if found is None else found
+        for block in reads:
+            access(self, stream, time, block, writes=False, where=work.place)
+        for block in writes:
+            access(self, stream, time, block, writes=True, where=work.place)
+
+    def wait_for(self, what: str, clock: Clock | None = None) -> None:
+        """The host waits: for the current stream, or until all in `clock` is over, which may be the case already."""
+        if self.capturing is not None:
+            self.report.hazard("wait in a capture", what)
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+        if clock is None:
+            stream = self.current_stream()
+            stream.tick()
+            clock = stream.clock
+        if not covers(self.host, clock):
+            self.report.synchronisations.append(Synchronisation(what, place()))
+            merge(self.host, clock)
+        self.transfers.settle(self.host)
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for everything on a device."""
+        every: Clock = {}
+        index = self.index_of(device)
+        for stream in self.streams:
+            if stream.device.index == index:
+                merge(every, stream.clock)
+        self.wait_for("torch.cuda.synchronize", every)
+
+    # On and off
+
+    def __enter__(self) -> EmulatedCuda:
+        for path in sorted((_ROOT / "kernels").rglob("*.py")):  # before anything says that nothing is interpreted
+            importlib.import_module(".".join(("paged", *path.relative_to(_ROOT).with_suffix("").parts)))
+        self._stack = stack = ExitStack()
+        stack.callback(_clear_caches)
+        _clear_caches()
+        stack.enter_context(_guarded_devices())
+        for name, value in self._names().items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch._C, "_from_dlpack", _from_dlpack(torch._C._from_dlpack)))
+        stack.enter_context(mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"}))
+        stack.enter_context(mock.patch.dict(vars(triton.knobs.runtime), {"interpret": True}))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver(self)))
+        kernels = self.kernels
+
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return kernels.run(function, *args, **kwargs)
+
+        stack.enter_context(mock.patch.object(interpreter.InterpretedFunction, "run", run))
+        stack.enter_context(self._modes())
+        run_thread = threading.Thread.run
+
+        def run_with_modes(thread: threading.Thread) -> None:
+            with self._modes():
+                run_thread(thread)
+
+        stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_modes))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.transfers.settle_all()
+        self._stack.close()
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        with _DeviceNames(self), _Operations(self):
+            yield
+
+    def _names(self) -> dict[str, Any]:
+        """torch.cuda, as far as programs ask for it."""
+        major, minor = self.capability
+        properties = SimpleNamespace(
+            name="emulated",
+            major=major,
+            minor=minor,
+            multi_processor_count=self.num_sms,
+            total_memory=self.total_memory,
+            L2_cache_size=50 << 20,
+            shared_memory_per_block_optin=227 << 10,
+            warp_size=32,
+        )
+        cuda_graph, graph_context = self._graph_classes
+        return {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "is_bf16_supported": lambda *_, **__: True,
+            "device_count": lambda: self.num_devices,
+            "current_device": self.current_device,
+            "set_device": self.set_device,
+            "device": self._device,
+            "get_device_properties": lambda device=None: properties,
+            "get_device_name": lambda device=None: properties.name,
+            "get_device_capability": lambda device=None: self.capability,
+            "Stream": self.new_stream,
+            "Event": self.new_event,
+            "stream": self._stream,
+            "current_stream": self.current_stream,
+            "default_stream": lambda device=None: self._defaults[self.index_of(device)],
+            "CUDAGraph": cuda_graph,
+            "graph": graph_context,
+            "graph_pool_handle": Pool,
+            "is_current_stream_capturing": lambda: self.current_stream().capture is not None,
+            "synchronize": self.synchronize,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda device=None: (self.total_memory - self._used(device), self.total_memory),
+            "memory_allocated": self._used,
+            "memory_reserved": self._used,
+            "max_memory_allocated": lambda device=None: self.memory.peak(self.index_of(device)),
+            "max_memory_reserved": lambda device=None: self.memory.peak(self.index_of(device)),
+            "reset_peak_memory_stats": lambda device=None: None,
+            "manual_seed": lambda seed: None,
+            "manual_seed_all": lambda seed: None,
+        }
+
+    def _used(self, device: Any = None) -> int:
+        return self.memory.used(self.index_of(device))
+
+
+class _Operations(TorchDispatchMode):
+    """Makes operations without an emulated tensor among their arguments, as factories are, arrive as well."""
+
+    def __init__(self, machine: EmulatedCuda) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._machine.operations.dispatch(func, args, kwargs or {})
+
+
+class _DeviceNames(TorchFunctionMode):
+    """Gives "cuda" its index: PyTorch would ask a driver for it."""
+
+    def __init__(self, machine: EmulatedCuda) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._indexed(kwargs["device"])}
+        if func is torch.Tensor.cuda:
+            device = args[1] if len(args) > 1 else kwargs.get("device")
+            return args[0].to(torch.device("cuda", self._machine.index_of(device)), kwargs.get("non_blocking", False))
+        if func is torch.Tensor.to:
+            args = (args[0], *(self._indexed(one) if isinstance(one, (str, torch.device)) else one for one in args[1:]))
+        return func(*args, **kwargs)
+
+    def _indexed(self, device: Any) -> Any:
+        if isinstance(device, int):
+            return torch.device("cuda", device)
+        if device is not None and torch.device(device).type == "cuda":
+            return torch.device("cuda", self._machine.index_of(device))
+        return device
+
+
+@contextmanager
+def _guarded_devices() -> Iterator[None]:
+    """PyTorch asks for a guard of the device before it looks at a tensor, and a build for CPUs has none for CUDA: the
+    one of "meta", which does nothing, takes its place. A build for CUDA has one that does nothing without a GPU."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda, meta = 1, 14  # c10::DeviceType
+    before, lifts_cpu = guards[cuda], torch._C._only_lift_cpu_tensors()
+    if before is None:
+        guards[cuda] = guards[meta]
+    else:
+        torch._C._ensureCUDADeviceGuardSet()
+    torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device="cuda") asks for CUDA's own memory
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifts_cpu)
+        if before is None:
+            guards[cuda] = before
+
+
+def _from_dlpack(real: Any) -> Any:
+    def from_dlpack(capsule: Any, *args: Any) -> Any:
+        return capsule.tensor.detach() if isinstance(capsule, Capsule) else real(capsule, *args)
+
+    return from_dlpack
+
+
+def _clear_caches() -> None:
+    """What our modules remember of devices, and on them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("paged."):
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if callable(clear):
+                    clear()

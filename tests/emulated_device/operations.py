@@ -1,0 +1,237 @@
+"""PyTorch's operations on emulated tensors: done on the CPU, given to a stream, or taken down by a capture."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tests.emulated_device.graphs import Work
+from tests.emulated_device.memory import poison, zeros_like
+from tests.emulated_device.report import place
+from tests.emulated_device.tensor import CudaTensor, map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from tests.emulated_device.device import EmulatedCuda
+
+# Their results' sizes, or their results, are needed on the host.
+_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
+            "bincount"}  # fmt: skip
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_REFUSED = {"set_", "resize_", "resize_as_"}
+
+
+class _Effects(NamedTuple):
+    """Places and names of the arguments that an operation writes, and whether its result is a view of one."""
+
+    written: tuple[tuple[int, str], ...]
+    is_view: bool
+
+
+class Operations:
+    """Where every operation arrives, by `CudaTensor` or by the mode that makes factories arrive as well."""
+
+    def __init__(self, machine: EmulatedCuda) -> None:
+        self._machine = machine
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do what a machine with GPUs does for `func(*args, **kwargs)`."""
+        tensors = tensors_in((args, kwargs))
+        ours = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
+        name = func.overloadpacket.__name__
+        wanted = kwargs.get("device")
+        if not ours and (wanted is None or wanted.type != "cuda"):
+            return self._on_host(func, name, args, kwargs, tensors)
+        if func.namespace not in ("aten", "prims", "prim"):
+            return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+        if name in _REFUSED:
+            raise NotImplementedError(f"{func} on an emulated device")
+        if name == "lift_fresh":
+            return args[0]
+        if name == "_to_copy":
+            return self._converted(args[0], kwargs)
+        if name == "copy_" and args[0].device != args[1].device:
+            is_free = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            return self._copy(args[0], args[1], is_free)
+        device = self._device_of(func, name, wanted, tensors, ours, args)
+        return self._compute(func, name, args, kwargs, device, ours)
+
+    def _on_host(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        transfers = self._machine.transfers
+        if name == "is_pinned":
+            return transfers.pinned_block(args[0]) is not None
+        if name == "_pin_memory":
+            return transfers.pin(args[0].clone())
+        transfers.host_uses(tensors, _written(func, args, kwargs))
+        if kwargs.get("pin_memory"):
+            return transfers.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+
+    def _device_of(
+        self, func: Any, name: str, wanted: Any, tensors: list[torch.Tensor], ours: list[CudaTensor], args: Any
+    ) -> torch.device:
+        """Where the operation runs; what is on several devices is refused as CUDA does, and waits are noted."""
+        places = {tensor.device for tensor in ours}
+        strangers = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() > 0]
+        if name in _INDEXING and args[0].device.type == "cuda":
+            indices = [index for index in args[1] if index is not None]
+            if any(index.device.type == "cpu" and index.dim() for index in indices):
+                self._machine.wait_for(f"{name} with indices on the host")
+            value = args[2] if len(args) > 2 else None
+            is_fill = value is not None and value.numel() == 1 and value.device.type == "cpu" and len(indices) == 1
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not is_fill:
+                self._machine.wait_for(f"{name} with a mask")
+            strangers = [one for one in strangers if not any(one is index for index in indices)]
+        if len(places) > 1 or (places and strangers):
+            named = [str(place) for place in sorted(places, key=str)] + ["cpu"] * bool(strangers)
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{named[0]} and {named[1]}! (in {func})"
+            )
+        if name in _WAITING or (func is torch.ops.aten.repeat_interleave.Tensor):
+            self._machine.wait_for(name)
+        return torch.device("cuda", self._machine.index_of(wanted)) if wanted is not None else ours[0].device
+
+    def _compute(
+        self, func: Any, name: str, args: Any, kwargs: Any, device: torch.device, ours: list[CudaTensor]
+    ) -> Any:
+        machine, effects = self._machine, _effects(func)
+        stream = machine.current_stream(device)
+        inner_args, inner_kwargs = map_tensors(_inner, args), map_tensors(_inner, kwargs)
+        if "device" in kwargs:
+            inner_kwargs["device"] = torch.device("cpu")
+        if effects.is_view:
+            return self._wrapped(func(*inner_args, **inner_kwargs), ours, device)
+        written = [tensor for tensor in _written(func, args, kwargs) if isinstance(tensor, CudaTensor)]
+        reads = tuple(tensor.allocation.block for tensor in ours if all(tensor is not one for one in written))
+        does = name in _WAITING or (machine.executes and stream.capture is None)
+        if does or (not written and _has_mask(name, args)):
+            result = self._wrapped(func(*inner_args, **inner_kwargs), ours, device)
+        elif written:
+            result = written[0] if len(written) == 1 else tuple(written)
+        else:
+            result = map_tensors(
+                lambda shape: self._new(zeros_like(shape), device), _shapes(func, inner_args, inner_kwargs)
+            )
+        made = [tensor for tensor in tensors_in(result) if all(tensor is not one for one in ours)]
+        if machine.executes and (name in _EMPTY or stream.capture is not None):
+            for tensor in made:
+                poison(tensor.inner)
+        if name in _EMPTY:
+            return result
+        targets = [tensor.inner for tensor in made]
+
+        def run() -> None:
+            again = tensors_in(func(*inner_args, **inner_kwargs))
+            for target, value in zip(targets, again if targets else (), strict=True):
+                target.copy_(value)
+
+        writes = tuple(tensor.allocation.block for tensor in (*written, *made))
+        work = Work(name, place(), reads, writes, _nothing if stream.capture is None else run)
+        machine.submit(stream, work)
+        return result
+
+    def _converted(self, source: torch.Tensor, kwargs: Any) -> Any:
+        """`Tensor.to` another device, dtype or memory format."""
+        wanted = kwargs.get("device") or source.device
+        if wanted.type == "cuda":
+            wanted = torch.device("cuda", self._machine.index_of(wanted))
+        options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
+        if wanted == source.device:
+            func, options = torch.ops.aten._to_copy.default, {**kwargs, **options}
+            return self._compute(func, "_to_copy", (source,), options, source.device, [source])  # type: ignore[list-item]
+        shape = torch.empty_like(_shape(source), **options)
+        is_free = kwargs.get("non_blocking", False)
+        target = zeros_like(shape) if shape.device.type == "meta" else torch.empty_like(shape)
+        if wanted.type == "cuda":
+            return self._copy(self._new(target, wanted), source, is_free)
+        return self._copy(self._machine.transfers.pin(target) if is_free else target, source, is_free)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, is_free: bool) -> torch.Tensor:
+        """From one device to another, or between host and device. It is asynchronous where that was asked for and the
+        host's memory is pinned, contiguous and of the same dtype."""
+        machine = self._machine
+        to, of = _inner(target), _inner(source)
+        here = target if isinstance(target, CudaTensor) else source
+        stream = machine.current_stream(here.device)
+        host = next((tensor for tensor in (target, source) if not isinstance(tensor, CudaTensor)), None)
+        pinned = None if host is None else machine.transfers.pinned_block(host)
+        blocks = [
+            (tensor.allocation.block,) if isinstance(tensor, CudaTensor) else (pinned,) if pinned else ()
+            for tensor in (source, target)
+        ]
+        is_plain = pinned is not None and is_free and host is not None and host.is_contiguous()
+        is_free = host is None or (is_plain and target.dtype == source.dtype)
+        if host is not None and stream.capture is not None:
+            if not is_free:
+                machine.wait_for("a copy between host and device")
+            machine.report.hazard("host in a graph", "every replay copies from or to the host's memory as it then is")
+        values = of.clone() if host is target and machine.executes else None
+
+        def run() -> None:
+            if host is source and pinned is not None:
+                machine.transfers.deliver(of)
+            to.copy_(of)
+
+        machine.submit(stream, Work("copy_", place(), *blocks, run=run))
+        if host is None or stream.capture is not None:
+            return target
+        time = stream.clock[stream.stream_id]
+        if not is_free:
+            what = "pageable" if pinned is None else "pinned"
+            machine.wait_for(f"a copy {'to' if host is target else 'from'} {what} host memory", stream.clock)
+        elif machine.executes and host is target:
+            machine.transfers.receive(to, values.to(to.dtype).reshape(to.shape), stream.stream_id, time)
+        elif machine.executes:
+            machine.transfers.send(of, stream.stream_id, time)
+        return target
+
+    def _wrapped(self, result: Any, ours: list[CudaTensor], device: torch.device) -> Any:
+        """Results in place of the CPU's: an argument itself, a view that shares its memory, or a new tensor."""
+        known = {id(tensor.inner): tensor for tensor in ours}
+
+        def wrap(inner: torch.Tensor) -> CudaTensor:
+            return known[id(inner)] if id(inner) in known else self._new(inner, device)
+
+        return map_tensors(wrap, result)
+
+    def _new(self, inner: torch.Tensor, device: torch.device) -> CudaTensor:
+        return CudaTensor(inner, self._machine.memory.allocation_of(inner, device))
+
+
+@functools.cache
+def _effects(func: Any) -> _Effects:
+    places = list(enumerate(func._schema.arguments))
+    written = tuple((i, one.name) for i, one in places if one.alias_info is not None and one.alias_info.is_write)
+    return _Effects(written, not written and any(one.alias_info is not None for _, one in places))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _effects(func).written]
+    return tensors_in(values)
+
+
+def _has_mask(name: str, args: Any) -> bool:
+    return name in _INDEXING and any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.inner if isinstance(tensor, CudaTensor) else tensor
+
+
+def _shape(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its memory."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation's results without their memory."""
+    options = {**map_tensors(_shape, kwargs), **({"device": torch.device("meta")} if "device" in kwargs else {})}
+    return func(*map_tensors(_shape, args), **options)
+
+
+def _nothing() -> None:
+    """It has been done."""
+
