@@ -26,9 +26,10 @@ from tests.emulated_device.memory import Memory, access
 from tests.emulated_device.operations import Operations
 from tests.emulated_device.order import Clock, Event, Stream, covers, merge
 from tests.emulated_device.report import Report, Synchronisation, place
-from tests.emulated_device.tensor import Capsule
+from tests.emulated_device.tensor import Capsule, CudaTensor
 from tests.emulated_device.transfers import Transfers
 
+_OURS = {torch.Tensor.data_ptr, torch.Tensor.tolist, torch.Tensor.numpy}
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -276,12 +277,16 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._machine = machine
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every operation goes through Dynamo, which takes seconds to import
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._machine.operations.dispatch(func, args, kwargs or {})
 
 
 class _DeviceNames(TorchFunctionMode):
-    """Gives "cuda" its index: PyTorch would ask a driver for it."""
+    """Gives "cuda" its index: PyTorch would ask a driver for it. `torch.Tensor.data_ptr(tensor)` is ours as well."""
 
     def __init__(self, machine: EmulatedCuda) -> None:
         super().__init__()
@@ -289,6 +294,8 @@ class _DeviceNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OURS and isinstance(args[0], CudaTensor):
+            return getattr(CudaTensor, func.__name__)(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._indexed(kwargs["device"])}
         if func is torch.Tensor.cuda:

@@ -88,13 +88,13 @@ class Memory:
 
     def find(self, address: int) -> Block | None:
         """The block that an address lies in."""
-        index = bisect_right(self._blocks, address, key=lambda block: block.start) - 1
+        index = bisect_right(self._blocks, address, key=lambda one: one.start) - 1
         return self._blocks[index] if index >= 0 and address < self._blocks[index].end else None
 
     def _free(self, block: Block, where: str) -> None:
         """Streams other than the one it was made on must be known to have done with it: that one may use it again."""
         block.is_alive = False
-        self._blocks.remove(block)
+        del self._blocks[bisect_right(self._blocks, block.start, key=lambda one: one.start) - 1]
         self._used[block.device] -= block.end - block.start
         home = block.home
         if home is None:

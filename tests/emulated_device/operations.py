@@ -55,6 +55,8 @@ class Operations:
         if name == "copy_" and args[0].device != args[1].device:
             is_free = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             return self._copy(args[0], args[1], is_free)
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            self._machine.wait_for(name)
         device = self._device_of(func, name, wanted, tensors, ours, args)
         return self._compute(func, name, args, kwargs, device, ours)
 
@@ -64,7 +66,8 @@ class Operations:
             return transfers.pinned_block(args[0]) is not None
         if name == "_pin_memory":
             return transfers.pin(args[0].clone())
-        transfers.host_uses(tensors, _written(func, args, kwargs))
+        if not _effects(func).is_view:
+            transfers.host_uses(tensors, _written(func, args, kwargs))
         if kwargs.get("pin_memory"):
             return transfers.pin(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
@@ -90,7 +93,7 @@ class Operations:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{named[0]} and {named[1]}! (in {func})"
             )
-        if name in _WAITING or (func is torch.ops.aten.repeat_interleave.Tensor):
+        if name in _WAITING:
             self._machine.wait_for(name)
         return torch.device("cuda", self._machine.index_of(wanted)) if wanted is not None else ours[0].device
 
@@ -175,7 +178,13 @@ class Operations:
                 machine.transfers.deliver(of)
             to.copy_(of)
 
-        machine.submit(stream, Work("copy_", place(), *blocks, run=run))
+        if host is None:  # PyTorch puts the copy between the two devices' streams
+            other = machine.current_stream(source.device)
+            stream.wait_stream(other)
+            machine.submit(stream, Work("copy_", place(), *blocks, run=run))
+            other.wait_stream(stream)
+        else:
+            machine.submit(stream, Work("copy_", place(), *blocks, run=run))
         if host is None or stream.capture is not None:
             return target
         time = stream.clock[stream.stream_id]
@@ -234,4 +243,3 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _nothing() -> None:
     """It has been done."""
-
