@@ -155,6 +155,8 @@ class Operations:
     def _copy(self, target: torch.Tensor, source: torch.Tensor, is_free: bool) -> torch.Tensor:
         """From one device to another, or between host and device. It is asynchronous where that was asked for and the
         host's memory is pinned, contiguous and of the same dtype."""
+        if source.numel() == 0:
+            return target
         machine = self._machine
         to, of = _inner(target), _inner(source)
         here = target if isinstance(target, CudaTensor) else source

@@ -14,6 +14,10 @@ _ROOM = str(Path(__file__).resolve().parent)
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
+class HazardError(Exception):
+    """Hazards were found; no AssertionError, so that a test that is expected to fail is not expected to fail by it."""
+
+
 @dataclass(frozen=True)
 class Hazard:
     """What a GPU may do wrong, or may not do at all. kind: its name in docs/emulated-device.md."""
@@ -84,6 +88,11 @@ class Report:
         found = Hazard(kind, text, where or place())
         if found not in self.hazards:
             self.hazards.append(found)
+
+    def check(self) -> None:
+        """Raise HazardError if there is one."""
+        if self.hazards:
+            raise HazardError("\n".join(f"{one.place}: {one.kind}: {one.text}" for one in self.hazards))
 
     def mark(self) -> Mark:
         """This moment."""

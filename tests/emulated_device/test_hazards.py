@@ -200,7 +200,7 @@ def test_a_capture_runs_nothing_and_a_replay_all(cuda: EmulatedCuda) -> None:
     x += 1
     graph.replay()
     assert out.tolist() == [3, 5, 7, 9]
-    x = x * 100  # noqa: PLW2901 another tensor, of which the graph knows nothing
+    x = x * 100  # another tensor, of which the graph knows nothing
     graph.replay()
     assert kinds(cuda) == ["freed memory", "out of bounds"]
 
