@@ -35,6 +35,7 @@ class Operations:
 
     def __init__(self, machine: EmulatedCuda) -> None:
         self._machine = machine
+        self._known_shapes: dict[Any, Any] = {}
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what a machine with GPUs does for `func(*args, **kwargs)`."""
@@ -116,7 +117,7 @@ class Operations:
             result = written[0] if len(written) == 1 else tuple(written)
         else:
             result = map_tensors(
-                lambda shape: self._new(zeros_like(shape), device), _shapes(func, inner_args, inner_kwargs)
+                lambda shape: self._new(zeros_like(shape), device), self._shapes(func, inner_args, inner_kwargs)
             )
         made = [tensor for tensor in tensors_in(result) if all(tensor is not one for one in ours)]
         if machine.executes and (name in _EMPTY or stream.capture is not None):
@@ -208,6 +209,17 @@ class Operations:
 
         return map_tensors(wrap, result)
 
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation's results without their memory; the same question is asked at every step."""
+        key = func, _key(args), _key(kwargs)
+        if key not in self._known_shapes:
+            options = {
+                **map_tensors(_shape, kwargs),
+                **({"device": torch.device("meta")} if "device" in kwargs else {}),
+            }
+            self._known_shapes[key] = func(*map_tensors(_shape, args), **options)
+        return self._known_shapes[key]
+
     def _new(self, inner: torch.Tensor, device: torch.device) -> CudaTensor:
         return CudaTensor(inner, self._machine.memory.allocation_of(inner, device))
 
@@ -237,10 +249,15 @@ def _shape(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation's results without their memory."""
-    options = {**map_tensors(_shape, kwargs), **({"device": torch.device("meta")} if "device" in kwargs else {})}
-    return func(*map_tensors(_shape, args), **options)
+def _key(value: Any) -> Any:
+    """All of an argument that results' shapes depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(one)) for name, one in value.items())
+    return type(value), value
 
 
 def _nothing() -> None:

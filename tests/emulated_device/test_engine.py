@@ -147,7 +147,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 def test_no_step_is_a_hazard(kind: str, served: Callable[[str], Served]) -> None:
     run = served(kind)
     run.report.check()
-    assert set(run.finished) == {"length", "abort"}
+    assert {"length"} <= set(run.finished) <= {"length", "abort"}
     assert bool(run.preempted["swap"]) == (kind == "swap")
     assert run.report.num_replays > 20 or kind == "adapters" or "lookup" in kind
 
