@@ -62,6 +62,7 @@ class CUDAGraph:
             raise RuntimeError("CUDA error: a capture is under way in this thread already")
         self._pool, self._works, self._is_whole = pool or self._pool, [], False
         self._stream, stream.capture, self.machine.capturing = stream, self, stream
+        self._device = stream.device
 
     def capture_end(self) -> None:
         assert self._stream is not None
@@ -88,7 +89,7 @@ class CUDAGraph:
         self.machine.report.num_replays += 1
         if self.machine.executes:
             self._pool.poison()
-        stream = self.machine.current_stream()
+        stream = self.machine.current_stream(self._device)
         for work in self._works:
             self.machine.perform(stream, work)
 

@@ -138,7 +138,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         make, others = KINDS[kind]
         with EmulatedCuda(executes=False) as cuda:
             engine = make(folder, tmp_path_factory.mktemp("adapters"))
-            return serve(engine, cuda, 400 if kind == "greedy" else 60, others)
+            return serve(engine, cuda, {"greedy": 400, "swap": 80}.get(kind, 40), others)
 
     return run
 
