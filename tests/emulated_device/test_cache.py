@@ -9,7 +9,7 @@ import pytest
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from tests.cache.random_kv import assert_holds, grow, make_manager
-from tests.emulated_device.device import EmulatedCuda
+from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.known import xfailing
 
 Rows = dict[str, tuple[KvCacheHandle, tuple[object, object]]]

@@ -7,9 +7,9 @@ from itertools import cycle
 import pytest
 
 from paged import Engine, EngineConfig, SamplingParams
-from tests.emulated_device.device import EmulatedCuda
+from tests.emulated_device.emulator.device import EmulatedCuda
+from tests.emulated_device.emulator.report import CompiledKernel
 from tests.emulated_device.known import xfailing
-from tests.emulated_device.report import CompiledKernel
 from tests.emulated_device.shapes import SHAPES, executor_of
 
 # Prompt lengths on both sides of what tile choices depend on, in the order they come.

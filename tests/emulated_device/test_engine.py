@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder
-from tests.emulated_device.device import EmulatedCuda
+from tests.emulated_device.emulator.device import EmulatedCuda
+from tests.emulated_device.emulator.report import Report
 from tests.emulated_device.known import xfailing
-from tests.emulated_device.report import Report
 from tests.executors.engine_cases import GREEDY, check_empty, tokens_of
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter

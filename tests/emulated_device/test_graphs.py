@@ -9,7 +9,7 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.models.registry import load_model
-from tests.emulated_device.device import EmulatedCuda
+from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 
 LENGTHS = (7, 3)

@@ -9,8 +9,8 @@ import pytest
 import paged.staging
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from tests.cache.random_kv import make_manager
-from tests.emulated_device.device import EmulatedCuda
-from tests.emulated_device.order import Stream
+from tests.emulated_device.emulator.device import EmulatedCuda
+from tests.emulated_device.emulator.order import Stream
 from tests.emulated_device.test_cache import swap
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
-from tests.emulated_device.device import EmulatedCuda
+from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.known import xfailing
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 

@@ -13,13 +13,13 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulated_device.graphs import Blocks, Work
-from tests.emulated_device.memory import Block
-from tests.emulated_device.report import CompiledKernel, Launch, place
-from tests.emulated_device.tensor import CudaTensor
+from tests.emulated_device.emulator.graphs import Blocks, Work
+from tests.emulated_device.emulator.memory import Block
+from tests.emulated_device.emulator.report import CompiledKernel, Launch, place
+from tests.emulated_device.emulator.tensor import CudaTensor
 
 if TYPE_CHECKING:
-    from tests.emulated_device.device import EmulatedCuda
+    from tests.emulated_device.emulator.device import EmulatedCuda
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 

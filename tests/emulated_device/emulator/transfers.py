@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.emulated_device.memory import Block
-from tests.emulated_device.order import Clock
-from tests.emulated_device.report import place
+from tests.emulated_device.emulator.memory import Block
+from tests.emulated_device.emulator.order import Clock
+from tests.emulated_device.emulator.report import place
 
 if TYPE_CHECKING:
-    from tests.emulated_device.device import EmulatedCuda
+    from tests.emulated_device.emulator.device import EmulatedCuda
 
 
 @dataclass

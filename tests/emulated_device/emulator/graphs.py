@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tests.emulated_device.memory import Allocation, Block, poison
-from tests.emulated_device.order import Stream
+from tests.emulated_device.emulator.memory import Allocation, Block, poison
+from tests.emulated_device.emulator.order import Stream
 
 if TYPE_CHECKING:
-    from tests.emulated_device.device import EmulatedCuda
+    from tests.emulated_device.emulator.device import EmulatedCuda
 
 Blocks = tuple[Block, ...]
 

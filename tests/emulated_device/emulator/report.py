@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _ROOM = str(Path(__file__).resolve().parent)
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class HazardError(Exception):
@@ -129,6 +129,4 @@ def _source(file: str) -> str | None:
     if not file.startswith(_ROOT) or "site-packages" in file:
         return None
     path = os.path.realpath(file)
-    if os.path.dirname(path) == _ROOM and not os.path.basename(path).startswith(("test_", "planted")):
-        return None
-    return os.path.relpath(path, _ROOT)
+    return None if os.path.dirname(path) == _ROOM else os.path.relpath(path, _ROOT)

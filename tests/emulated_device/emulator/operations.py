@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tests.emulated_device.graphs import Work
-from tests.emulated_device.memory import poison, zeros_like
-from tests.emulated_device.report import place
-from tests.emulated_device.tensor import CudaTensor, map_tensors, tensors_in
+from tests.emulated_device.emulator.graphs import Work
+from tests.emulated_device.emulator.memory import poison, zeros_like
+from tests.emulated_device.emulator.report import place
+from tests.emulated_device.emulator.tensor import CudaTensor, map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from tests.emulated_device.device import EmulatedCuda
+    from tests.emulated_device.emulator.device import EmulatedCuda
 
 # Their results' sizes, or their results, are needed on the host.
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",

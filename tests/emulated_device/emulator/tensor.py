@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.emulated_device.memory import Allocation
+from tests.emulated_device.emulator.memory import Allocation
 
 _CUDA_IN_DLPACK = 2
 

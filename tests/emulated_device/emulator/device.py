@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from tests.emulated_device.graphs import CUDAGraph, Pool, Work, graph
-from tests.emulated_device.kernels import Driver, Kernels
-from tests.emulated_device.memory import Memory, access
-from tests.emulated_device.operations import Operations
-from tests.emulated_device.order import Clock, Event, Stream, covers, merge
-from tests.emulated_device.report import Report, Synchronisation, place
-from tests.emulated_device.tensor import Capsule, CudaTensor
-from tests.emulated_device.transfers import Transfers
+from tests.emulated_device.emulator.graphs import CUDAGraph, Work, graph
+from tests.emulated_device.emulator.kernels import Driver, Kernels
+from tests.emulated_device.emulator.memory import Memory, access
+from tests.emulated_device.emulator.operations import Operations
+from tests.emulated_device.emulator.order import Clock, Event, Stream, covers, merge
+from tests.emulated_device.emulator.patches import (
+    DeviceNames,
+    EveryOperation,
+    clear_caches,
+    cuda_names,
+    from_dlpack,
+    guarded_devices,
+)
+from tests.emulated_device.emulator.report import Report, Synchronisation, place
+from tests.emulated_device.emulator.transfers import Transfers
 
-_OURS = {torch.Tensor.data_ptr, torch.Tensor.tolist, torch.Tensor.numpy}
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Thread(threading.local):
@@ -68,8 +69,8 @@ class EmulatedCuda:
         self.streams: list[Stream] = []
         bound = {"machine": self}
         self.new_stream, self.new_event = type("Stream", (Stream,), bound), type("Event", (Event,), bound)
-        self._graph_classes = type("CUDAGraph", (CUDAGraph,), bound), type("graph", (graph,), bound)
-        self._defaults = [self.new_stream(index) for index in range(num_devices)]
+        self.graph_classes = type("CUDAGraph", (CUDAGraph,), bound), type("graph", (graph,), bound)
+        self.defaults = [self.new_stream(index) for index in range(num_devices)]
         self._thread = _Thread()
 
     # Devices and streams
@@ -92,7 +93,7 @@ class EmulatedCuda:
 
     def current_stream(self, device: Any = None) -> Stream:
         index = self.index_of(device)
-        return self._thread.streams.get(index, self._defaults[index])
+        return self._thread.streams.get(index, self.defaults[index])
 
     @property
     def capturing(self) -> Stream | None:
@@ -104,7 +105,7 @@ class EmulatedCuda:
         self._thread.capturing = stream
 
     @contextmanager
-    def _device(self, device: Any) -> Iterator[None]:
+    def device(self, device: Any) -> Iterator[None]:
         before = self._thread.device
         if device is not None and device != -1:
             self.set_device(device)
@@ -114,12 +115,12 @@ class EmulatedCuda:
             self._thread.device = before
 
     @contextmanager
-    def _stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: Stream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
         index = stream.device.index
-        with self._device(index):
+        with self.device(index):
             before = self._thread.streams.get(index)
             self._thread.streams[index] = stream
             try:
@@ -185,12 +186,12 @@ class EmulatedCuda:
         for path in sorted((_ROOT / "kernels").rglob("*.py")):  # before anything says that nothing is interpreted
             importlib.import_module(".".join(("paged", *path.relative_to(_ROOT).with_suffix("").parts)))
         self._stack = stack = ExitStack()
-        stack.callback(_clear_caches)
-        _clear_caches()
-        stack.enter_context(_guarded_devices())
-        for name, value in self._names().items():
+        stack.callback(clear_caches)
+        clear_caches()
+        stack.enter_context(guarded_devices())
+        for name, value in cuda_names(self).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(torch._C, "_from_dlpack", _from_dlpack(torch._C._from_dlpack)))
+        stack.enter_context(mock.patch.object(torch._C, "_from_dlpack", from_dlpack(torch._C._from_dlpack)))
         stack.enter_context(mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"}))
         stack.enter_context(mock.patch.dict(vars(triton.knobs.runtime), {"interpret": True}))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver(self)))
@@ -216,136 +217,8 @@ class EmulatedCuda:
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
-        with _DeviceNames(self), _Operations(self):
+        with DeviceNames(self), EveryOperation(self):
             yield
 
-    def _names(self) -> dict[str, Any]:
-        """torch.cuda, as far as programs ask for it."""
-        major, minor = self.capability
-        properties = SimpleNamespace(
-            name="emulated",
-            major=major,
-            minor=minor,
-            multi_processor_count=self.num_sms,
-            total_memory=self.total_memory,
-            L2_cache_size=50 << 20,
-            shared_memory_per_block_optin=227 << 10,
-            warp_size=32,
-        )
-        cuda_graph, graph_context = self._graph_classes
-        return {
-            "_lazy_init": lambda: None,
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "is_bf16_supported": lambda *_, **__: True,
-            "device_count": lambda: self.num_devices,
-            "current_device": self.current_device,
-            "set_device": self.set_device,
-            "device": self._device,
-            "get_device_properties": lambda device=None: properties,
-            "get_device_name": lambda device=None: properties.name,
-            "get_device_capability": lambda device=None: self.capability,
-            "Stream": self.new_stream,
-            "Event": self.new_event,
-            "stream": self._stream,
-            "current_stream": self.current_stream,
-            "default_stream": lambda device=None: self._defaults[self.index_of(device)],
-            "CUDAGraph": cuda_graph,
-            "graph": graph_context,
-            "graph_pool_handle": Pool,
-            "is_current_stream_capturing": lambda: self.current_stream().capture is not None,
-            "synchronize": self.synchronize,
-            "empty_cache": lambda: None,
-            "mem_get_info": lambda device=None: (self.total_memory - self._used(device), self.total_memory),
-            "memory_allocated": self._used,
-            "memory_reserved": self._used,
-            "max_memory_allocated": lambda device=None: self.memory.peak(self.index_of(device)),
-            "max_memory_reserved": lambda device=None: self.memory.peak(self.index_of(device)),
-            "reset_peak_memory_stats": lambda device=None: None,
-            "manual_seed": lambda seed: None,
-            "manual_seed_all": lambda seed: None,
-        }
-
-    def _used(self, device: Any = None) -> int:
+    def used(self, device: Any = None) -> int:
         return self.memory.used(self.index_of(device))
-
-
-class _Operations(TorchDispatchMode):
-    """Makes operations without an emulated tensor among their arguments, as factories are, arrive as well."""
-
-    def __init__(self, machine: EmulatedCuda) -> None:
-        super().__init__()
-        self._machine = machine
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else every operation goes through Dynamo, which takes seconds to import
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._machine.operations.dispatch(func, args, kwargs or {})
-
-
-class _DeviceNames(TorchFunctionMode):
-    """Gives "cuda" its index: PyTorch would ask a driver for it. `torch.Tensor.data_ptr(tensor)` is ours as well."""
-
-    def __init__(self, machine: EmulatedCuda) -> None:
-        super().__init__()
-        self._machine = machine
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OURS and isinstance(args[0], CudaTensor):
-            return getattr(CudaTensor, func.__name__)(*args, **kwargs)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self._indexed(kwargs["device"])}
-        if func is torch.Tensor.cuda:
-            device = args[1] if len(args) > 1 else kwargs.get("device")
-            return args[0].to(torch.device("cuda", self._machine.index_of(device)), kwargs.get("non_blocking", False))
-        if func is torch.Tensor.to:
-            args = (args[0], *(self._indexed(one) if isinstance(one, (str, torch.device)) else one for one in args[1:]))
-        return func(*args, **kwargs)
-
-    def _indexed(self, device: Any) -> Any:
-        if isinstance(device, int):
-            return torch.device("cuda", device)
-        if device is not None and torch.device(device).type == "cuda":
-            return torch.device("cuda", self._machine.index_of(device))
-        return device
-
-
-@contextmanager
-def _guarded_devices() -> Iterator[None]:
-    """PyTorch asks for a guard of the device before it looks at a tensor, and a build for CPUs has none for CUDA: the
-    one of "meta", which does nothing, takes its place. A build for CUDA has one that does nothing without a GPU."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    cuda, meta = 1, 14  # c10::DeviceType
-    before, lifts_cpu = guards[cuda], torch._C._only_lift_cpu_tensors()
-    if before is None:
-        guards[cuda] = guards[meta]
-    else:
-        torch._C._ensureCUDADeviceGuardSet()
-    torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device="cuda") asks for CUDA's own memory
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(lifts_cpu)
-        if before is None:
-            guards[cuda] = before
-
-
-def _from_dlpack(real: Any) -> Any:
-    def from_dlpack(capsule: Any, *args: Any) -> Any:
-        return capsule.tensor.detach() if isinstance(capsule, Capsule) else real(capsule, *args)
-
-    return from_dlpack
-
-
-def _clear_caches() -> None:
-    """What our modules remember of devices, and on them."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("paged."):
-            for value in list(vars(module).values()):
-                clear = getattr(value, "cache_clear", None)
-                if callable(clear):
-                    clear()

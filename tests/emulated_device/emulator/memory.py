@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tests.emulated_device.report import place
+from tests.emulated_device.emulator.report import place
 
 if TYPE_CHECKING:
-    from tests.emulated_device.device import EmulatedCuda
-    from tests.emulated_device.order import Stream
+    from tests.emulated_device.emulator.device import EmulatedCuda
+    from tests.emulated_device.emulator.order import Stream
 
 # CUDA's allocator gives addresses that are multiples of it, and Triton specialises on 16.
 _ALIGNMENT = 512

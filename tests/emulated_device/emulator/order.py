@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 if TYPE_CHECKING:
-    from tests.emulated_device.device import EmulatedCuda
-    from tests.emulated_device.graphs import CUDAGraph
+    from tests.emulated_device.emulator.device import EmulatedCuda
+    from tests.emulated_device.emulator.graphs import CUDAGraph
 
 # By stream: how much of its work is over at the least.
 Clock = dict[int, int]

@@ -1,0 +1,149 @@
+"""Launches that a GPU would do otherwise, or in another order: each planted, beside what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulated_device.emulator.device import EmulatedCuda
+from tests.emulated_device.planted import ROOM, captured, double, double_kernel, kinds
+
+
+def test_what_is_compiled_and_why(cuda: EmulatedCuda) -> None:
+    x, out = torch.ones(33, device="cuda"), torch.empty(33, device="cuda")
+    double(x, out, 17)
+    mark = cuda.report.mark()
+    double(x, out, 18)
+    assert cuda.report.compiled_after(mark) == []
+    double(x, out, 1)
+    double(x, out, 32)
+    double(x[1:], out, 17)
+    double(x, out, 2**40)
+    differences = [cuda.report.nearest(kernel) for kernel in cuda.report.compiled_after(mark)]
+    assert differences == [
+        {"length": ("i32", "1")},
+        {"length": ("i32", "i32 / 16")},
+        {"x_ptr": ("*fp32 / 16", "*fp32")},
+        {"length": ("i32", "i64 / 16")},
+    ]
+    assert {kernel.place.split(":")[0] for kernel in cuda.report.compiled} == {f"{ROOM}planted.py"}
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 17), (1, 17), (0, 16), (0, 1)])
+def test_a_repeated_launch_is_another_variant(start: int, length: int, cuda: EmulatedCuda) -> None:
+    x, out = torch.ones(33, device="cuda"), torch.empty(33, device="cuda")
+    compiled = double(x, out, 18)
+    compiled[(1, 1, 1)](x[start:], out, length, 32, True)
+    assert kinds(cuda) == ([] if (start, length) == (0, 17) else ["other specialisation"])
+
+
+@pytest.mark.parametrize("grid", [(65536, 1, 1), (1, 65535, 65535), (1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)])
+def test_grids(grid: tuple[int, int, int]) -> None:
+    with EmulatedCuda(executes=False) as machine:
+        x = torch.ones(4, device="cuda")
+        double_kernel[grid](x, x, 4, BLOCK=32)
+        assert kinds(machine) == (["grid"] if max(grid[1:]) > 65535 or grid[0] > 65536 else [])
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_on_the_wrong_device(current: int) -> None:
+    with EmulatedCuda(num_devices=2) as machine:
+        x = torch.arange(4.0, device="cuda:1")
+        out = x + 1  # PyTorch's own operations go where their tensors are
+        with torch.cuda.device(current):
+            double(x, out)
+        assert ("wrong device" in kinds(machine)) == (current == 0)
+        assert current == 0 or not kinds(machine)
+
+
+def test_every_device_compiles_its_own() -> None:
+    with EmulatedCuda(num_devices=2) as machine:
+        for device in (0, 1, 0):
+            with torch.cuda.device(device):
+                x = torch.ones(4, device="cuda")
+                compiled = double(x, x)
+        assert [kernel.device for kernel in machine.report.compiled] == [0, 1]
+        with torch.cuda.device(1):
+            y = torch.ones(4, device="cuda")
+            compiled[(1, 1, 1)](y, y, 4, 32, True)
+        assert kinds(machine) == ["wrong device"]
+
+
+ORDERS: dict[str, Callable[[Any, Any], None]] = {
+    "none": lambda one, other: None,
+    "stream": lambda one, other: other.wait_stream(one),
+    "event": lambda one, other: other.wait_event(one.record_event()),
+    "host": lambda one, other: one.synchronize(),
+    "the wrong way": lambda one, other: one.wait_stream(other),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("second", ["reads", "writes", "is a kernel", "is a replay"])
+def test_streams_without_order(order: str, second: str, cuda: EmulatedCuda) -> None:
+    x, out = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
+    double(x, out)
+    graph = captured(lambda: out.copy_(x))
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (one, other):
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(one):
+        if second == "writes":
+            out.copy_(x)
+        else:
+            x.add_(1)
+    ORDERS[order](one, other)
+    with torch.cuda.stream(other):
+        if second == "is a kernel":
+            double(x, out)
+        elif second == "is a replay":
+            graph.replay()
+        elif second == "reads":
+            out.copy_(x)
+        else:
+            x.fill_(0)
+    assert kinds(cuda) == (["unordered streams"] if order in ("none", "the wrong way") else [])
+
+
+def test_two_streams_may_read_the_same(cuda: EmulatedCuda) -> None:
+    x = torch.ones(4, device="cuda")
+    for _ in range(2):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            double(x, torch.empty_like(x))
+    assert kinds(cuda) == []
+
+
+@pytest.mark.parametrize("care", ["none", "record_stream", "wait"])
+def test_memory_is_freed_while_another_stream_uses_it(care: str, cuda: EmulatedCuda) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kept = x + 1
+    if care == "record_stream":
+        x.record_stream(side)
+    elif care == "wait":
+        torch.cuda.current_stream().wait_stream(side)
+    del x
+    assert kinds(cuda) == (["freed in use"] if care == "none" else [])
+    del kept
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_kernel_reaches_beyond_its_tensors(masked: bool, cuda: EmulatedCuda) -> None:
+    x, out = torch.arange(20.0, device="cuda"), torch.zeros(20, device="cuda")
+    double(x, out, masked=masked)
+    assert out.tolist() == [2.0 * i for i in range(20)]
+    assert kinds(cuda) == ([] if masked else ["out of bounds"])
+
+
+def test_a_kernel_takes_no_host_memory(cuda: EmulatedCuda) -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        double(torch.ones(4), x)
+    double(torch.ones(4, pin_memory=True), x)
+    assert x.tolist() == [2, 2, 2, 2]
