@@ -161,7 +161,7 @@ def test_a_step_waits_once(kind: str, served: Callable[[str], Served]) -> None:
 
 
 def test_answers_are_right(folder: Path) -> None:
-    """Chunks, decodes from graphs prepared ahead, and swap, with every kernel run: the tokens of the PyTorch twins."""
+    """Chunks, decodes from graphs prepared ahead, and swap, every kernel run: the tokens of PyTorch alone."""
     prompts = [tokens(length, seed=length) for length in (4, 9, 3)]
     params = replace(GREEDY, max_tokens=4)
 

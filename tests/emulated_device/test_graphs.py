@@ -17,7 +17,7 @@ LENGTHS = (7, 3)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replays(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled, waited for, or read that is gone; the PyTorch twins run the prompts, as that is quicker."""
+    """Nothing is compiled, waited for, or read that is gone; PyTorch runs the prompts, as that is quicker."""
     theirs = save_checkpoint(FAMILIES[family], tmp_path)
     with EmulatedCuda(num_sms=2) as cuda:
         ours = load_model(tmp_path, device="cuda", block_size=4, num_blocks=8, max_seq_len=32, cuda_graphs=[2])
