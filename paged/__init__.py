@@ -70,6 +70,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.attention.paged_attention": ("paged_attention",),
     "paged.kernels.cache.qk_norm_rope_and_cache": ("qk_norm_rope_and_cache",),
     "paged.kernels.cache.reshape_and_cache": ("reshape_and_cache",),
+    "paged.kernels.quantization.quantized_linear": ("quantized_linear",),
+    "paged.kernels.quantization.weight": ("QuantizedWeight",),
     "paged.kernels.layers.rms_norm": ("fused_add_rms_norm", "rms_norm"),
     "paged.kernels.layers.rotary_embedding": ("rotary_embedding",),
     "paged.kernels.moe.route_and_align": ("route_and_align",),

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 INSTRUCTIONS = {
     "HGMMA": r"HGMMA",
     "HMMA": r"HMMA",
+    "QGMMA": r"QGMMA",
+    "IGMMA": r"IGMMA",
+    "IMMA": r"IMMA",
     "UTCHMMA": r"UTCHMMA",
     "v_mfma": r"v_mfma",
     "LDGSTS": r"LDGSTS",
@@ -20,7 +23,7 @@ INSTRUCTIONS = {
     "exp2": r"MUFU\.EX2|v_exp_f32",
     "convert": r"F2F|F2I|I2F|v_cvt",
 }
-MATRIX = ("HGMMA", "HMMA", "UTCHMMA", "v_mfma")
+MATRIX = ("HGMMA", "HMMA", "QGMMA", "IGMMA", "IMMA", "UTCHMMA", "v_mfma")
 _SASS_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*?);")
 _AMD_LINE = re.compile(r"^(?:(\.L\w+):|\t([a-z]\w+)(.*))", re.MULTILINE)
 

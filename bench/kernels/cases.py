@@ -56,6 +56,10 @@ _CASCADE = {"prefix": (32768, 1024, 64), "own": (512, 64, 20), "sequences": (64,
 _LORA_FEW = {"tokens": (64, 32, 19), "num_adapters": (8, 4, 3), "rank": (16,) * 3, **_QKV}
 _LORA_MANY = {"tokens": (4096, 256, 80), "num_adapters": (4, 2, 3), "rank": (64,) * 3, **_QKV}
 
+_LINEAR = {"in_features": (4096, 1024, 1024), "out_features": (12288, 1024, 300)}
+_INT4 = partial(work.quantized_linear, form="int4", group_size=128)
+_E4M3 = partial(work.quantized_linear, form="e4m3", group_size=128)
+
 _Lengths = list[tuple[int, int]]
 
 
@@ -92,6 +96,10 @@ CASES = (
     Case("route_and_align", work.route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
     Case("fused_moe", work.fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
     Case("fused_moe", work.fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),
+    Case("quantized_linear", _INT4, {"tokens": (16, 16, 6), **_LINEAR}, "int4 decode"),
+    Case("quantized_linear", _INT4, {"tokens": (4096, 256, 130), **_LINEAR}, "int4 prefill"),
+    Case("quantized_linear", _E4M3, {"tokens": (16, 16, 6), **_LINEAR}, "e4m3 decode"),
+    Case("quantized_linear", _E4M3, {"tokens": (4096, 256, 130), **_LINEAR}, "e4m3 prefill"),
     Case("add_lora", work.add_lora, _LORA_FEW, "decode"),
     Case("add_lora", work.add_lora, _LORA_MANY, "prefill"),
 )

@@ -23,6 +23,8 @@ from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.alignment import max_num_blocks
+from paged.kernels.quantization import reference as quantization_reference
+from paged.kernels.quantization.packing import quantize
 from paged.kernels.sampling import reference as sampling_reference
 
 BLOCK_SIZE = 16
@@ -298,6 +300,21 @@ def fused_moe(
     case = MoeCase(model, tokens, "balanced")
     layer, batch = case.layer(draw.device, draw.dtype), case.batch(draw.device, draw.dtype)
     return Work(layer.call(batch), lambda: moe_reference.fused_moe(*layer.arguments(batch)), case.cost(layer, batch))
+
+
+def quantized_linear(
+    draw: Draw, *, tokens: int, in_features: int, out_features: int, form: str, group_size: int
+) -> Work:
+    """Activations are e4m3 numbers of which each 128 have 1.75 as their largest, so that quantising them is exact."""
+    x = draw.normal(tokens, in_features).clamp(-1.75, 1.75).to(torch.float8_e4m3fn).to(draw.dtype)
+    x[:, ::128] = 1.75
+    weight = quantize(draw.floats(out_features, in_features) / math.sqrt(in_features), form, group_size=group_size)
+    moved = _bytes(x, weight.values, weight.scale) + tokens * out_features * draw.dtype.itemsize
+    return Work(
+        lambda: paged.quantized_linear(x, weight),
+        lambda: quantization_reference.quantized_linear(x, weight),
+        Cost(2 * tokens * in_features * out_features, moved),
+    )
 
 
 def add_lora(

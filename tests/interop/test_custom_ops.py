@@ -11,6 +11,7 @@ import torch
 import paged
 from paged import LoraBatch, LoraWeights, Penalties, Routing
 from paged.bench.attention.problem import Problem, make
+from paged.kernels.quantization.packing import quantize
 from tests.operations import OPERATIONS
 
 Arguments = dict[str, Any]
@@ -102,6 +103,9 @@ def _arguments(name: str, device: torch.device) -> Arguments:
             return {"x": randn(4, 16), "residual": randn(4, 16), "weight": randn(16)}
         case "rotary_embedding":
             return {"query": randn(4, 6, 16), "key": randn(4, 2, 16), **_rotary(device)}
+        case "quantized_linear":
+            weight = quantize(randn(24, 96), "int4", group_size=32, symmetric=False)
+            return {"x": randn(5, 96), "weight": weight, "bias": randn(24)}
         case "route_tokens":
             return {"router_logits": randn(5, 8), "top_k": 3}
         case "route_and_align":
@@ -150,7 +154,8 @@ def _assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor], *, to
 
 
 @pytest.mark.parametrize(
-    "name", [*OPERATIONS, "paged_attention_out", "rms_norm_out", "silu_and_mul_out", "fused_moe_out"]
+    "name",
+    [*OPERATIONS, "paged_attention_out", "rms_norm_out", "silu_and_mul_out", "fused_moe_out", "quantized_linear_out"],
 )
 def test_registration(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
@@ -164,6 +169,8 @@ def test_registration(name: str, device: torch.device, monkeypatch: pytest.Monke
         arguments |= {"rows": batch.rows, "slots": batch.slots}
     if "penalties" in arguments:
         arguments |= vars(arguments.pop("penalties"))
+    if operation == "quantized_linear":
+        arguments |= vars(arguments.pop("weight"))
     if "routing" in arguments:
         arguments |= {"expert_map": None, "num_local_experts": None, **vars(arguments.pop("routing"))}
     getattr(paged, name.removesuffix("_out"))  # its family's ops are defined where it is
@@ -174,7 +181,7 @@ def test_registration(name: str, device: torch.device, monkeypatch: pytest.Monke
 def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: str, device: torch.device) -> None:
     arguments = _arguments(name, device)
     variants = [arguments]
-    if name in ("paged_attention", "rms_norm", "silu_and_mul", "fused_moe"):
+    if name in ("paged_attention", "rms_norm", "silu_and_mul", "fused_moe", "quantized_linear"):
         variants.append({**arguments, "out": _out(name, arguments)})
     if name in ("paged_attention", "cascade_attention"):
         variants.append({**arguments, "return_lse": True})
@@ -186,6 +193,9 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
         variants.append({**arguments, "expert_map": expert_map})
     if name == "fused_moe":
         variants.append({**arguments, "w1_bias": torch.randn(4, 24, device=device), "activation": "gelu"})
+    if name == "quantized_linear":
+        x, plain = torch.randn(3, 200, device=device), torch.randn(24, 200, device=device)
+        variants += [{"x": x, "weight": quantize(plain, form)} for form in ("e4m3", "int8", "mxfp4", "nvfp4")]
     if name == "silu_and_mul":
         variants.append({**arguments, "activation": "gelu_tanh"})
     graphs: list[torch.fx.GraphModule] = []

@@ -43,6 +43,7 @@ HOLDS = {
     "kernels/layers": "norms, rotary, activations",
     "kernels/lora": "low-rank adapters",
     "kernels/moe": "routing, experts, tuned tables",
+    "kernels/quantization": "layers with packed weights",
     "kernels/sampling": "tokens out of logits",
     "models": "the contract, registry, graphs",
     "models/families": "Llama, Qwen3, Mixtral, ...",

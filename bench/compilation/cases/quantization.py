@@ -1,0 +1,173 @@
+"""The product with quantised weights: every format at few rows and at many, and what stands around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.kernels.common.device import Device
+from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
+from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
+from paged.kernels.quantization.pieces import SUM_COLUMNS, _sum_pieces_kernel
+from paged.kernels.quantization.quantize_rows import _quantize_rows_kernel
+from paged.kernels.quantization.weight import FP8_BLOCK
+
+# Streaming multiprocessors or compute units.
+NUM_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+# Layers of Llama-3-8B, [out_features, in_features]: the output of attention, whose input is split for few rows, and
+# both inputs of the MLP side by side.
+OUT, GATE_UP = (4096, 4096), (28672, 4096)
+
+# Name -> code, how scales come, the type of a scale, rows and columns that share one, whether the input is quantised.
+FORMATS: dict[str, tuple[str, str, str, int, int, bool]] = {
+    "e4m3 block": ("e4m3", "", "*fp32", 128, 128, True),
+    "e4m3 channel": ("e4m3", "", "*fp32", 1, 0, True),
+    "int8 channel": ("int8", "", "*fp32", 1, 0, True),
+    "int8 weights": ("int8", "", "*bf16", 1, 0, False),
+    "int8 g32": ("int8", "", "*bf16", 1, 32, False),
+    "int4 channel": ("int4", "", "*bf16", 1, 0, False),
+    "int4 g128": ("int4", "", "*bf16", 1, 128, False),
+    "int4 g32": ("int4", "", "*bf16", 1, 32, False),
+    "mxfp4": ("e2m1", "e8m0", "*u8", 1, 32, False),
+    "nvfp4": ("e2m1", "e4m3", "*u8", 1, 16, False),
+}
+FEW_ROWS = ("e4m3 block", "int8 channel", "int8 g32", "int4 channel", "int4 g128", "mxfp4", "nvfp4")
+MANY_ROWS = ("e4m3 block", "int8 channel", "int8 weights", "int4 g128", "int4 g32", "nvfp4")
+
+
+def cases() -> list[CompileCase]:
+    """16 and 4,096 rows, and between them; zero points, other dtypes, rows of weights off the 16-byte grid."""
+    found = []
+    for target in TARGETS:
+        found += [gemm_case(target, name, 16, OUT) for name in FEW_ROWS]
+        found += [gemm_case(target, name, 4096, GATE_UP) for name in MANY_ROWS]
+        found += [
+            gemm_case(target, "int4 g32", 16, OUT, zeros=True),
+            gemm_case(target, "int4 g128", 4096, OUT, zeros=True),
+            gemm_case(target, "e4m3 block", 32, GATE_UP),
+            gemm_case(target, "int4 g128", 64, GATE_UP),
+            gemm_case(target, "int4 g128", 16, OUT, "fp32"),
+            gemm_case(target, "e4m3 block", 4096, OUT, "fp32"),
+            gemm_case(target, "e4m3 channel", 16, (511, 1000)),
+            gemm_case(target, "int4 channel", 4096, (511, 1001)),
+        ]
+        found += _around(target)
+    return found
+
+
+def gemm_case(
+    target: str, name: str, num_rows: int, size: tuple[int, int], dtype: str = "bf16", *, zeros: bool = False
+) -> CompileCase:
+    """One launch as `quantized_gemm` makes it."""
+    form, scale, scale_type, group_n, group_k, quantizes_input = FORMATS[name]
+    columns, depth = size
+    aligned = depth % 16 == 0
+    is_native = quantizes_input and (form == "int8" or (target in ("sm_90", "sm_100") and dtype != "fp32"))
+    element_size = 1 if is_native else 4 if dtype == "fp32" else 2
+    is_packed = form in ("int4", "e2m1")
+    shape = LinearShape(num_rows, columns, depth, element_size, is_packed, group_k, aligned)
+    tile = linear_tile(shape, Device(target, NUM_SMS[target]))
+    native_type = "*i8" if form == "int8" else "*fp8e4nv"
+    pointers = {
+        "x_ptr": native_type if is_native else f"*{dtype}",
+        "x_scale_ptr": "*fp32" if quantizes_input else "",
+        "w_ptr": "*i32" if is_packed else native_type if is_native or form == "int8" else "*u8",
+        "scale_ptr": scale_type,
+        "zero_point_ptr": "*i8" if zeros else "",
+        "tensor_scale_ptr": "*fp32" if scale else "",
+        "bias_ptr": "",
+        "out_ptr": f"*{dtype}" if tile.num_splits == 1 else "*fp32",
+    }
+    constexprs: dict[str, Any] = {
+        "FORMAT": form,
+        "SCALE": scale,
+        "GROUP_N": group_n,
+        "GROUP_K": group_k,
+        "X_GROUPS": FP8_BLOCK if group_n == FP8_BLOCK else 0,
+        "EVEN_K": depth % tile.block_k == 0,
+        "X_UNIT": 16 // element_size if aligned else 1,
+        "NUM_SPLITS": tile.num_splits,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": GROUP_M,
+        "SWAP_AB": tile.swap_ab,
+    }
+    text = f"quantized_linear {name}{' zeros' * zeros} {dtype} {columns}x{depth} {_shown(tile)} for {target}"
+    integers = ("N", "K", "stride_w_row", "stride_scale_group", "stride_zero_group")
+    return _case(
+        text,
+        _quantized_linear_kernel,
+        pointers,
+        constexprs,
+        target,
+        aligned=integers if aligned else (),
+        expect=_expected(target, form, is_native=is_native) if aligned and dtype != "fp32" else {},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _expected(target: str, form: str, *, is_native: bool) -> dict[str, tuple[str, ...]]:
+    """Matrix instructions, and loads 16 bytes wide."""
+    if target == "gfx942":
+        return {target: ("v_mfma", "load_dwordx4")}
+    # Bytes that become the left operand of wgmma in registers are copied 8 at a time.
+    copy = "LDGSTS" if target == "sm_90" and form == "int8" and not is_native else "LDGSTS.128"
+    if is_native:
+        matrix = {"sm_80": "IMMA", "sm_90": "QGMMA" if form == "e4m3" else "IGMMA"}
+    else:
+        matrix = {"sm_80": "HMMA", "sm_90": "HGMMA"}
+    return {target: (copy, matrix[target]) if target in matrix else (copy,)}
+
+
+def _shown(tile: LinearTile) -> str:
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab} splits={tile.num_splits}"
+
+
+def _around(target: str) -> list[CompileCase]:
+    """Activations to e4m3 and int8, a token or 128 values at a time, and the sum of pieces."""
+    is_native = target in ("sm_90", "sm_100")
+    found = []
+    for kind, group in (("e4m3", 4096), ("e4m3", FP8_BLOCK), ("int8", 4096)):
+        q = "*i8" if kind == "int8" else "*u8" if is_native else "*bf16"
+        constexprs = {
+            "SIZE": 4096,
+            "GROUP": group,
+            "LARGEST": 448.0 if kind == "e4m3" else 127.0,
+            "ALIGNED": True,
+            "NATIVE": is_native,
+            "BLOCK_ROWS": 8 if group == FP8_BLOCK else 1,
+            "BLOCK_K": 128 if group == FP8_BLOCK else 1024,
+        }
+        pointers = {"x_ptr": "*bf16", "given_scale_ptr": "", "q_ptr": q, "scale_ptr": "*fp32"}
+        found.append(
+            _case(
+                f"quantize_rows {kind} groups of {group} for {target}",
+                _quantize_rows_kernel,
+                pointers,
+                constexprs,
+                target,
+            )
+        )
+    pointers = {
+        "pieces_ptr": "*fp32",
+        "x_scale_ptr": "*fp32",
+        "scale_ptr": "*fp32",
+        "tensor_scale_ptr": "",
+        "bias_ptr": "",
+    }
+    for splits in (2, 8):
+        constexprs = {"GROUP_N": 1, "NUM_SPLITS": splits, "BLOCK_N": SUM_COLUMNS}
+        name = f"quantized_linear sum of {splits} pieces for {target}"
+        found.append(_case(name, _sum_pieces_kernel, pointers | {"out_ptr": "*bf16"}, constexprs, target))
+    return found
+
+
+def _case(
+    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], target: str, **options: Any
+) -> CompileCase:
+    """pointers: "" for those that are None."""
+    constexprs = constexprs | {name: None for name, kind in pointers.items() if not kind}
+    kinds = {name: kind for name, kind in pointers.items() if kind}
+    return kernel_case(name, kernel, constexprs, kinds, targets=(target,), **options)

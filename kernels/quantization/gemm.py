@@ -1,0 +1,99 @@
+"""The product of rows with quantised weights."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.compat import triton
+from paged.kernels.common.device import device_of
+from paged.kernels.common.fp8 import as_kernel_argument
+from paged.kernels.quantization.config import GROUP_M, LinearShape, linear_tile
+from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
+from paged.kernels.quantization.pieces import SUM_COLUMNS, _sum_pieces_kernel
+from paged.kernels.quantization.weight import E8M0, FP8_BLOCK, QuantizedWeight
+
+
+def quantized_gemm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` [num_rows, out_features] with x @ weight^T + bias; see the kernel. Pieces of a split input are
+    added up by a second launch.
+
+    x: [num_rows, in_features] in the order of the weight's columns; x_scale: float32 [num_rows, groups of 128 or 1], of
+    quantised activations, or None.
+    """
+    num_rows, depth = x.shape
+    columns = weight.out_features
+    group_n, group_k = weight.group
+    x_unit = 16 // x.element_size() if x.stride(0) * x.element_size() % 16 == 0 else 1
+    is_aligned = x_unit > 1 and (weight.is_packed or depth % 16 == 0)
+    shape = LinearShape(num_rows, columns, depth, x.element_size(), weight.is_packed, group_k, is_aligned)
+    tile = linear_tile(shape, device_of(x.device))
+    steps = triton.cdiv(depth, tile.block_k)
+    steps_per_split = triton.cdiv(steps, tile.num_splits)
+    num_splits = triton.cdiv(steps, steps_per_split)
+    values, scale = weight.values, weight.scale
+    if values.dtype == torch.float8_e4m3fn and x.dtype != values.dtype:
+        values = as_kernel_argument(values)
+    scale_kind = "e8m0" if scale.dtype in E8M0 else "e4m3" if scale.dtype == torch.float8_e4m3fn else ""
+    strides = (*scale.stride(), 0, 0)[:2]
+    zero_strides = (0, 0) if weight.zero_point is None else (*weight.zero_point.stride(), 0, 0)[:2]
+    at_the_end = {
+        "scale_ptr": scale.view(torch.uint8) if scale_kind else scale,
+        "tensor_scale_ptr": weight.tensor_scale,
+        "bias_ptr": bias,
+        "x_scale_ptr": x_scale,
+        "num_rows": num_rows,
+        "N": columns,
+        "stride_scale_row": strides[0],
+        "GROUP_N": group_n,
+        "NUM_SPLITS": num_splits,
+    }
+    pieces = out if num_splits == 1 else out.new_empty((num_splits, num_rows, columns), dtype=torch.float32)
+    blocks = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    _quantized_linear_kernel[(blocks, num_splits)](
+        x_ptr=x,
+        w_ptr=values,
+        zero_point_ptr=weight.zero_point,
+        out_ptr=pieces,
+        K=depth,
+        steps_per_split=steps_per_split,
+        stride_x_row=x.stride(0) // x_unit,
+        stride_w_row=values.stride(0),
+        stride_scale_group=strides[1],
+        stride_zero_row=zero_strides[0],
+        stride_zero_group=zero_strides[1],
+        stride_out_row=out.stride(0),
+        FORMAT="e2m1" if weight.format in ("mxfp4", "nvfp4") else weight.format,
+        SCALE=scale_kind,
+        GROUP_K=group_k,
+        X_GROUPS=FP8_BLOCK if x_scale is not None and x_scale.shape[1] > 1 else 0,
+        EVEN_K=depth % tile.block_k == 0,
+        X_UNIT=x_unit,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=GROUP_M,
+        SWAP_AB=tile.swap_ab,
+        **at_the_end,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if num_splits == 1:
+        return
+    if group_k:
+        at_the_end["scale_ptr"] = None
+    if x_scale is not None and x_scale.shape[1] > 1:
+        at_the_end["x_scale_ptr"] = None
+    _sum_pieces_kernel[(triton.cdiv(columns, SUM_COLUMNS), num_rows)](
+        pieces_ptr=pieces,
+        out_ptr=out,
+        stride_out_row=out.stride(0),
+        BLOCK_N=SUM_COLUMNS,
+        **at_the_end,
+        num_warps=4,
+    )

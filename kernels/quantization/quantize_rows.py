@@ -1,0 +1,103 @@
+"""Activations in e4m3 or int8, with a scale a token, a scale for every 128 values of one, or a scale given."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
+from paged.kernels.quantization.weight import FP8_BLOCK
+
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 beside it has steps of 1, rounded to even
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_x_row"])
+def _quantize_rows_kernel(
+    x_ptr,  # [num_rows, SIZE]
+    given_scale_ptr,  # [] float32, or None
+    q_ptr,  # [num_rows, SIZE], contiguous; int8, uint8 for codes of e4m3, other types for their values
+    scale_ptr,  # [num_rows, num_groups] float32
+    num_rows,
+    stride_x_row,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One group of BLOCK_ROWS rows: where no scale is given its largest magnitude becomes LARGEST.
+
+    What is not finite makes the scale NaN, as int8 has no other way to say so.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = rows < num_rows
+    stride = tl.multiple_of(stride_x_row, 8) if ALIGNED else stride_x_row
+    columns = tl.program_id(1) * GROUP + tl.arange(0, BLOCK_K)
+    end = tl.minimum(tl.program_id(1) * GROUP + GROUP, SIZE)
+    x_ptrs = x_ptr + rows[:, None] * stride + columns[None, :]
+    q_ptrs = q_ptr + rows[:, None] * SIZE + columns[None, :]
+    if given_scale_ptr is not None:
+        scale = tl.zeros((BLOCK_ROWS,), tl.float32) + tl.load(given_scale_ptr)
+    else:
+        largest = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
+        for start in range(0, GROUP, BLOCK_K):
+            mask = is_row[:, None] & (columns + start < end)[None, :]
+            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(x))
+        largest = tl.max(largest, axis=1)
+        scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
+    not_finite = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
+    for start in range(0, GROUP, BLOCK_K):
+        mask = is_row[:, None] & (columns + start < end)[None, :]
+        x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
+        not_finite += x * 0.0
+        x = x / scale[:, None]
+        if q_ptr.dtype.element_ty == tl.int8:
+            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+            q = ((x + _ROUNDER) - _ROUNDER).to(tl.int8)
+        else:
+            q = encode_e4m3(x, NATIVE)
+            if q_ptr.dtype.element_ty != tl.uint8:
+                q = decode_e4m3(q, NATIVE).to(q_ptr.dtype.element_ty)
+        tl.store(q_ptrs + start, q, mask=mask)
+    scale_ptrs = scale_ptr + rows * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scale_ptrs, scale + tl.sum(not_finite, axis=1), mask=is_row)
+
+
+def quantize_rows(
+    x: torch.Tensor, dtype: torch.dtype, *, in_groups: bool, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, scale): q * scale is x [num_rows, size] rounded to dtype, scale float32 [num_rows, groups of 128 or 1].
+
+    dtype: int8, or float8_e4m3fn, of which q has the dtype where the chip multiplies it and x has 16 bits, else that of
+    x with the same values: sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
+    """
+    num_rows, size = x.shape
+    native = has_native_e4m3(x.device)
+    is_int8 = dtype == torch.int8
+    multiplies = is_int8 or (native and x.element_size() == 2)
+    group = FP8_BLOCK if in_groups else size
+    # A group of 128 is 8 elements for 16 threads; a whole row is one program's, 8 elements a thread at a time.
+    block_rows, block_k = (8, FP8_BLOCK) if in_groups else (1, 1024)
+    grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(size, group))
+    q = torch.empty(x.shape, dtype=dtype if multiplies else x.dtype, device=x.device)
+    scales = torch.empty(num_rows, grid[1], dtype=torch.float32, device=x.device)
+    _quantize_rows_kernel[grid](
+        x_ptr=x,
+        given_scale_ptr=scale,
+        q_ptr=as_kernel_argument(q),
+        scale_ptr=scales,
+        num_rows=num_rows,
+        stride_x_row=x.stride(0),
+        SIZE=size,
+        GROUP=group,
+        LARGEST=127.0 if is_int8 else 448.0,
+        ALIGNED=x.stride(0) % 8 == 0,
+        NATIVE=native,
+        BLOCK_ROWS=block_rows,
+        BLOCK_K=block_k,
+        num_warps=4,
+    )
+    return q, scales

@@ -1,0 +1,83 @@
+"""A linear layer whose weights are packed: 8-bit products, or 16-bit ones with weights unpacked in registers."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_contiguous,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+    refuse_gradients,
+)
+from paged.kernels.common.device import use_triton
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.scalars import shown
+from paged.kernels.quantization.gemm import quantized_gemm
+from paged.kernels.quantization.ops import fields_of, ops
+from paged.kernels.quantization.quantize_rows import quantize_rows
+from paged.kernels.quantization.torch_ops import quantized_linear as torch_op
+from paged.kernels.quantization.weight import QuantizedWeight
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias, accumulated in float32 (int8 by int8 in whole numbers) and rounded once.
+
+    The weights are read packed and unpacked in registers, never in memory. Of 4-bit ones whose scale spans fewer than
+    128 columns, code times scale is rounded to the dtype of x; of all others nothing is rounded but what the format
+    rounds. The result is the same in every run.
+
+    Args:
+        x: [num_rows, in_features], float32, float16 or bfloat16; last dimension contiguous.
+        weight: the packed weights; where they quantise the input, each token, or each 128 values of one, is rounded to
+            e4m3 or int8 first. A row with infinity or NaN is then NaN.
+        bias: [out_features], dtype of x or float32, contiguous.
+        out: [num_rows, out_features], dtype of x, last dimension contiguous, written in place; made when not given.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        UnsupportedError: a gradient is asked for.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        raise InvalidInputError(f"weight: {shown(weight)}, expected a QuantizedWeight")
+    refuse_gradients("quantized_linear", x, weight.scale, weight.tensor_scale, weight.input_scale, bias, out)
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            return ops.quantized_linear(x, *fields_of(weight), bias)
+        ops.quantized_linear_out(x, *fields_of(weight), out, bias)
+        return out
+    check_is_tensor("x", x)
+    device = weight.values.device
+    check_tensor("x", x, ("num_rows", weight.in_features), FLOAT_DTYPES, device)
+    check_last_dim_contiguous("x", x)
+    shape = (len(x), weight.out_features)
+    if bias is not None:
+        check_tensor("bias", bias, shape[1:], (x.dtype, torch.float32), device)
+        check_contiguous("bias", bias)
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=device)
+    else:
+        check_tensor("out", out, shape, (x.dtype,), device)
+        check_last_dim_contiguous("out", out)
+        check_writable("out", out)
+    if out.numel() == 0:
+        return out
+    if weight.input_order is not None:
+        x = x.index_select(1, weight.input_order)
+    if not use_triton(x):
+        return torch_op.quantized_linear(x, weight, bias, out)
+    x_scale = None
+    if weight.quantizes_input:
+        in_groups = weight.scale.dim() == 2
+        x, x_scale = quantize_rows(x, weight.values.dtype, in_groups=in_groups, scale=weight.input_scale)
+    quantized_gemm(x, x_scale, weight, bias, out)
+    return out

@@ -1,0 +1,247 @@
+"""Weights of quantised checkpoints, layer by layer, as `QuantizedWeight`: unpacked once and packed in our order.
+
+e4m3 and int8 weights as published are `QuantizedWeight(weight, scale, in_features)` at once, with `weight_scale_inv`,
+`weight_scale` or one scale for all as `scale`, flattened where it is one a row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from paged.kernels.quantization.packing import pack_codes
+from paged.kernels.quantization.weight import E8M0, MXFP4_GROUP, NVFP4_GROUP, QuantizedWeight
+
+# The column, of eight, whose code stands in nibble 0, 1, ... of a word of AWQ's (Lin et al., 2024).
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def from_compressed_tensors(
+    weight_packed: torch.Tensor,
+    weight_scale: torch.Tensor,
+    in_features: int,
+    *,
+    num_bits: int = 4,
+    weight_zero_point: torch.Tensor | None = None,
+    weight_g_idx: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """compressed-tensors' "pack-quantized": weight[n, k] = (code(n, k) - zero(n, g)) * weight_scale[n, g].
+
+    code(n, k) = weight_packed[n, k // p] >> (b * (k % p)) & (2^b - 1) with b = num_bits and p = 32 / b; g = k //
+    group_size, or weight_g_idx[k].
+
+    Args:
+        weight_packed: int32 [out_features, ceil(in_features / p)].
+        weight_scale: float32, float16 or bfloat16 [out_features, groups].
+        in_features: the second number of `weight_shape`.
+        num_bits: 4 or 8.
+        weight_zero_point: int32 [ceil(out_features / p), groups]: zero(n, g) = weight_zero_point[n // p, g] >>
+            (b * (n % p)) & (2^b - 1). None: 2^(b - 1).
+        weight_g_idx: int32 [in_features], the group of each column, or None.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit.
+        UnsupportedError: another number of bits, or groups of a size that `QuantizedWeight` does not take.
+    """
+    per_word = _codes_a_word(num_bits)
+    device = weight_packed.device
+    check_shape("weight_packed", weight_packed, ("out_features", -(-in_features // per_word)))
+    check_dtype("weight_packed", weight_packed, torch.int32)
+    rows = len(weight_packed)
+    check_tensor("weight_scale", weight_scale, (rows, "groups"), FLOAT_DTYPES, device)
+    codes = _unpack(weight_packed, num_bits)[:, :in_features]
+    zeros = None
+    if weight_zero_point is not None:
+        expected = (-(-rows // per_word), weight_scale.shape[1])
+        check_tensor("weight_zero_point", weight_zero_point, expected, (torch.int32,), device)
+        zeros = _unpack(weight_zero_point.T, num_bits).T[:rows]
+    return _from_codes(codes, weight_scale, zeros, weight_g_idx, num_bits)
+
+
+def from_gptq(
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    g_idx: torch.Tensor | None = None,
+    *,
+    num_bits: int = 4,
+    format_version: int = 1,
+) -> QuantizedWeight:
+    """GPTQ (Frantar et al., 2023): weight[n, k] = (code(n, k) - zero(n, g)) * scales[g, n].
+
+    code(n, k) = qweight[k // p, n] >> (b * (k % p)) & (2^b - 1) with b = num_bits and p = 32 / b; g = g_idx[k], or k //
+    group_size where it is not given; zero(n, g) = (qzeros[g, n // p] >> (b * (n % p)) + 1) & (2^b - 1) in version 1 of
+    the format, without the 1 in version 2.
+
+    Args:
+        qweight: int32 [in_features / p, out_features].
+        scales: float32, float16 or bfloat16 [groups, out_features].
+        qzeros: int32 [groups, out_features / p]; None where the quantisation was symmetric: 2^(b - 1).
+        g_idx: int32 [in_features] or None. Not in steps of a group, as desc_act makes it, the columns are sorted by it.
+        num_bits: 4 or 8.
+        format_version: 1 or 2.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, or another version.
+        UnsupportedError: another number of bits, or groups of a size that `QuantizedWeight` does not take.
+    """
+    per_word = _codes_a_word(num_bits)
+    if format_version not in (1, 2):
+        raise InvalidInputError(f"format_version: {format_version}, expected 1 or 2")
+    check_shape("qweight", qweight, ("packed_rows", "out_features"))
+    check_dtype("qweight", qweight, torch.int32)
+    rows = qweight.shape[1]
+    check_tensor("scales", scales, ("groups", rows), FLOAT_DTYPES, qweight.device)
+    zeros = None
+    if qzeros is not None:
+        expected = (scales.shape[0], -(-rows // per_word))
+        check_tensor("qzeros", qzeros, expected, (torch.int32,), qweight.device)
+        stored = _unpack(qzeros, num_bits)[:, :rows].T
+        zeros = stored + (2 - format_version) & 2**num_bits - 1
+    return _from_codes(_unpack(qweight.T, num_bits), scales.T, zeros, g_idx, num_bits)
+
+
+def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> QuantizedWeight:
+    """AWQ's "gemm" layout: weight[n, k] = (code(qweight[k], n) - code(qzeros[k // group_size], n)) * scales[g, n].
+
+    code(words, n) = words[n // 8] >> (4 * place(n % 8)) & 15, where places 0 to 7 hold columns 0, 2, 4, 6, 1, 3, 5, 7.
+
+    Args:
+        qweight: int32 [in_features, out_features / 8].
+        scales: float32, float16 or bfloat16 [groups, out_features].
+        qzeros: int32 [groups, out_features / 8].
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit.
+        UnsupportedError: groups of a size that `QuantizedWeight` does not take.
+    """
+    check_shape("qweight", qweight, ("in_features", "out_features / 8"))
+    check_dtype("qweight", qweight, torch.int32)
+    words = qweight.shape[1]
+    check_tensor("scales", scales, ("groups", 8 * words), FLOAT_DTYPES, qweight.device)
+    check_tensor("qzeros", qzeros, (scales.shape[0], words), (torch.int32,), qweight.device)
+    places = [_AWQ_ORDER.index(column) for column in range(8)]
+    codes, zeros = (_unpack(each, 4).unflatten(-1, (-1, 8))[..., places].flatten(-2) for each in (qweight, qzeros))
+    return _from_codes(codes.T, scales.T, zeros.T, None, 4)
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
+    """MXFP4 of gpt-oss and compressed-tensors: weight[n, k] = E2M1(code(n, k)) * 2^(scales[n, k // 32] - 127).
+
+    code(n, k) = bytes[n, k // 2] >> (4 * (k % 2)) & 15, with bytes the blocks of a row one after the other.
+
+    Args:
+        blocks: uint8 [out_features, in_features / 32, 16] (`*_blocks`) or [out_features, in_features / 2]
+            (`weight_packed`).
+        scales: uint8 or float8_e8m0fnu [out_features, in_features / 32].
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, or a scale is 255, which is NaN.
+    """
+    check_dtype("scales", scales, *E8M0)
+    codes, columns = _e2m1_codes("blocks", blocks)
+    check_tensor("scales", scales, (len(codes), columns // MXFP4_GROUP), E8M0, codes.device)
+    exponents = scales.view(torch.uint8).int()
+    largest = exponents.max()
+    if largest == 255:
+        raise InvalidInputError("scales: 255, which is NaN, expected 254 at most")
+    # Products of codes and scales may then not leave the range of float16. What is 2^127 times smaller becomes that.
+    shifted = (exponents - largest + 127).clamp(min=0).to(torch.uint8)
+    tensor_scale = torch.exp2(largest.float() - 127)
+    return QuantizedWeight(pack_codes(codes), _columns_together(shifted), columns, tensor_scale=tensor_scale)
+
+
+def from_nvfp4(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    weight_global_scale: torch.Tensor | None = None,
+    weight_scale_2: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """NVFP4: weight[n, k] = E2M1(code(n, k)) * weight_scale[n, k // 16] * s; code(n, k) as in `from_mxfp4`.
+
+    s is weight_scale_2 as ModelOpt publishes it, or 1 / weight_global_scale as compressed-tensors does.
+
+    Args:
+        weight: uint8 [out_features, in_features / 2] (`weight`, or `weight_packed`).
+        weight_scale: float8_e4m3fn [out_features, in_features / 16], row by row (not swizzled).
+        weight_global_scale, weight_scale_2: one float32 value; one of the two.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, or not one of the two scales is given.
+    """
+    codes, columns = _e2m1_codes("weight", weight)
+    expected = (len(codes), columns // NVFP4_GROUP)
+    check_tensor("weight_scale", weight_scale, expected, (torch.float8_e4m3fn,), codes.device)
+    given = weight_global_scale if weight_scale_2 is None else weight_scale_2
+    if given is None or (weight_global_scale is not None and weight_scale_2 is not None):
+        raise InvalidInputError("weight_global_scale, weight_scale_2: expected one of them")
+    name = "weight_global_scale" if weight_scale_2 is None else "weight_scale_2"
+    check_dtype(name, given, torch.float32)
+    if given.numel() != 1:
+        raise InvalidInputError(f"{name}: shape {list(given.shape)}, expected one value")
+    scale = given.reshape(()) if weight_scale_2 is not None else given.reshape(()).reciprocal()
+    return QuantizedWeight(pack_codes(codes), _columns_together(weight_scale), columns, tensor_scale=scale)
+
+
+def _codes_a_word(num_bits: int) -> int:
+    if num_bits not in (4, 8):
+        raise UnsupportedError(f"num_bits: {num_bits}, expected 4 or 8")
+    return 32 // num_bits
+
+
+def _unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """int32 codes [rows, columns] of int32 words that hold a row's columns one after the other, low bits first."""
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 2**num_bits - 1).flatten(-2)
+
+
+def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """uint8 codes [rows, columns] of bytes that hold two, the first in the low bits, and the number of columns."""
+    check_dtype(name, packed, torch.uint8)
+    if packed.dim() == 3:
+        check_shape(name, packed, ("out_features", "groups", MXFP4_GROUP // 2))
+        packed = packed.flatten(1)
+    check_shape(name, packed, ("out_features", "in_features / 2"))
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    return codes, codes.shape[1]
+
+
+def _columns_together(scale: torch.Tensor) -> torch.Tensor:
+    """The same [rows, groups], with the rows of a group side by side in memory, as a step reads them."""
+    return scale.T.contiguous().T
+
+
+def _from_codes(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    g_idx: torch.Tensor | None,
+    num_bits: int,
+) -> QuantizedWeight:
+    """Codes [rows, columns], scale and zeros [rows, groups], all numbered from 0, and the group of each column."""
+    columns, num_groups = codes.shape[1], scale.shape[1]
+    order = None
+    if g_idx is not None:
+        check_tensor("g_idx", g_idx, (columns,), (torch.int32,), codes.device)
+        in_order = torch.arange(columns, device=codes.device) // max(columns // max(num_groups, 1), 1)
+        if not torch.equal(g_idx, in_order.int()):
+            order = g_idx.argsort(stable=True)
+            if not torch.equal(g_idx[order], in_order.int()):
+                size = f"{columns} / {num_groups} columns"
+                raise InvalidInputError(f"g_idx: expected each of {num_groups} groups for {size}")
+            codes, order = codes[:, order], order.int()
+    if num_groups == 1:
+        scale, zeros = scale[:, 0], None if zeros is None else zeros[:, 0]
+    if num_bits == 4:
+        values, first = pack_codes(codes.to(torch.uint8).contiguous()), 0
+    else:
+        values, first = (codes - 128).to(torch.int8).contiguous(), 128
+    if zeros is not None:
+        zeros = (
+            _columns_together((zeros - first).to(torch.int8)) if zeros.dim() == 2 else (zeros - first).to(torch.int8)
+        )
+    return QuantizedWeight(
+        values, _columns_together(scale) if scale.dim() == 2 else scale.contiguous(), columns, zeros, input_order=order
+    )

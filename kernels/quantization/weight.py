@@ -1,0 +1,150 @@
+"""The packed weights of one linear layer, and what their numbers mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
+    check_contiguous,
+    check_dtype,
+    check_is_tensor,
+    check_shape,
+    check_tensor,
+)
+from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.scalars import as_bool, as_int
+
+# Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).
+FP8_BLOCK = 128
+# Columns that 16 words of eight 4-bit codes hold, see `packing`.
+UNIT = 128
+E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+# Columns that share a scale in the formats that fix it.
+MXFP4_GROUP, NVFP4_GROUP = 32, 16
+E2M1_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """Weights [out_features, in_features] as codes; weight = (code - zero_point) * scale * tensor_scale.
+
+    values: the codes. float8_e4m3fn or int8 [out_features, in_features], contiguous; or int32 [out_features, 16 *
+        ceil(in_features / 128)], contiguous, eight 4-bit codes a word in the order of `packing.pack_codes`.
+    in_features: columns; those that fill the last words hold any code.
+    scale: of e4m3 float32, for all weights [], a row [out_features], or a 128 x 128 block [ceil(out_features / 128),
+        ceil(in_features / 128)]; of int8 and of whole 4-bit numbers float32, float16 or bfloat16, [], [out_features] or
+        a group of columns [out_features, in_features / group], a multiple of 32; of MXFP4 (E2M1, Open Compute Project,
+        2023) uint8 or float8_e8m0fnu [out_features, in_features / 32], 2^(byte - 127), of which the largest is 1 (byte
+        127) as `repack.from_mxfp4` sees to, since scales are multiplied in the dtype of the activations; of NVFP4
+        float8_e4m3fn [out_features, in_features / 16], none negative. Any strides: where a group's rows are neighbours,
+        a step reads a line of them.
+    zero_point: int8, the code that stands for 0, in the shape of `scale`; None for 0 of int8 and 8 of 4-bit codes 0 to
+        15. Whole numbers alone have one.
+    tensor_scale: float32 [], or None.
+    quantizes_input: activations are rounded to the type of the weights, e4m3 or int8, before they are multiplied.
+    input_scale: float32 [], what one unit of such an activation is. None: the largest value of a token, or beside
+        blocks of weights of 128 values of it, becomes the largest of the type (448 or 127).
+    input_order: int32 [in_features], the column of the activations that each column of the weights multiplies; None for
+        their own order. What GPTQ's desc_act is once columns of a group stand side by side.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        UnsupportedError: a group of columns is no multiple of 32, or activations of grouped int8 or 4-bit weights are
+            to be quantised.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    in_features: int
+    zero_point: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+    quantizes_input: bool = False
+    input_scale: torch.Tensor | None = None
+    input_order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_features", as_int("in_features", self.in_features, 1))
+        object.__setattr__(self, "quantizes_input", as_bool("quantizes_input", self.quantizes_input))
+        check_dtype("values", self.values, torch.float8_e4m3fn, torch.int8, torch.int32)
+        columns = UNIT // 8 * -(-self.in_features // UNIT) if self.is_packed else self.in_features
+        check_shape("values", self.values, ("out_features", columns))
+        check_contiguous("values", self.values)
+        check_is_tensor("scale", self.scale)
+        device = self.values.device
+        check_tensor("scale", self.scale, self._scale_shape(), self._scale_dtypes(), device)
+        if self.format in ("int8", "int4") and self.scale.dim() == 2:
+            self._check_groups()
+        if self.zero_point is not None:
+            if self.format not in ("int8", "int4"):
+                raise InvalidInputError(f"zero_point: given with {self.format} weights, expected None")
+            check_tensor("zero_point", self.zero_point, self.scale.shape, (torch.int8,), device)
+        for name, scalar in (("tensor_scale", self.tensor_scale), ("input_scale", self.input_scale)):
+            if scalar is not None:
+                check_tensor(name, scalar, (), (torch.float32,), device)
+        if self.input_order is not None:
+            check_tensor("input_order", self.input_order, (self.in_features,), (torch.int32,), device)
+            check_contiguous("input_order", self.input_order)
+        self._check_input()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a word of `values` holds eight codes."""
+        return self.values.dtype == torch.int32
+
+    @property
+    def format(self) -> str:
+        """What a code is: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
+        if not self.is_packed:
+            return "int8" if self.values.dtype == torch.int8 else "e4m3"
+        if self.scale.dtype in E8M0:
+            return "mxfp4"
+        return "nvfp4" if self.scale.dtype == torch.float8_e4m3fn else "int4"
+
+    @property
+    def out_features(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; 0 for all of them."""
+        if self.scale.dim() < 2:
+            return self.scale.dim(), 0
+        if self.format == "e4m3":
+            return FP8_BLOCK, FP8_BLOCK
+        return 1, E2M1_GROUPS.get(self.format) or self.in_features // self.scale.shape[1]
+
+    def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        if not self.is_packed:
+            return FLOAT_DTYPES if self.format == "int8" else (torch.float32,)
+        return (*FLOAT_DTYPES, *E8M0, torch.float8_e4m3fn)
+
+    def _scale_shape(self) -> tuple[int | str, ...]:
+        rows, columns = self.out_features, self.in_features
+        if self.format in E2M1_GROUPS:
+            return rows, -(-columns // E2M1_GROUPS[self.format])
+        if self.scale.dim() < 2:
+            return (rows,)[: self.scale.dim()]
+        return (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)) if self.format == "e4m3" else (rows, "groups")
+
+    def _check_groups(self) -> None:
+        num_groups = self.scale.shape[1]
+        if num_groups == 0 or self.in_features % num_groups:
+            raise InvalidInputError(f"scale: {num_groups} groups, expected a divisor of {self.in_features} columns")
+        if num_groups > 1 and self.group[1] % 32:
+            raise UnsupportedError(f"scale: groups of {self.group[1]} columns, expected a multiple of 32")
+
+    def _check_input(self) -> None:
+        if not self.quantizes_input:
+            if self.input_scale is not None:
+                raise InvalidInputError("input_scale: given without quantizes_input, expected None")
+            return
+        if self.is_packed or (self.format == "int8" and (self.scale.dim() == 2 or self.zero_point is not None)):
+            raise UnsupportedError(
+                f"quantizes_input: {self.format} weights with scales of shape {list(self.scale.shape)}, expected e4m3, "
+                "or int8 with a scale for all or a row, without zero points"
+            )
+        if self.input_scale is not None and self.scale.dim() == 2:
+            raise UnsupportedError("input_scale: given with scales of 128 x 128 blocks, expected None")

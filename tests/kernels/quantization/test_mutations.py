@@ -1,0 +1,109 @@
+"""Copies of the kernels with one fault each must turn the checks red."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import paged.kernels.quantization.decode
+import paged.kernels.quantization.gemm
+import paged.kernels.quantization.gemm_kernel
+import paged.kernels.quantization.pieces
+import paged.kernels.quantization.quantize_rows
+from tests.kernels.quantization.problem import Problem
+
+NAMES = ("decode", "gemm_kernel", "pieces", "quantize_rows")
+FILES = {name: Path(getattr(paged.kernels.quantization, name).__file__ or "") for name in NAMES}
+# Fault -> the file, text of it, and what the faulty copy has in its place.
+MUTATIONS = {
+    "no fault": ("gemm_kernel", "", ""),
+    "nibbles are swapped": ("decode", "tl.join(low, high)", "tl.join(high, low)"),
+    "the next run's nibble": ("decode", "(words >> 4 * RUN) & 0x", "(words >> 4 * (3 - RUN)) & 0x"),
+    "the sign is lost": ("decode", "& -0x7FFF8000", "& 0"),
+    "the neighbour's scale": ("gemm_kernel", "stride_scale_group, step + 1,", "stride_scale_group, step + 2,"),
+    "the first group's scale for all runs": ("gemm_kernel", "(first + RUN) // GROUP_K", "first // GROUP_K"),
+    "the first half's scale for a whole run": ("gemm_kernel", "groups + per_run", "groups"),
+    "the zero point is one off": ("decode", "zero = zero_point.to(half) + ", "zero = zero_point.to(half) + 1 + "),
+    "the neighbour's zero point": ("gemm_kernel", "zeros[run if BY_RUN else 0]", "next_zeros[run if BY_RUN else 0]"),
+    "the int8 zero point is added": ("decode", "values.to(dtype) - zero", "values.to(dtype) + zero"),
+    "the grid of blocks is transposed": (
+        "gemm_kernel",
+        "scale_ptr + scale_rows.to(tl.int64) * stride_scale_row",
+        "scale_ptr + scale_rows.to(tl.int64) * stride_scale_group",
+    ),
+    "another row's activation scale": (
+        "gemm_kernel",
+        "x_scale_ptrs = x_scale_ptr + x_rows",
+        "x_scale_ptrs = x_scale_ptr + x_rows * 0",
+    ),
+    "a step is dropped": (
+        "gemm_kernel",
+        "for step in range(first_step, end_step)",
+        "for step in range(first_step, end_step - 1)",
+    ),
+    "a piece is dropped": (
+        "pieces",
+        "for split in tl.static_range(NUM_SPLITS):",
+        "for split in tl.static_range(1, NUM_SPLITS):",
+    ),
+    "no bias": ("pieces", "if bias_ptr is not None:", "if False:"),
+    "no scale for all": ("pieces", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
+    "activations are cut off": ("quantize_rows", "((x + _ROUNDER) - _ROUNDER).to(tl.int8)", "x.to(tl.int8)"),
+    "activations beyond the largest code": ("quantize_rows", "largest / LARGEST", "largest / (LARGEST + 64)"),
+}
+PROBLEMS = (
+    ("int4 g128 zeros", {"size": (20, 512)}),
+    ("int4 g32", {"size": (20, 256), "dtype": torch.float16}),
+    ("int8 channel zeros", {"size": (20, 256)}),
+    ("mxfp4", {"size": (20, 256)}),
+    ("nvfp4", {"size": (20, 256), "biased": True}),
+    ("e4m3 block", {"size": (300, 640)}),
+    ("int8 channel", {"size": (20, 256), "biased": True}),
+)
+
+
+def _faulty(name: str, text: str, replacement: str, path: Path) -> ModuleType:
+    source = FILES[name].read_text()
+    assert text in source, "the kernel has changed: this mutation no longer applies"
+    path.write_text(source.replace(text, replacement) if text else source)
+    spec = importlib.util.spec_from_file_location(f"faulty_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _first_failure(device: torch.device) -> str | None:
+    for name, sizes in PROBLEMS:
+        try:
+            Problem.make(device, name, **sizes).check()  # type: ignore[arg-type]
+        except AssertionError:
+            return name
+    return None
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_checks_see_the_fault(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    name, text, replacement = MUTATIONS[fault]
+    faulty = _faulty(name, text, replacement, tmp_path / "faulty.py")
+    modules = paged.kernels.quantization
+    users = {
+        "decode": (modules.gemm_kernel, ("decode_run", "decode_bytes", "run_scale", "as_zero", "load_zero")),
+        "gemm_kernel": (modules.gemm, ("_quantized_linear_kernel",)),
+        "quantize_rows": (modules.quantize_rows, ("_quantize_rows_kernel",)),
+    }
+    for each in users[name][1] if name in users else ():
+        monkeypatch.setattr(users[name][0], each, getattr(faulty, each))
+    if name == "pieces":
+        monkeypatch.setattr(modules.gemm, "_sum_pieces_kernel", faulty._sum_pieces_kernel)
+        monkeypatch.setattr(modules.gemm_kernel, "finished", faulty.finished)
+    failed = _first_failure(device)
+    assert (failed is None) == (fault == "no fault"), failed
