@@ -21,14 +21,18 @@ class Problem:
     lengths: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 32
+    v_head_dim: int | None = None  # of values, where not that of keys
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     causal: bool | tuple[bool, ...] = True  # of all sequences, or of each
     window_size: tuple[int, int] = (-1, -1)
+    chunk_size: int = 0
     softcap: float = 0.0
     softmax_scale: float | None = None
     padding_rows: int = 0
-    layout: str = "separate"  # or "interleaved": K and V of a block side by side; "head_major": [Hkv, bs, D] in a block
+    # or "interleaved": K and V of a block side by side; "head_major": [Hkv, bs, D] in a block; "shared": V is the first
+    # elements of K
+    layout: str = "separate"
     sinks: bool = False
     alibi: bool = False
     cache_dtype: torch.dtype | None = None  # another than that of q
@@ -55,17 +59,15 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     num_q_heads, num_kv_heads = problem.heads
     block_size, head_dim = problem.block_size, problem.head_dim
     blocks_of = [math.ceil(seq_len / block_size) for _, seq_len in problem.lengths]
-    num_blocks = 3 * sum(blocks_of) + 1
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    num_blocks, v_head_dim = 3 * sum(blocks_of) + 1, problem.v_head_dim or head_dim
     if problem.layout == "interleaved":
-        both = torch.full((num_blocks, 2, *shape[1:]), math.nan)
-        k_cache, v_cache = both[:, 0], both[:, 1]
-    elif problem.layout == "head_major":
-        k_cache, v_cache = (
-            torch.full((num_blocks, num_kv_heads, block_size, head_dim), math.nan).transpose(1, 2) for _ in range(2)
-        )
+        both = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), math.nan)
+        k_cache, v_cache = both[:, 0], both[:, 1, ..., :v_head_dim]
     else:
-        k_cache, v_cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        axes = (num_kv_heads, block_size) if problem.layout == "head_major" else (block_size, num_kv_heads)
+        k_cache, v_cache = (torch.full((num_blocks, *axes, size), math.nan) for size in (head_dim, v_head_dim))
+        if problem.layout == "head_major":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
     ids = iter((torch.randperm(num_blocks - 1) + 1).tolist())
     # Entries beyond a sequence's blocks point far outside the pool: reading through one is an error that shows.
@@ -76,18 +78,19 @@ def make(problem: Problem, device: torch.device) -> Tensors:
         position = torch.arange(seq_len)
         block, offset = block_table[seq, position // block_size].long(), position % block_size
         k_cache[block, offset] = torch.randn(seq_len, num_kv_heads, head_dim)
-        values = torch.randn(seq_len, num_kv_heads, head_dim)
+        values = torch.randn(seq_len, num_kv_heads, v_head_dim)
         if problem.coverage:
-            values = torch.eye(head_dim)[position % head_dim][:, None].expand(-1, num_kv_heads, -1)
+            values = torch.eye(v_head_dim)[position % v_head_dim][:, None].expand(-1, num_kv_heads, -1)
         v_cache[block, offset] = values
 
     q_lens = torch.tensor([q_len for q_len, _ in problem.lengths], dtype=torch.int32)
     num_tokens = int(q_lens.sum()) + problem.padding_rows
     q = torch.zeros if problem.coverage else torch.randn
+    k_cache, v_cache = (cache.to(device, problem.cache_dtype or problem.dtype) for cache in (k_cache, v_cache))
     return Tensors(
         q=q(num_tokens, num_q_heads, head_dim).to(device, problem.dtype),
-        k_cache=k_cache.to(device, problem.cache_dtype or problem.dtype),
-        v_cache=v_cache.to(device, problem.cache_dtype or problem.dtype),
+        k_cache=k_cache,
+        v_cache=k_cache[..., :v_head_dim] if problem.layout == "shared" else v_cache,
         block_table=block_table.to(device),
         cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
@@ -102,6 +105,7 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
         "causal": problem.causal,
         "window_size": problem.window_size,
         "softcap": problem.softcap,
+        "attention_chunk_size": problem.chunk_size,
     }
     if isinstance(problem.causal, tuple):
         chosen["causal"] = torch.tensor(problem.causal, device=device)
@@ -139,7 +143,7 @@ def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) ->
     """Run the problem into an output that holds NaN, and the float64 reference."""
     tensors = make(problem, device)
     chosen = options(problem, device)
-    out = torch.full_like(tensors.q, math.nan)
+    out = tensors.q.new_full((*tensors.q.shape[:2], tensors.v_cache.shape[3]), math.nan)
     max_seqlen_q = max((q_len for q_len, _ in problem.lengths), default=0)
     result = paged.paged_attention(
         **vars(tensors),

@@ -64,6 +64,7 @@ def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]
         num_kv_heads=num_kv_heads,
         group=num_q_heads // num_kv_heads,
         head_dim=HEAD_DIM,
+        v_head_dim=HEAD_DIM,
         element_size=ELEMENT_SIZE,
         window=(NO_LIMIT, 0),
     )

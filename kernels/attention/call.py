@@ -15,6 +15,7 @@ class AttentionCall:
     """Arguments of `kernels.attention.paged_attention.paged_attention`, checked and with their defaults filled in.
 
     window: how many positions left and right of its own a query sees; NO_LIMIT sees all, causal is right 0.
+    chunk_size: see `attention_chunk_size`, 0 sees all.
     is_causal: bool [num_seqs]; where set, right is 0 for that sequence.
     """
 
@@ -26,6 +27,7 @@ class AttentionCall:
     seq_lens: torch.Tensor
     softmax_scale: float
     window: tuple[int, int]
+    chunk_size: int
     is_causal: torch.Tensor | None
     softcap: float
     sinks: torch.Tensor | None
@@ -37,3 +39,10 @@ class AttentionCall:
     deterministic: bool
     out: torch.Tensor
     lse: torch.Tensor | None
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether a key's first elements are its value: v_cache is a view of k_cache's memory from the same element."""
+        k_cache, v_cache = self.k_cache, self.v_cache
+        is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+        return is_view and v_cache.shape[3] <= k_cache.shape[3]

@@ -16,6 +16,8 @@ from paged.kernels.common.device import LARGE_SHARED_MEMORY
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
 DECODE_MAX_ROWS = 64
+# The widest keys and values: 16 rows of an accumulator are 64 registers of a thread in 4 warps.
+MAX_HEAD_DIM = 512
 # The most keys of any tile below, which begins at a multiple of them: what is read before the first key of a window.
 MAX_KEYS_AT_ONCE = 128
 
@@ -56,6 +58,7 @@ def box_keys(cache: torch.Tensor, arch: str) -> int:
 
 def decode_tile(
     head_dim: int,
+    v_head_dim: int,
     element_size: int,
     arch: str,
     box: int = 0,
@@ -74,9 +77,11 @@ def decode_tile(
     KB of shared memory on sm_90 (158 and 55 KB with boxes at 3 stages), so that three programs share an SM; of 32 rows
     216 registers, of 64 rows 238, two programs.
     """
-    width = padded_head_dim(head_dim) * element_size
+    width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
-        return AttentionTile(16, 32 if width <= 512 else 16, 8, *((1, 1) if arch.startswith("gfx") else (2, 3)))
+        # At head_dim 512 128 registers and 98 KB on NVIDIA: two programs.
+        stages = (1, 1) if arch.startswith("gfx") else (2, 3 if width <= 1024 else 2)
+        return AttentionTile(16, 32 if width <= 512 else 16, 8, *stages)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         return AttentionTile(16, min(block_n, 64), 4, 1, 2)
@@ -90,18 +95,23 @@ def decode_tile(
     by_tma = box >= block_n
     lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
     num_stages = 3 if by_tma or block_m == 64 else 5
+    if width > 512 and block_m == 32:  # 32 x 512 sums are 128 registers in 4 warps, and spill 16; 188 in 8 warps
+        return AttentionTile(block_m, block_n, 8, num_stages, 1, by_tma)
     return AttentionTile(block_m, block_n, 4, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
 
 
 def prefill_tile(
-    head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
+    head_dim: int, v_head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
 ) -> AttentionTile:
     """Tile of longer queries: 128 rows, so that each of two warp groups issues 64-row wgmma, where registers allow.
 
     Instructions a warp and 64 keys on sm_90 at head_dim 128 (the matrix unit needs 982 cycles, eight warps share four
     schedulers): 392 with 64 gathered keys, 361 with boxes of 64, 248 with boxes of 128.
     """
-    width = padded_head_dim(head_dim) * element_size
+    widest = padded_head_dim(max(head_dim, v_head_dim))
+    width = widest * element_size
+    if widest > 256:
+        return _widest_prefill_tile(element_size, arch, more_scores=more_scores)
     if arch.startswith("gfx"):
         if element_size == 4:
             return AttentionTile(32, 16, 8, 1)
@@ -109,6 +119,8 @@ def prefill_tile(
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
         return AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
     if arch in LARGE_SHARED_MEMORY:
+        if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores:
+            return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
             return AttentionTile(64 if more_scores else 128, 32, 8, 2)
         if box >= 128 and not more_scores and not arch.startswith("sm_10"):
@@ -122,3 +134,18 @@ def prefill_tile(
     if width <= 256:
         return AttentionTile(128, 32, 8, 3)
     return AttentionTile(64, 16 if more_scores else 32, 8, 2)
+
+
+def _widest_prefill_tile(element_size: int, arch: str, *, more_scores: bool) -> AttentionTile:
+    """Tile of heads above 256: what limits it are the sums, 64 x 512 in 8 warps 128 of a thread's 255 registers.
+
+    Beside these, 64 x 32 on sm_90 needs 16 pointers of gathered rows and spills 53 registers, in boxes 8; 16 warps may
+    have 128 registers each and spill 215. Two programs with half of the values each would compute all scores twice.
+    """
+    if element_size == 4:  # 128 registers, 98 KB
+        return AttentionTile(16, 16, 8, 1 if arch.startswith("gfx") else 2)
+    if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10
+        return AttentionTile(64, 16, 4, 1)
+    if more_scores:  # 64 x 16 spills 14 on sm_90. 200 registers, on sm_80 255; 98 KB
+        return AttentionTile(32, 32, 8, 2)
+    return AttentionTile(64, 16, 8, 3 if arch in LARGE_SHARED_MEMORY else 2)  # 252 registers, 128 KB; 253 and 98 KB

@@ -31,8 +31,10 @@ def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
         num_kv_heads=num_kv_heads,
         group=num_q_heads // num_kv_heads,
         head_dim=head_dim,
+        v_head_dim=call.v_cache.shape[3],
         element_size=call.q.element_size(),
         window=call.window,
+        chunk_size=call.chunk_size,
         box=min(box_keys(call.k_cache, arch), box_keys(call.v_cache, arch)),
         more_scores=call.softcap > 0 or call.alibi_slopes is not None or call.mask is not None,
         fp8=call.k_cache.dtype == torch.float8_e4m3fn,
@@ -88,8 +90,8 @@ def _shared(
         **strides("token head", out=call.out),
         "stride_lse_head": shape.num_tokens,
         "GROUP": shape.group,
-        "HEAD_DIM": shape.head_dim,
-        "HEAD_DIM_PADDED": padded_head_dim(shape.head_dim),
+        "V_HEAD_DIM": shape.v_head_dim,
+        "V_HEAD_DIM_PADDED": padded_head_dim(shape.v_head_dim),
         "BLOCK_M": schedule.tile.block_m,
     }
 
@@ -99,7 +101,8 @@ def _tiles(
 ) -> Launch:
     tile, q, k_cache, v_cache = schedule.tile, call.q, call.k_cache, call.v_cache
     mask = None if call.mask is None else plan.mask_words(call.mask)
-    box = (1, tile.block_n, 1, padded_head_dim(shape.head_dim))
+    width, v_width = padded_head_dim(shape.head_dim), padded_head_dim(shape.v_head_dim)
+    boxes = {"k_cache": (1, tile.block_n, 1, width), "v_cache": (1, tile.block_n, 1, v_width)}
     return Launch(
         _attention_kernel,
         (shape.num_kv_heads, schedule.items.shape[0]),
@@ -121,17 +124,22 @@ def _tiles(
             **strides("token", mask=mask),
             "stride_k_scale_head": scale_stride(call.k_scale),
             "stride_v_scale_head": scale_stride(call.v_scale),
+            "HEAD_DIM": shape.head_dim,
+            "HEAD_DIM_PADDED": width,
             "KV_BLOCK_SIZE": k_cache.shape[1],
             "BLOCK_N": tile.block_n,
-            "HAS_WINDOW": call.window[0] < NO_LIMIT,
+            "HAS_WINDOW": call.window[0] < NO_LIMIT or call.chunk_size > 0,
+            "CHUNK_SIZE": call.chunk_size,
             "HAS_SOFTCAP": call.softcap > 0,
             "USE_TMA": tile.by_tma,
             "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
+            # Wider keys than values would make the products of values wider: those are loaded, from a cache.
+            "SHARED_KV": call.shares_cache and width == v_width,
             "FP8": shape.fp8,
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
         },
-        boxes={"k_cache": box, "v_cache": box} if tile.by_tma else {},
+        boxes=boxes if tile.by_tma else {},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

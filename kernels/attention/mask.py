@@ -1,4 +1,4 @@
-"""The mask over new keys as bits in the order of the keys, a word a tile row: what the attention kernel reads."""
+"""Which keys a query sees: the range that its position gives, and in it the mask over new keys, packed to bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import torch
 from paged.kernels.common.compat import tl, triton
 
 WORD_KEYS = tl.constexpr(64)
+
+
+@triton.jit
+def visible_range(position, seq_len, window_left, window_right, CHUNK_SIZE: tl.constexpr):
+    """First and one past the last key that queries at `position` see, by window, chunk (0: none) and length.
+
+    The first may be below 0, and the last not beyond it: then there is none.
+    """
+    first = position - window_left
+    end = tl.minimum(position + window_right + 1, seq_len)
+    if CHUNK_SIZE > 0:
+        chunk = tl.maximum(position, 0) // CHUNK_SIZE * CHUNK_SIZE
+        first = tl.maximum(first, chunk)
+        end = tl.minimum(end, tl.where(position < 0, 0, chunk + CHUNK_SIZE))
+    return first, end
 
 
 @triton.jit(do_not_specialize=["stride_mask_token", "stride_words_token"])

@@ -47,7 +47,7 @@ def _load_rows(
 
 @triton.jit
 def attend(
-    acc,  # [BLOCK_M, HEAD_DIM_PADDED] float32, unnormalised output
+    acc,  # [BLOCK_M, V_HEAD_DIM_PADDED] float32, unnormalised output
     row_max,  # [BLOCK_M] float32, base 2
     row_sum,  # [BLOCK_M] float32
     q,  # [BLOCK_M, HEAD_DIM_PADDED]
@@ -59,8 +59,8 @@ def attend(
     begin,  # blocks of BLOCK_N keys
     end,
     position,  # [BLOCK_M] of each row
-    first_key,  # [BLOCK_M], first and last key that each row sees
-    last_key,
+    first_key,  # [BLOCK_M], first and one past the last key that each row sees
+    end_key,
     context_len,  # keys before the first new one
     seq_len,
     kv_head,
@@ -72,12 +72,15 @@ def attend(
     stride_v_slot,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     USE_TMA: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
+    SHARED_KV: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
@@ -90,7 +93,7 @@ def attend(
             block = tl.load(block_table_ptr + index * BLOCK_N // KV_BLOCK_SIZE)
             box = [block, index * BLOCK_N % KV_BLOCK_SIZE, kv_head, 0]
             k = k_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
-            v = v_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
+            v = k if SHARED_KV else v_cache.load(box).reshape(BLOCK_N, V_HEAD_DIM_PADDED)
             if MASKED:
                 # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
                 v = tl.where(key_mask[:, None], v, 0)
@@ -105,7 +108,9 @@ def attend(
             if not SAME_STRIDES:
                 v_offsets = block * stride_v_block + slot * stride_v_slot
             k = _load_rows(k_cache, k_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
-            v = _load_rows(v_cache, v_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+            v = k
+            if not SHARED_KV:
+                v = _load_rows(v_cache, v_offsets, key_mask, V_HEAD_DIM, V_HEAD_DIM_PADDED, MASKED)
         if FP8:
             k = decode_e4m3(k, NATIVE_FP8).to(q.dtype)
             v = decode_e4m3(v, NATIVE_FP8).to(q.dtype)
@@ -120,7 +125,7 @@ def attend(
             distance = tl.abs(position[:, None] - offs_n[None, :]).to(tl.float32)
             scores -= distance * (slopes * LOG2E)[:, None]
         if MASKED:
-            visible = offs_n[None, :] <= last_key[:, None]
+            visible = offs_n[None, :] < end_key[:, None]
             if HAS_WINDOW:
                 visible = visible & (offs_n[None, :] >= first_key[:, None])
             if mask_ptrs is not None:

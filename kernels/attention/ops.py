@@ -14,7 +14,7 @@ _SEQUENCES = "Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, SymInt m
 _ATTENTION = (
     f"Tensor q, Tensor k_cache, Tensor v_cache, {{}}{_SEQUENCES}, bool causal=True, Tensor? is_causal=None, "
     "SymInt[] window_size=[-1, -1], float softcap=0.0, Tensor? sinks=None, Tensor? alibi_slopes=None, "
-    f"{CACHE_SCALES}, Tensor? mask=None, bool deterministic=False"
+    f"{CACHE_SCALES}, Tensor? mask=None, bool deterministic=False, SymInt attention_chunk_size=0"
 )
 
 
@@ -34,8 +34,10 @@ def _lse(q: torch.Tensor) -> torch.Tensor:
         f"Tensor q, Tensor k_cache, Tensor v_cache, SymInt shared_prefix_len, {_SEQUENCES}, float softcap=0.0, "
         f"Tensor? sinks=None, {CACHE_SCALES}, Tensor? mask=None, bool deterministic=False",
         "(Tensor out, Tensor lse)", prepare=_with_lse)  # fmt: skip
-def _attention(q: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return like_the_first(q), _lse(q)
+def _attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device), _lse(q)
 
 
 @define(

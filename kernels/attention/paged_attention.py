@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
-from paged.kernels.attention.config import MAX_KEYS_AT_ONCE
+from paged.kernels.attention.config import MAX_HEAD_DIM, MAX_KEYS_AT_ONCE
 from paged.kernels.attention.launches import launch, prepare
 from paged.kernels.attention.ops import ops
 from paged.kernels.attention.plan import AttentionPlan
@@ -48,6 +48,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    attention_chunk_size: int = 0,
     deterministic: bool = False,
     plan: AttentionPlan | None = None,
     out: torch.Tensor | None = None,
@@ -63,10 +64,12 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
-            cu_seqlens_q[-1] are padding and give 0 and lse -inf.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or float8_e4m3fn, last dimension
+            cu_seqlens_q[-1] are padding and give 0 and lse -inf. head_dim is 1 to 512, as is v_head_dim.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or float8_e4m3fn, last dimension
             contiguous. num_q_heads is a multiple of num_kv_heads; query head h reads KV head
             h // (num_q_heads // num_kv_heads).
+        v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], likewise. May be a view of k_cache, such as its
+            first columns: of one width in powers of two they are then read once.
         block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
         seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
@@ -84,10 +87,12 @@ def paged_attention(
         mask: bool [num_tokens, at least the longest query]: whether a query also sees new key j of its own sequence,
             besides all else that limits it; keys before the new ones are not concerned. The ancestors of a node, for
             a tree of draft tokens.
+        attention_chunk_size: position i sees a position j only where j // attention_chunk_size is
+            i // attention_chunk_size (Llama 4, 2025), besides all else that limits it; 0 is no limit.
         deterministic: a sequence's results have the same bits whatever else is in the batch; costs speed where few long
             sequences share the device with many short ones.
         plan: this step's `AttentionPlan`, shared by its layers; made for this call when not given.
-        out: like q; made when not given.
+        out: [num_tokens, num_q_heads, v_head_dim], dtype of q; made when not given.
         return_lse: also return the log-sum-exp of the scores, float32 [num_q_heads, num_tokens], natural log.
 
     Numbers may be NumPy's, or tensors without dimensions. Lengths, offsets and the blocks that queries read are checked
@@ -103,7 +108,7 @@ def paged_attention(
         options = (
             block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale, causal is True,
             causal if isinstance(causal, torch.Tensor) else None, window_size, softcap, sinks, alibi_slopes, k_scale,
-            v_scale, mask, deterministic,
+            v_scale, mask, deterministic, attention_chunk_size,
         )  # fmt: skip
         if out is None:
             out, lse = ops.paged_attention(*caches, *options)
@@ -126,6 +131,7 @@ def paged_attention(
         softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
     left, right = _window(window_size)
+    chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
     is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() > 0 else None
     causal = is_causal is None and as_bool("causal", causal)
     deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
@@ -136,7 +142,8 @@ def paged_attention(
         flags = id(is_causal), causal, id(mask), deterministic, return_lse
         try:
             signatures = tuple(map(signature, (*tensors.values(), out)))
-            key = (*signatures, max_seqlen_q, softmax_scale, left, right, softcap, *flags)
+            is_view = k_cache.data_ptr() == v_cache.data_ptr()
+            key = (*signatures, is_view, max_seqlen_q, softmax_scale, left, right, chunk_size, softcap, *flags)
             launches = plan.launches.get(key)
         except (AttributeError, RuntimeError):  # an argument is no tensor or no plan, as the checks will report
             pass
@@ -146,9 +153,10 @@ def paged_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     if by_triton:
         ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]
-        check_sequences(Sequences(*ids, num_tokens, num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE))
+        sizes = num_tokens, num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE, chunk_size or NO_LIMIT
+        check_sequences(Sequences(*ids, *sizes))
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(num_tokens, num_q_heads, v_cache.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
     if launches is None:
         call = AttentionCall(
@@ -157,6 +165,7 @@ def paged_attention(
             seq_lens=seq_lens,
             softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
             window=(left, 0 if causal else right),
+            chunk_size=chunk_size,
             is_causal=is_causal,
             softcap=softcap,
             mask=mask,
@@ -194,12 +203,13 @@ def _check(
     _, num_q_heads, head_dim = q.shape
     cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
     check_tensor("k_cache", k_cache, cache_shape, (q.dtype, torch.float8_e4m3fn), q.device)
-    check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), q.device)
+    check_tensor("v_cache", v_cache, (*k_cache.shape[:3], "v_head_dim"), (k_cache.dtype,), q.device)
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
-    if not 1 <= head_dim <= 256:
-        raise InvalidInputError(f"q: head_dim {head_dim}, expected 1 to 256")
+    for name, size in (("q: head_dim", head_dim), ("v_cache: v_head_dim", v_cache.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise InvalidInputError(f"{name} {size}, expected 1 to {MAX_HEAD_DIM}")
     if k_cache.shape[1] == 0:
         raise InvalidInputError("k_cache: block_size 0, expected a positive one")
     check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), q.device)
@@ -244,7 +254,7 @@ def _check_plan(
 def _check_options(call: AttentionCall) -> None:
     device, num_kv_heads = call.q.device, call.k_cache.shape[2]
     num_tokens, num_q_heads, _ = call.q.shape
-    check_tensor("out", call.out, call.q.shape, (call.q.dtype,), device)
+    check_tensor("out", call.out, (num_tokens, num_q_heads, call.v_cache.shape[3]), (call.q.dtype,), device)
     check_last_dim_contiguous("out", call.out)
     check_writable("out", call.out)
     if call.is_causal is not None:

@@ -48,7 +48,7 @@ class AttentionSchedule:
     number of slots. counts int32 [2]: how many of each are filled. first_padding
     int32 [1]: the row behind the last one that tiles cover, the first of a sequence with more queries than the upper
     bound, if there is one. partial_out float32 [max_slots, num_kv_heads,
-    BLOCK_M, head_dim] and partial_lse float32 [max_slots, num_kv_heads, BLOCK_M] (base 2) are workspace that layers
+    BLOCK_M, v_head_dim] and partial_lse float32 [max_slots, num_kv_heads, BLOCK_M] (base 2) are workspace that layers
     share.
     """
 
@@ -65,17 +65,19 @@ class AttentionSchedule:
 class AttentionShape:
     """What a schedule depends on besides the lengths.
 
-    element_size: of the queries, in bytes. window: positions seen left and right, see `AttentionCall`. box,
-    more_scores, fp8: see `config.py`. deterministic: a sequence is cut up by its own length alone, so that its
-    results have the same bits whatever else is in the batch.
+    head_dim, v_head_dim: of keys and values. element_size: of the queries, in bytes. window, chunk_size: see
+    `AttentionCall`. box, more_scores, fp8: see `config.py`. deterministic: a sequence is cut up by its own length
+    alone, so that its results have the same bits whatever else is in the batch.
     """
 
     num_tokens: int
     num_kv_heads: int
     group: int
     head_dim: int
+    v_head_dim: int
     element_size: int
     window: tuple[int, int]
+    chunk_size: int = 0
     box: int = 0
     more_scores: bool = False
     fp8: bool = False
@@ -114,7 +116,13 @@ class AttentionPlan:
         """
         key = shape, id(is_causal)
         if key not in self._schedules:
-            sizes = shape.head_dim, shape.element_size, device_of(self.seq_lens.device).arch, shape.box
+            sizes = (
+                shape.head_dim,
+                shape.v_head_dim,
+                shape.element_size,
+                device_of(self.seq_lens.device).arch,
+                shape.box,
+            )
             rows = self.most_rows(shape)
             tiles = {"decode": decode_tile(*sizes, rows=rows, more_scores=shape.more_scores, fp8=shape.fp8)}
             if rows > DECODE_MAX_ROWS:
@@ -163,7 +171,7 @@ class AttentionPlan:
             split_tiles=int32(max_slots // 2, SPLIT_TILE_SIZE.value),
             counts=int32(2),
             first_padding=int32(1),
-            partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.head_dim),
+            partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.v_head_dim),
             partial_lse=float32(max_slots, shape.num_kv_heads, tile.block_m),
         )
         _plan_kernel[(1,)](
@@ -189,6 +197,7 @@ class AttentionPlan:
             window_left=shape.window[0],
             window_right=shape.window[1],
             GROUP=shape.group,
+            CHUNK_SIZE=shape.chunk_size,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             LANES=PLAN_LANES,

@@ -26,6 +26,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    attention_chunk_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention`'s out and lse, one row and one head at a time."""
     q, k_cache, v_cache = f64(q), f64(k_cache), f64(v_cache)
@@ -38,7 +39,7 @@ def paged_attention(
     group = num_q_heads // num_kv_heads
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     left, right = window_size
-    out = torch.zeros_like(q)
+    out = q.new_zeros(num_tokens, num_q_heads, v_cache.shape[3])
     lse = torch.full((num_q_heads, num_tokens), -math.inf, dtype=torch.float64)
     offsets, lengths, table = cu_seqlens_q.tolist(), seq_lens.tolist(), block_table.tolist()
     for seq, seq_len in enumerate(lengths):
@@ -52,6 +53,8 @@ def paged_attention(
                 high = min(high, position + 1)
             new = seq_len - (last - first)  # position of the first query
             keys = [j for j in range(low, high) if mask is None or j < new or mask[row, j - new]]
+            if attention_chunk_size:
+                keys = [j for j in keys if j // attention_chunk_size == position // attention_chunk_size]
             blocks = torch.tensor([slots[j][0] for j in keys], dtype=torch.int64)
             offs = torch.tensor([slots[j][1] for j in keys], dtype=torch.int64)
             for head in range(num_q_heads):

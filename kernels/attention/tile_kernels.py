@@ -12,6 +12,7 @@ log-sum-exps, which the second kernel weighs against each other. `launches.py` l
 
 from __future__ import annotations
 
+from paged.kernels.attention.mask import visible_range
 from paged.kernels.attention.online_softmax import attend, finite, normalise
 from paged.kernels.attention.plan_kernel import ITEM_SIZE, SPLIT_TILE_SIZE
 from paged.kernels.common.compat import tl, triton
@@ -20,13 +21,21 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _locate_rows(tile, rows, first_token, q_len, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of rows of a tile: their query in the sequence (int32), token and query head (int64), and whether they exist."""
+    row = tile * BLOCK_M + rows
+    token = (first_token + row // GROUP).to(tl.int64)
+    return row // GROUP, token, (kv_head * GROUP + row % GROUP).to(tl.int64), row < q_len * GROUP
+
+
+@triton.jit
 def _store_rows(
-    acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_d, row_mask, mask, stride_out_token,
+    acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_v, row_mask, mask, stride_out_token,
     stride_out_head, stride_lse_head,
 ):  # fmt: skip
     """Normalise a tile and store it, and the log-sum-exps of its rows to base e."""
     out, lse = normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
-    out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
+    out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_v[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
         tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
@@ -36,8 +45,8 @@ def _store_rows(
 def _attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     k_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM], a pointer, or a tensor descriptor where USE_TMA
-    v_cache,
-    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
+    v_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, V_HEAD_DIM], likewise
+    out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM]
     lse_ptr,  # [num_q_heads, num_tokens], or None
     block_table_ptr,  # [num_seqs, max_blocks_per_seq]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
@@ -45,7 +54,7 @@ def _attention_kernel(
     items_ptr,  # [max_items, ITEM_SIZE]
     counts_ptr,  # [2]
     first_padding_ptr,  # [1]
-    partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, HEAD_DIM]
+    partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, V_HEAD_DIM]
     partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
@@ -76,13 +85,17 @@ def _attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,  # whether window_left is a limit
+    HAS_WINDOW: tl.constexpr,  # whether window_left or CHUNK_SIZE is a limit
+    CHUNK_SIZE: tl.constexpr,  # of local attention, 0 without
     HAS_SOFTCAP: tl.constexpr,
     USE_TMA: tl.constexpr,
     SAME_STRIDES: tl.constexpr,  # V's strides are K's
+    SHARED_KV: tl.constexpr,  # a key's first V_HEAD_DIM elements are its value
     FP8: tl.constexpr,  # the caches hold e4m3
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
@@ -92,14 +105,15 @@ def _attention_kernel(
     item = tl.program_id(1)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    dim_mask = offs_d < HEAD_DIM
+    offs_v = tl.arange(0, V_HEAD_DIM_PADDED)
+    v_dim_mask = offs_v < V_HEAD_DIM
     if CLEAR_PADDING:
         first_padding = tl.load(first_padding_ptr).to(tl.int64)
         for row in range(first_padding + item, num_tokens, tl.num_programs(1)):
             first_head = kv_head.to(tl.int64) * GROUP
             for head in range(first_head, first_head + GROUP):
                 out_row_ptr = out_ptr + row * stride_out_token + head * stride_out_head
-                tl.store(out_row_ptr + offs_d, tl.zeros([HEAD_DIM_PADDED], out_ptr.dtype.element_ty), mask=dim_mask)
+                tl.store(out_row_ptr + offs_v, tl.zeros([V_HEAD_DIM_PADDED], out_ptr.dtype.element_ty), v_dim_mask)
                 if lse_ptr is not None:
                     tl.store(lse_ptr + head * stride_lse_head + row, float("-inf"))
     if item >= tl.load(counts_ptr):
@@ -117,16 +131,11 @@ def _attention_kernel(
     if is_causal_ptr is not None:
         window_right = tl.where(tl.load(is_causal_ptr + seq) != 0, 0, window_right)
 
-    row = tile * BLOCK_M + offs_m
-    row_mask = row < q_len * GROUP
-    token = (first_token + row // GROUP).to(tl.int64)
-    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
-    position = context_len + row // GROUP
-    first_key = position - window_left
-    last_key = tl.minimum(position + window_right, seq_len - 1)
-    store_mask = row_mask[:, None] & dim_mask[None, :]
+    query, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
+    position = context_len + query
+    first_key, end_key = visible_range(position, seq_len, window_left, window_right, CHUNK_SIZE)
     q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=store_mask, other=0.0)
+    q = tl.load(q_ptrs, mask=row_mask[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     table_ptr = block_table_ptr + seq * stride_table_seq
     if not USE_TMA:
         k_cache += kv_head.to(tl.int64) * stride_k_head
@@ -150,69 +159,76 @@ def _attention_kernel(
     # an edge of the window, nor the mask over the new keys runs through them.
     first_position = context_len + tile * BLOCK_M // GROUP
     last_position = context_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-    full_keys = tl.minimum(seq_len, first_position + window_right + 1)
+    _, full_keys = visible_range(first_position, seq_len, window_left, window_right, CHUNK_SIZE)
     if mask_ptr is not None:
         full_keys = tl.minimum(full_keys, context_len)
     full_end = tl.minimum(tl.maximum(full_keys, 0) // BLOCK_N, end)
     full_begin = begin
     if HAS_WINDOW:
-        full_begin = tl.maximum(begin, (tl.maximum(last_position - window_left, 0) + BLOCK_N - 1) // BLOCK_N)
+        full_key, _ = visible_range(last_position, seq_len, window_left, window_right, CHUNK_SIZE)
+        full_begin = tl.maximum(begin, (tl.maximum(full_key, 0) + BLOCK_N - 1) // BLOCK_N)
         full_begin = tl.minimum(full_begin, end)
     full_end = tl.maximum(full_end, full_begin)
 
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    acc = tl.zeros([BLOCK_M, V_HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_WINDOW:
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, begin, full_begin, position,
-            first_key, last_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-            stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
-            USE_TMA, SAME_STRIDES, FP8, NATIVE_FP8, True,
+            first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+            stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE,
+            BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, FP8, NATIVE_FP8, True,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, full_begin, full_end, position,
-        first_key, last_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
-        USE_TMA, SAME_STRIDES, FP8, NATIVE_FP8, False,
+        first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE,
+        BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, FP8, NATIVE_FP8, False,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, full_end, end, position,
-        first_key, last_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
-        USE_TMA, SAME_STRIDES, FP8, NATIVE_FP8, True,
+        first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE,
+        BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, FP8, NATIVE_FP8, True,
     )  # fmt: skip
 
+    if V_HEAD_DIM_PADDED > 256:
+        # In the layout of a store a thread has 16 of 64 rows of 512: tokens and heads that live through the loops would
+        # take the registers that its 128 sums leave. A tile number read anew lets nothing be kept.
+        tile = tl.load(items_ptr + item * ITEM_SIZE + 1, volatile=True)
+        _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
+    store_mask = row_mask[:, None] & v_dim_mask[None, :]
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
     if slot >= 0:
         out, lse = normalise(acc, row_max, row_sum, None, head, row_mask)
         partial = (slot * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
-        tl.store(partial_out_ptr + partial[:, None] * HEAD_DIM + offs_d[None, :], out, mask=store_mask)
+        tl.store(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], out, mask=store_mask)
         tl.store(partial_lse_ptr + partial, lse, mask=row_mask)
     else:
         _store_rows(
-            acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_d, row_mask, store_mask,
+            acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_v, row_mask, store_mask,
             stride_out_token, stride_out_head, stride_lse_head,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_lse_head"])
 def _merge_splits_kernel(
-    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
+    out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM]
     lse_ptr,  # [num_q_heads, num_tokens], or None
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     split_tiles_ptr,  # [max_split_tiles, SPLIT_TILE_SIZE]
     counts_ptr,  # [2]
-    partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, HEAD_DIM]
+    partial_out_ptr,  # [max_slots, num_kv_heads, BLOCK_M, V_HEAD_DIM]
     partial_lse_ptr,  # [max_slots, num_kv_heads, BLOCK_M]
     sinks_ptr,  # [num_q_heads], or None
     stride_out_token,
     stride_out_head,
     stride_lse_head,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MERGE_M: tl.constexpr,
 ):
@@ -229,17 +245,16 @@ def _merge_splits_kernel(
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
 
     offs_m = tl.program_id(2) * MERGE_M + tl.arange(0, MERGE_M)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    row = tile * BLOCK_M + offs_m
-    row_mask = row < q_len * GROUP
-    mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
-    acc = tl.zeros([MERGE_M, HEAD_DIM_PADDED], tl.float32)
+    offs_v = tl.arange(0, V_HEAD_DIM_PADDED)
+    _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
+    mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
+    acc = tl.zeros([MERGE_M, V_HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([MERGE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([MERGE_M], tl.float32)
     for split in range(num_slots):
         partial = ((first_slot + split) * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m
         part_lse = tl.load(partial_lse_ptr + partial, mask=row_mask, other=float("-inf"))
-        part_out = tl.load(partial_out_ptr + partial[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
+        part_out = tl.load(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, part_lse)
         correction = tl.exp2(row_max - finite(new_max))
         weight = tl.exp2(part_lse - finite(new_max))
@@ -247,9 +262,7 @@ def _merge_splits_kernel(
         acc = acc * correction[:, None] + part_out * weight[:, None]
         row_max = new_max
 
-    token = (first_token + row // GROUP).to(tl.int64)
-    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     _store_rows(
-        acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_d, row_mask, mask, stride_out_token,
+        acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_v, row_mask, mask, stride_out_token,
         stride_out_head, stride_lse_head,
     )  # fmt: skip

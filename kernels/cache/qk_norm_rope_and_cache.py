@@ -29,9 +29,9 @@ from paged.kernels.common.scalars import as_bool
 def _qk_norm_rope_and_cache_kernel(
     q_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM]
     k_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM]
-    v_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM]
+    v_ptr,  # [num_tokens, NUM_KV_HEADS, V_HEAD_DIM]
     k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
-    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS, V_HEAD_DIM]
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
     positions_ptr,  # int64 [num_tokens]
     cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM]
@@ -58,13 +58,14 @@ def _qk_norm_rope_and_cache_kernel(
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
@@ -91,8 +92,8 @@ def _qk_norm_rope_and_cache_kernel(
                 stride_k_cache_head, heads, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, BLOCK_REST,
                 NATIVE_FP8,
             )  # fmt: skip
-            dims = tl.arange(0, BLOCK_DIM)[None, :]
-            mask = in_heads & (dims < HEAD_DIM)
+            dims = tl.arange(0, BLOCK_V)[None, :]
+            mask = in_heads & (dims < V_HEAD_DIM)
             value = tl.load(v_ptr + token * stride_v_token + heads[:, None] * stride_v_head + dims, mask=mask)
             v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
             v_ptrs = v_row_ptr + heads[:, None] * stride_v_cache_head + dims
@@ -124,7 +125,7 @@ def qk_norm_rope_and_cache(
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
-        k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous.
+        k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous; v's head_dim may be another.
         k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`.
         positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
         q_weight, k_weight: [head_dim] of the norms; both None for models without them.
@@ -162,11 +163,11 @@ def qk_norm_rope_and_cache(
             q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
         )
     check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
-    num_q_heads, rotary_dim = q.shape[1], cos_sin_cache.shape[1]
+    num_q_heads, rotary_dim, v_head_dim = q.shape[1], cos_sin_cache.shape[1], v.shape[2]
     if num_tokens * (num_q_heads + num_kv_heads) * head_dim == 0:
         return q
     grid, arguments = rotation_launch(
-        num_tokens, num_q_heads, num_kv_heads, head_dim, positions, cos_sin_cache, interleaved
+        num_tokens, num_q_heads, num_kv_heads, max(head_dim, v_head_dim), positions, cos_sin_cache, interleaved
     )
     _qk_norm_rope_and_cache_kernel[grid](
         q_ptr=q,
@@ -178,8 +179,9 @@ def qk_norm_rope_and_cache(
         **strides("token head", q=q, k=k, v=v),
         **write.arguments(),
         HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_V=triton.next_power_of_2(v_head_dim),
         **arguments,
     )
     return q

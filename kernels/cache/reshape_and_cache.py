@@ -18,9 +18,9 @@ from paged.kernels.common.launch import num_warps, strides, tile
 @triton.jit
 def _reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
-    value_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    value_ptr,  # [num_tokens, NUM_HEADS, V_HEAD_DIM]
     k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
-    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
+    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, V_HEAD_DIM]
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
     k_scale_ptr,  # float32, one value or [NUM_HEADS], or None
     v_scale_ptr,  # float32, one value or [NUM_HEADS], or None
@@ -39,9 +39,10 @@ def _reshape_and_cache_kernel(
     stride_v_scale_head,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # of the wider of the two
     NATIVE_FP8: tl.constexpr,
 ):
     """One program copies BLOCK_ROWS rows, a row being one head of one token."""
@@ -49,17 +50,18 @@ def _reshape_and_cache_kernel(
     tokens, heads = (rows // NUM_HEADS)[:, None], (rows % NUM_HEADS)[:, None]
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    mask = (slots >= 0) & (dims < HEAD_DIM)
-    key = tl.load(key_ptr + tokens * stride_key_token + heads * stride_key_head + dims, mask=mask)
-    value = tl.load(value_ptr + tokens * stride_value_token + heads * stride_value_head + dims, mask=mask)
+    k_mask = (slots >= 0) & (dims < HEAD_DIM)
+    v_mask = (slots >= 0) & (dims < V_HEAD_DIM)
+    key = tl.load(key_ptr + tokens * stride_key_token + heads * stride_key_head + dims, mask=k_mask)
+    value = tl.load(value_ptr + tokens * stride_value_token + heads * stride_value_head + dims, mask=v_mask)
     k_offsets = slot_offset(slots, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
     v_offsets = slot_offset(slots, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
     k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head + dims
     v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head + dims
     k_inverse = load_inverse_scale(k_scale_ptr, heads, stride_k_scale_head, slots >= 0)
     v_inverse = load_inverse_scale(v_scale_ptr, heads, stride_v_scale_head, slots >= 0)
-    tl.store(k_ptrs, scaled_cast(key, k_inverse, k_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
-    tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
+    tl.store(k_ptrs, scaled_cast(key, k_inverse, k_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=k_mask)
+    tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=v_mask)
 
 
 def reshape_and_cache(
@@ -78,9 +80,10 @@ def reshape_and_cache(
     is a product with the reciprocal in float32.
 
     Args:
-        key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], one dtype (float32, float16, bfloat16 or
-            float8_e4m3fn), any strides with the last dimension contiguous.
+        key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; of
+            one head_dim or of two.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same, one dtype (float32, float16,
+            bfloat16 or float8_e4m3fn), any strides with the last dimension contiguous.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset inside the caches; negative skips the token.
             Slots are distinct.
         k_scale, v_scale: what a stored value is multiplied by when it is read: float32, above 0, [] or [1] for all
@@ -101,10 +104,11 @@ def reshape_and_cache(
         torch_op.reshape_and_cache(write)
         return
     check_all_ids("reshape_and_cache", write.slots, by_triton=True)
-    if key.numel() == 0:
+    if key.numel() + value.numel() == 0:
         return
     num_tokens, num_heads, head_dim = key.shape
-    block_rows, block_dim = tile(num_tokens * num_heads, head_dim)
+    v_head_dim = value.shape[2]
+    block_rows, block_dim = tile(num_tokens * num_heads, max(head_dim, v_head_dim))
     _reshape_and_cache_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
         key_ptr=key,
         value_ptr=value,
@@ -113,6 +117,7 @@ def reshape_and_cache(
         **strides("token head", key=key, value=value),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
         num_warps=num_warps(2 * block_rows * block_dim),

@@ -37,10 +37,10 @@ class CacheWrite(NamedTuple):
         """Raise InvalidInputError unless all of it fits together; the names are those of the caller's arguments."""
         key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale = self
         check_tensor(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"), FLOAT_DTYPES)
-        check_tensor(v_name, value, key.shape, (key.dtype,), key.device)
+        check_tensor(v_name, value, (*key.shape[:2], "v_head_dim"), (key.dtype,), key.device)
         num_tokens, num_kv_heads, head_dim = key.shape
         check_tensor("k_cache", k_cache, ("num_blocks", "block_size", num_kv_heads, head_dim), CACHE_DTYPES, key.device)
-        check_tensor("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key.device)
+        check_tensor("v_cache", v_cache, (*k_cache.shape[:3], value.shape[2]), (k_cache.dtype,), key.device)
         check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
         for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
             check_last_dim_contiguous(name, tensor)

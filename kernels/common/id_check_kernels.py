@@ -77,7 +77,18 @@ def _check_ids_kernel(
 CU_SEQLENS, DESCENDING, TOO_LONG, SEQ_LENS, BLOCK_TABLE = (tl.constexpr(code) for code in range(5))
 
 
-@triton.jit(do_not_specialize=["operation", "num_tokens", "num_blocks", "block_size", "width", "max_seqlen_q", "left"])
+@triton.jit(
+    do_not_specialize=[
+        "operation",
+        "num_tokens",
+        "num_blocks",
+        "block_size",
+        "width",
+        "max_seqlen_q",
+        "left",
+        "chunk_size",
+    ]
+)
 def _check_sequences_kernel(
     block_table_ptr,  # [num_seqs, width] int32
     cu_seqlens_q_ptr,  # [num_seqs + 1] int32
@@ -91,6 +102,7 @@ def _check_sequences_kernel(
     width,
     max_seqlen_q,
     left,  # keys seen before a query
+    chunk_size,  # a query sees keys of its own chunk
     stride_table_seq,
     KEYS_AT_ONCE: tl.constexpr,
     LANES: tl.constexpr,
@@ -113,7 +125,8 @@ def _check_sequences_kernel(
     _record(record_ptr, ticket_ptr, is_no_length, operation, SEQ_LENS, -1, seq, seq_len, 0, longest)
     if (is_outside | is_beyond | is_no_length) | (end <= start):
         return
-    first_key = tl.maximum(seq_len - (end - start) - left, 0) // KEYS_AT_ONCE * KEYS_AT_ONCE
+    first_query = tl.maximum(seq_len - (end - start), 0)
+    first_key = tl.maximum(first_query - left, first_query // chunk_size * chunk_size) // KEYS_AT_ONCE * KEYS_AT_ONCE
     last_block = (seq_len + block_size - 1) // block_size
     for first in range(first_key // block_size, last_block, LANES):
         columns = first + tl.arange(0, LANES)

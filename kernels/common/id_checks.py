@@ -114,7 +114,8 @@ def check_ids_on_device(operation: str, *arrays: Ids) -> None:
 class Sequences(NamedTuple):
     """What `paged_attention` reads by ids: see its arguments; left: keys that a query sees before its own.
 
-    keys_at_once: what is read before the first key that is seen, as keys come in tiles of so many.
+    keys_at_once: what is read before the first key that is seen, as keys come in tiles of so many. chunk_size: queries
+    see keys of their own chunk; above all positions where there is but one.
     """
 
     block_table: torch.Tensor
@@ -126,6 +127,7 @@ class Sequences(NamedTuple):
     max_seqlen_q: int
     left: int
     keys_at_once: int
+    chunk_size: int = 1 << 30
 
 
 def check_sequences(sequences: Sequences) -> None:
@@ -139,7 +141,8 @@ def check_sequences(sequences: Sequences) -> None:
 def check_sequences_on_host(sequences: Sequences) -> None:
     """Raise InvalidInputError where queries, lengths or blocks lie outside of their tensors. Entries of the table that
     no query reads may hold anything."""
-    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, left, keys_at_once = sequences
+    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, *reach = sequences
+    left, keys_at_once, chunk_size = reach
     width = table.shape[1]
     check_ids_on_host("cu_seqlens_q", cu_seqlens_q, 0, num_tokens)
     if seq_lens.numel() == 0:
@@ -161,7 +164,9 @@ def check_sequences_on_host(sequences: Sequences) -> None:
     least, most = table.aminmax()  # a table without any id out of range need not be looked at in parts
     if _value(least) >= 0 and _value(most) < num_blocks:
         return
-    first_keys = (seq_lens - q_lens - left).clamp(min=0) // keys_at_once * keys_at_once
+    first_queries = (seq_lens - q_lens).clamp(min=0)
+    first_keys = (first_queries // chunk_size * chunk_size).maximum(first_queries - left)
+    first_keys = first_keys // keys_at_once * keys_at_once
     columns = torch.arange(width, device=table.device)
     is_read = (columns >= (first_keys // block_size)[:, None]) & (columns * block_size < seq_lens[:, None])
     is_read &= (q_lens > 0)[:, None]
@@ -173,7 +178,8 @@ def check_sequences_on_host(sequences: Sequences) -> None:
 
 def check_sequences_on_device(sequences: Sequences) -> None:
     """One launch that looks for what `check_sequences_on_host` does, after the error of an earlier one."""
-    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, left, keys_at_once = sequences
+    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, *reach = sequences
+    left, keys_at_once, chunk_size = reach
     recorded = _recorded(table.device)
     recorded.raise_if_found()
     if seq_lens.numel() == 0:
@@ -191,6 +197,7 @@ def check_sequences_on_device(sequences: Sequences) -> None:
         width=table.shape[1],
         max_seqlen_q=max_seqlen_q,
         left=left,
+        chunk_size=chunk_size,
         stride_table_seq=table.stride(0),
         KEYS_AT_ONCE=keys_at_once,
         LANES=LANES,

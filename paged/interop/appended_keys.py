@@ -17,7 +17,8 @@ from paged.kernels.layers.rotary_embedding import rotary_embedding
 
 @dataclass(frozen=True)
 class NewKeys:
-    """key, value: [num_new, num_kv_heads, head_dim]. seqs, steps: int64 [num_new], whose key a row is, and which of it.
+    """key, value: [num_new, num_kv_heads, head_dim], each with its cache's. seqs, steps: int64 [num_new], whose
+    key a row is, and which of it.
 
     counts: int32 [num_seqs], or one number for all, how many a sequence gains.
     """
@@ -38,10 +39,10 @@ def read_new_keys(args: Arguments, keys: Keys) -> NewKeys | None:
         return None  # with offsets, too: SGLang gives those of all its keys, which FlashAttention 3 leaves unread
     args.need("seq_lens")
     key, value = args.tensor("key"), args.tensor("value")
-    num_seqs, heads_dim = keys.seq_lens.shape[0], keys.k.shape[2:]
+    num_seqs = keys.seq_lens.shape[0]
     rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
-    check_tensor(args.name("key"), key, (*rows, *heads_dim), FLOAT_DTYPES, keys.k.device)
-    check_tensor(args.name("value"), value, key.shape, (key.dtype,), keys.k.device)
+    check_tensor(args.name("key"), key, (*rows, *keys.k.shape[2:]), FLOAT_DTYPES, keys.k.device)
+    check_tensor(args.name("value"), value, (*key.shape[:-1], keys.v.shape[3]), (key.dtype,), keys.k.device)
     key, value = with_contiguous_rows(key), with_contiguous_rows(value)
     if offsets is None:
         seqs, steps = _steps(num_seqs, key.shape[1], key.device)

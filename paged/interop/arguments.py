@@ -16,6 +16,7 @@ from paged.kernels.common.scalars import as_int, shown
 
 # Other spellings of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
 _SPELLINGS = {
+    "attention_chunk": "attention_chunk_size",
     "k_descale": "k_scale",
     "learnable_sink": "sinks",
     "page_table": "block_table",
@@ -34,8 +35,9 @@ class Vocabulary(NamedTuple):
 
 
 _ATTENTION_KEYS = frozenset(
-    "alibi_slopes block_table causal cu_seqlens_k cu_seqlens_q k_cache k_scale max_seqlen_k max_seqlen_q out q q_scale "
-    "return_attn_probs return_lse seq_lens seqused_q sinks softcap softmax_scale v_cache v_scale window_size".split()
+    "alibi_slopes attention_chunk_size block_table causal cu_seqlens_k cu_seqlens_q k_cache k_scale max_seqlen_k "
+    "max_seqlen_q out q q_scale return_attn_probs return_lse seq_lens seqused_q sinks softcap softmax_scale v_cache "
+    "v_scale window_size".split()
 )
 # Of functions whose `k` and `v` are what is attended to, and of those where they are what is added to it.
 ATTENTION = Vocabulary(

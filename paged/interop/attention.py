@@ -21,8 +21,8 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_device, check_dtype,
 class Attention:
     """What a call gives.
 
-    out: like q; bfloat16 where q has 8 bits. lse: float32 [num_q_heads, total_q], or [batch, num_q_heads, seqlen_q];
-    None unless the caller asks for it, by return_attn_probs where `has_probs`.
+    out: like q, with the values' head_dim; bfloat16 where q has 8 bits. lse: float32 [num_q_heads, total_q], or
+    [batch, num_q_heads, seqlen_q]; None unless the caller asks for it, by return_attn_probs where `has_probs`.
     """
 
     out: torch.Tensor
@@ -62,6 +62,7 @@ def _attend(args: Arguments) -> Attention:
         "causal": is_causal,
         "window_size": window,
         "softcap": args.softcap(),
+        "attention_chunk_size": args.integer("attention_chunk_size") or 0,
         "sinks": args.optional_tensor("sinks"),
     }
     if options["sinks"] is not None:
@@ -75,7 +76,7 @@ def _attend(args: Arguments) -> Attention:
     }
     has_probs = args.flag("return_attn_probs")
     has_lse = args.flag("return_lse") or has_probs
-    given, out = _outputs(args, queries)
+    given, out = _outputs(args, queries, keys.v.shape[3])
     used, padding = lengths(args, "seqused_q", num_seqs, device), _left_padding(args, num_seqs, device)
     if used is not None:
         check_within(args.name("seqused_q"), used, 0, queries.cu_seqlens.diff(), "the queries of each sequence")
@@ -84,7 +85,9 @@ def _attend(args: Arguments) -> Attention:
     in_tokens = keys if padding is None else by_token(args, keys, padding)
     if new is not None and any(scale is not None and scale.dim() == 2 for scale in (k_scale, rows["v_scale"])):
         raise UnsupportedError(f"{args.name('k_scale')}, {args.name('v_scale')}: rows that differ, with new keys")
-    queries, new = rotate(args, queries, keys, new, in_order=is_causal or window != (-1, -1))
+    queries, new = rotate(
+        args, queries, keys, new, in_order=is_causal or window != (-1, -1) or options["attention_chunk_size"] > 0
+    )
     if new is not None:
         keys = append(args, keys, new, k_scale, rows["v_scale"])
     if padding is not None:
@@ -100,7 +103,9 @@ def _attend(args: Arguments) -> Attention:
     if not args.has("cu_seqlens_q"):
         batch, seqlen = args.tensor("q").shape[:2]
         lse = None if lse is None else lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
-    return Attention(out.view(args.tensor("q").shape) if given is None else given, lse, has_probs)
+    if given is None:
+        given = out.view(*args.tensor("q").shape[:-1], out.shape[-1])
+    return Attention(given, lse, has_probs)
 
 
 def _left_padding(args: Arguments, num_seqs: int, device: torch.device) -> torch.Tensor | None:
@@ -110,18 +115,19 @@ def _left_padding(args: Arguments, num_seqs: int, device: torch.device) -> torch
     return lengths(args, "cache_leftpad", num_seqs, device)
 
 
-def _outputs(args: Arguments, queries: Queries) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _outputs(args: Arguments, queries: Queries, v_head_dim: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The caller's `out`, and where rows go: the same memory if its rows can be addressed there."""
     dtype = torch.bfloat16 if queries.rows.dtype == torch.float8_e4m3fn else queries.rows.dtype
     given = args.optional_tensor("out")
     if given is not None:
-        check_tensor(args.name("out"), given, args.tensor("q").shape, (dtype,), queries.rows.device)
+        shape = *args.tensor("q").shape[:-1], v_head_dim
+        check_tensor(args.name("out"), given, shape, (dtype,), queries.rows.device)
         if any(size > 1 and step == 0 for size, step in zip(given.shape, given.stride(), strict=True)):
             raise InvalidInputError(f"{args.name('out')}: strides {given.stride()}, expected memory for every element")
         rows = given if args.has("cu_seqlens_q") else given.flatten(0, 1)
         if rows.data_ptr() == given.data_ptr() and rows.stride(-1) == 1:
             return given, rows
-    return given, torch.empty(queries.rows.shape, dtype=dtype, device=queries.rows.device)
+    return given, torch.empty(*queries.rows.shape[:2], v_head_dim, dtype=dtype, device=queries.rows.device)
 
 
 def _with_unused_queries(

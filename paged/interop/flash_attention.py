@@ -106,8 +106,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: [total_q, num_q_heads, head_dim], float32, float16, bfloat16, or float8_e4m3fn with keys of that type.
-        k, v: [total_k, num_kv_heads, head_dim]; with a block table [num_blocks, block_size, num_kv_heads, head_dim];
-            of q's type or float8_e4m3fn.
+        k, v: [total_k, num_kv_heads, head_dim], 1 to 512, v's may be another; with a block table
+            [num_blocks, block_size, num_kv_heads, head_dim]; of q's type or float8_e4m3fn.
         cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1], where sequences begin; those of the keys are not needed with
             a block table and seqused_k.
         max_seqlen_q, max_seqlen_k: at least the longest; that of the keys is not needed with a block table. Without one
@@ -116,6 +116,7 @@ def flash_attn_varlen_func(
         softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
         causal: the last query stands at the last key, and each sees what is not behind it.
         window_size: (left, right) keys seen on each side besides the own one; None, or a negative number, is no limit.
+        attention_chunk: position i sees j only where j // attention_chunk is i // attention_chunk; 0 is no limit.
         softcap: 1e-6 to 1000, scores become softcap * tanh(score / softcap); None, 0 or a negative number is none.
         alibi_slopes: [num_q_heads], or [num_seqs, num_q_heads].
         block_table (page_table): int32 [num_seqs, max_blocks_per_seq].
@@ -125,11 +126,11 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: float32, one, [num_kv_heads] or [num_seqs, num_kv_heads], what 8-bit values are
             multiplied by. Rows that are not one row expanded are compared, on a device after waiting for it, and where
             they differ sequences run one after the other.
-        out: like q (bfloat16 where that has 8 bits), written in place.
+        out: like q (bfloat16 where that has 8 bits) with v's head_dim, written in place.
 
     Returns:
-        out [total_q, num_q_heads, head_dim]; with return_softmax_lse (out, lse), lse float32 [num_q_heads, total_q];
-        with return_attn_probs (out, lse, None), there being no probabilities without dropout.
+        out [total_q, num_q_heads, v's head_dim]; with return_softmax_lse (out, lse), lse float32 [num_q_heads,
+        total_q]; with return_attn_probs (out, lse, None), there being no probabilities without dropout.
 
     Raises:
         InvalidInputError: an argument does not fit, by its name.

@@ -9,6 +9,7 @@ import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
+from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.common.checks import CACHE_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
 
 
@@ -30,7 +31,8 @@ class Queries:
 
 @dataclass(frozen=True)
 class Keys:
-    """k, v: [num_blocks, block_size, num_kv_heads, head_dim]. block_table: int32 [num_seqs, max_blocks_per_seq].
+    """k, v: [num_blocks, block_size, num_kv_heads, head_dim], each of its own head_dim. block_table: int32 [num_seqs,
+    max_blocks_per_seq].
 
     seq_lens: int32 [num_seqs], keys that are there before any are added. max_seqlen: that the table has room for.
     offsets: int32 [num_seqs + 1], of packed keys alone, where a sequence's begin.
@@ -154,8 +156,8 @@ def by_token(args: Arguments, keys: Keys, left_padding: torch.Tensor) -> Keys:
         UnsupportedError: blocks do not begin at multiples of the distance between two tokens.
     """
     num_blocks, block_size = keys.k.shape[:2]
-    ratio, rest = divmod(keys.k.stride(0), max(keys.k.stride(1), 1))
-    if rest or keys.k.stride()[:2] != keys.v.stride()[:2] or num_blocks * ratio >= 1 << 31:
+    (ratio, rest), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (keys.k, keys.v))
+    if rest or of_values != (ratio, rest) or num_blocks * ratio >= 1 << 31:
         raise UnsupportedError(f"{args.name('cache_leftpad')}: a cache of strides {keys.k.stride()} cannot be cut")
     size = (num_blocks - 1) * ratio + block_size if num_blocks else 0
     k, v = (x.as_strided((size, 1, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (keys.k, keys.v))
@@ -179,11 +181,13 @@ def _check_shapes(args: Arguments, queries: Queries, k: torch.Tensor, v: torch.T
         rows = "batch_cache", "seqlen_cache"
     elif args.function == "flash_attn_with_kvcache" and k.dim() == 4 and k.shape[0] > queries.num_seqs:
         rows = "batch_cache", "seqlen_cache"  # whose first rows are the sequences'
-    if not 1 <= head_dim <= 256:
-        raise InvalidInputError(f"{args.name('q')}: head_dim {head_dim}, expected 1 to 256")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise InvalidInputError(f"{args.name('q')}: head_dim {head_dim}, expected 1 to {MAX_HEAD_DIM}")
     dtypes = queries.rows.dtype, torch.float8_e4m3fn
     check_tensor(args.name("k_cache"), k, (*rows, "num_kv_heads", head_dim), dtypes, queries.rows.device)
-    check_tensor(args.name("v_cache"), v, k.shape, (k.dtype,), queries.rows.device)
+    check_tensor(args.name("v_cache"), v, (*k.shape[:-1], "v_head_dim"), (k.dtype,), queries.rows.device)
+    if not 1 <= v.shape[-1] <= MAX_HEAD_DIM:
+        raise InvalidInputError(f"{args.name('v_cache')}: head_dim {v.shape[-1]}, expected 1 to {MAX_HEAD_DIM}")
     if k.shape[-2] == 0 or num_q_heads == 0 or num_q_heads % k.shape[-2]:
         raise InvalidInputError(
             f"{args.name('q')}: {num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"

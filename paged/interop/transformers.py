@@ -102,7 +102,7 @@ class PagedTritonAttention:
         """query [1, num_q_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim].
 
         Returns:
-            [1, num_tokens, num_q_heads, head_dim], and no weights.
+            [1, num_tokens, num_q_heads, the values' head_dim], and no weights.
 
         Raises:
             UnsupportedError: no paged cache, a mask, a position bias, dropout, or new keys by block table.
@@ -122,7 +122,7 @@ class PagedTritonAttention:
             "softcap": softcap or 0.0,
         }
         layer, q = module.layer_idx, query[0].transpose(0, 1)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], value.shape[3], dtype=q.dtype, device=q.device)
         allocator = paged_cache.layer_to_allocator[layer]
         if not allocator.supports_block_table:
             # A window's cache is a ring, whose oldest keys the new ones replace before they have been read.

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
 from paged.interop.vllm_metadata import PagedMetadata, PagedMetadataBuilder
+from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.attention.paged_attention import paged_attention
 
 
@@ -50,7 +51,7 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return 1 <= head_size <= 256
+        return 1 <= head_size <= MAX_HEAD_DIM
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -97,6 +97,39 @@ def test_each_version_returns_what_it_does(device: torch.device) -> None:
     assert len(flash_attention_3.flash_attn_with_kvcache(*cached, return_softmax_lse=True)) == 4
 
 
+def test_values_of_another_size_and_chunks(device: torch.device) -> None:
+    """Packed, padded behind a left padding, and appended to a cache; chunks by the name of version 3."""
+    lengths, chunk = torch.tensor([9, 6], dtype=torch.int32, device=device), 4
+    q, k, v = (torch.randn(2, 9, heads, size, device=device) for heads, size in ((4, 24), (2, 24), (2, 40)))
+    table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
+    offsets = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
+    want, want_lse = reference.paged_attention(
+        q.flatten(0, 1), k, v, block_table=table, cu_seqlens_q=offsets, seq_lens=lengths, attention_chunk_size=chunk
+    )
+    options: dict[str, Any] = {"causal": True, "attention_chunk": chunk}
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    varlen = offsets, offsets, 9, 9
+    out, lse = flash_attention_3.flash_attn_varlen_func(
+        *packed, *varlen, seqused_k=lengths, return_attn_probs=True, **options
+    )
+    assert_close(out, want)
+    assert_close(lse, want_lse)
+    pad = [torch.cat([torch.full_like(x[:, :2], math.nan), x], 1) for x in (k, v)]
+    paddings = {"cache_leftpad": torch.full_like(lengths, 2), "cache_seqlens": lengths + 2}
+    assert_close(flash_attention_3.flash_attn_with_kvcache(q, *pad, **paddings, **options).flatten(0, 1), want)
+    caches, rows = [torch.cat([x[:, :5], torch.full_like(x[:, :4], math.nan)], 1) for x in (k, v)], lengths * 0 + 5
+    out = flash_attention_3.flash_attn_with_kvcache(
+        q[:, 5:6], *caches, k[:, 5:6], v[:, 5:6], cache_seqlens=rows, **options
+    )
+    assert_close(out[1], want[9 + 8 :])
+    with pytest.raises(InvalidInputError, match="attention_chunk: -1"):
+        flash_attention_3.flash_attn_func(q, k, v, attention_chunk=-1)
+    with pytest.raises(InvalidInputError, match=r"v: shape \[2, 8"):
+        flash_attention_3.flash_attn_func(q, k, v[:, :8])
+    with pytest.raises(InvalidInputError, match="v: head_dim 520, expected 1 to 512"):
+        flash_attention_3.flash_attn_func(q, k, torch.ones(2, 9, 2, 520, device=device))
+
+
 def test_offsets_of_new_keys_without_any(device: torch.device) -> None:
     """As SGLang gives them in every step."""
     q, k, v, offsets, want, _ = _tensors(device)

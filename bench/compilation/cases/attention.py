@@ -29,8 +29,8 @@ _OPTIONS = {  # argument -> type when given
 
 
 def cases() -> list[CompileCase]:
-    """Head sizes 64 to 256, gathered and in boxes, fp8 caches, and all options at once, for each target's own tiles."""
-    plan = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
+    """Head sizes 64 to 512, K wider than V, gathered, in boxes, fp8 caches, all options: each target's own tiles."""
+    plan = {"GROUP": 4, "CHUNK_SIZE": 0, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
     merge = {"GROUP": 4, "BLOCK_M": 128, "MERGE_M": 16}
     masks = {"mask_ptr": "*i1", "words_ptr": "*i64"}
     outs = ("stride_out_token", "stride_out_head")
@@ -38,13 +38,14 @@ def cases() -> list[CompileCase]:
         kernel_case("paged_attention plan", _plan_kernel, plan, _KINDS | _OPTIONS, num_warps=PLAN_WARPS),
         kernel_case("paged_attention mask", _pack_mask_kernel, {}, _KINDS | masks, aligned=()),
     ]
-    for head_dim in (128, 256):
-        sizes = {**merge, "HEAD_DIM": head_dim, "HEAD_DIM_PADDED": head_dim}
+    for head_dim in (128, 256, 512):
+        sizes = {**merge, "V_HEAD_DIM": head_dim, "V_HEAD_DIM_PADDED": head_dim}
         name = f"paged_attention merge D={head_dim}"
         found.append(kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs))
     for target in TARGETS:
         for head_dim in (128, 256):
             found += [_attention_case(target, "decode", head_dim, rows=rows, box=64) for rows in (32, 64)]
+        found += [_attention_case(target, "decode", 512, box=box, rows=rows) for box, rows in ((0, 32), (16, 16))]
         found.append(_attention_case(target, "decode", 128, rows=64))
         found.append(_attention_case(target, "decode", 128, rows=64, window=True, options=tuple(_OPTIONS)))
         boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
@@ -56,7 +57,14 @@ def cases() -> list[CompileCase]:
                 *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),
                 _attention_case(target, kind, 128, window=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
-                *(_attention_case(target, kind, dim, window=True, options=tuple(_OPTIONS)) for dim in (128, 256)),
+                *(_attention_case(target, kind, dim, window=True, options=tuple(_OPTIONS)) for dim in (128, 256, 512)),
+                *(_attention_case(target, kind, head_dim) for head_dim in (384, 512)),
+                _attention_case(target, kind, 512, cache="u8"),
+                _attention_case(target, kind, 512, dtype="fp32"),
+                _attention_case(target, kind, 192, v_head_dim=128),
+                _attention_case(target, kind, 192, v_head_dim=128, window=True, options=tuple(_OPTIONS)),
+                _attention_case(target, kind, 128, chunk_size=8192),
+                _attention_case(target, kind, 512, shared=True),
             ]
     return list({(case.name, case.targets): case for case in found}.values())
 
@@ -66,37 +74,46 @@ def _attention_case(
     kind: str,
     head_dim: int,
     *,
+    v_head_dim: int | None = None,
     dtype: str = "bf16",
     cache: str | None = None,
     box: int = 0,
     rows: int = 16,
     window: bool = False,
+    chunk_size: int = 0,
+    shared: bool = False,
     softcap: bool = False,
     options: tuple[str, ...] = (),
 ) -> CompileCase:
-    sizes = head_dim, _ELEMENT_SIZE[dtype], target, box
+    v_head_dim = v_head_dim or head_dim
+    sizes = head_dim, v_head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
     if kind == "decode":
         tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, fp8=cache is not None)
     else:
         tile = prefill_tile(*sizes, more_scores=more_scores)
     by_tma = tile.by_tma
-    width = padded_head_dim(head_dim)
+    width, v_width = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     element = cache or dtype
-    cached = f"tensordesc<{element}[1, {tile.block_n}, 1, {width}]>" if by_tma else f"*{element}"
-    kinds = _KINDS | _OPTIONS | {"k_cache": cached, "v_cache": cached}
+    kinds = _KINDS | _OPTIONS
+    for name, size in (("k_cache", width), ("v_cache", v_width)):
+        kinds[name] = f"tensordesc<{element}[1, {tile.block_n}, 1, {size}]>" if by_tma else f"*{element}"
     constexprs: dict[str, Any] = {
         **{name: None for name in _OPTIONS if name not in options},
         "GROUP": 4,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": width,
+        "V_HEAD_DIM": v_head_dim,
+        "V_HEAD_DIM_PADDED": v_width,
         "KV_BLOCK_SIZE": box if by_tma else 16,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "HAS_WINDOW": window,
+        "HAS_WINDOW": window or chunk_size > 0,
+        "CHUNK_SIZE": chunk_size,
         "HAS_SOFTCAP": softcap,
         "USE_TMA": by_tma,
-        "SAME_STRIDES": True,
+        "SAME_STRIDES": v_head_dim == head_dim,
+        "SHARED_KV": shared,
         "FP8": cache == "u8",
         "NATIVE_FP8": target in ("sm_90", "sm_100"),
         "CLEAR_PADDING": True,
@@ -108,8 +125,16 @@ def _attention_case(
         expect = {target: ("HMMA", *copies)}
     else:
         expect = {target: (_TENSOR_CORES[target], *copies)}
-    words = [f"{tile.block_m} x {tile.block_n}", f"D={head_dim}", dtype, *([f"{cache} cache"] if cache else [])]
-    flags = {"boxes": by_tma, "window": window, "softcap": softcap, "options": bool(options)}
+    widths = f"D={head_dim}" if v_head_dim == head_dim else f"D={head_dim},{v_head_dim}"
+    words = [f"{tile.block_m} x {tile.block_n}", widths, dtype, *([f"{cache} cache"] if cache else [])]
+    flags = {
+        "boxes": by_tma,
+        "window": window,
+        "chunk": chunk_size > 0,
+        "shared K and V": shared,
+        "softcap": softcap,
+        "options": bool(options),
+    }
     words += [word for word, is_set in flags.items() if is_set]
     return kernel_case(
         f"paged_attention {kind} {' '.join(words)} for {target}",

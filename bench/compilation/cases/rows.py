@@ -17,8 +17,8 @@ from paged.kernels.common.rotation import heads_per_program
 from paged.kernels.layers.rotary_embedding import _rotary_embedding_kernel
 from paged.kernels.layers.silu_and_mul import _silu_and_mul_kernel
 
-# head_dim, query heads and KV heads of Llama-3.2-1B, Phi-2, Qwen3-8B and Gemma-2B
-MODELS = ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 8, 1))
+# head_dim, query heads and KV heads of Llama-3.2-1B, Phi-2, Qwen3-8B and Gemma-2B, and the widest heads
+MODELS = ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 8, 1), (512, 16, 2))
 
 # Arguments that are neither constexprs, int32 scalars nor bfloat16 tensors.
 _FLOATS = ("k_scale_ptr", "v_scale_ptr", "cos_sin_cache_ptr", "lse_a_ptr", "lse_b_ptr", "lse_ptr")
@@ -30,13 +30,13 @@ NATIVE_FP8 = {True: ("sm_90", "sm_100"), False: ("sm_80", "gfx942")}
 
 
 def cases() -> list[CompileCase]:
-    """Head sizes 64 to 256, partial and interleaved rotary embedding, every alignment of a block."""
+    """Head sizes 64 to 512, partial and interleaved rotary embedding, every alignment of a block."""
     found = []
     for head_dim, num_q_heads, num_kv_heads in MODELS:
         block_rows, block_dim = tile(4096, head_dim)
         rows = {"HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim}
         elements = 2 * block_rows * block_dim
-        kv = {"NUM_HEADS": num_kv_heads, "KV_BLOCK_SIZE": 16}
+        kv = {"NUM_HEADS": num_kv_heads, "V_HEAD_DIM": head_dim, "KV_BLOCK_SIZE": 16}
         name, merged = f"head_dim={head_dim}", rows | {"NUM_HEADS": num_q_heads}
         found += _cache_write_cases(f"reshape_and_cache {name}", _reshape_and_cache_kernel, elements, rows | kv)
         found.append(_case(f"merge_attn_states {name}", _merge_attn_states_kernel, elements, merged))
@@ -75,7 +75,8 @@ def _rotary_cases(
         "KV_BLOCK_SIZE": 16,
         "BLOCK_HEADS": fused_heads,
         "BLOCK_REST": triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        "BLOCK_DIM": block_dim,
+        "V_HEAD_DIM": head_dim,
+        "BLOCK_V": block_dim,
     }
     plain = {"q_weight_ptr": None, "k_weight_ptr": None}
     found = []

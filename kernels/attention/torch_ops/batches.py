@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 
 # Queries of a chunk: a long prompt is cut so that its first queries do not meet the keys that only its last ones see.
@@ -84,12 +84,13 @@ def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores
     """
     tensors, max_in_place = (call.block_table, call.is_causal, call.mask), _max_queries_in_place(call)
     key: Hashable = (
-        *map(_memory, tensors), call.window, call.k_cache.shape, call.q.shape, keeps_scores, max_in_place
+        *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, keeps_scores,
+        max_in_place,
     )  # fmt: skip
     if key not in shared:
         ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
-        sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q
-        check_sequences_on_host(Sequences(*ids, *sizes, left=call.window[0], keys_at_once=1))
+        sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
+        check_sequences_on_host(Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT))
         shared[key] = list(_batches(call, keeps_scores, max_in_place)), tensors
     return shared[key][0]
 
@@ -127,9 +128,12 @@ def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
         for row in range(start, end, longest):
             num_queries = min(end - row, longest)
             position = context + row - start
-            first_key = max(0, position - left)
-            last_key = position + num_queries - 1 + (0 if is_causal[seq] else right)
-            num_keys = min(lengths[seq], last_key + 1) - first_key
+            first_key, last = max(0, position - left), position + num_queries - 1
+            end_key = min(lengths[seq], last + (0 if is_causal[seq] else right) + 1)
+            if chunk_size := call.chunk_size:
+                first_key = max(first_key, position // chunk_size * chunk_size)
+                end_key = min(end_key, (last // chunk_size + 1) * chunk_size)
+            num_keys = end_key - first_key
             if num_keys > 0:
                 yield QueryChunk(seq, row, num_queries, position, context, first_key, num_keys)
 
@@ -148,6 +152,8 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], max_in_place: int) -> 
     if rows.shape[1] > 1:
         ahead = key[:, None] - position[:, :, None]  # [n, Q, L]
         visible = visible & (ahead >= -left) & (ahead <= right)
+        if call.chunk_size:
+            visible &= key[:, None] // call.chunk_size == position[:, :, None] // call.chunk_size
         if call.is_causal is not None:
             visible &= (ahead <= 0) | ~call.is_causal[seq, None]
     if call.mask is not None:

@@ -39,7 +39,7 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
             attended, row_lse = _with_scores(call, batch, queries)
             if lse is not None and row_lse is not None:
                 lse[:, batch.rows] = row_lse.transpose(0, 1).flatten(1)
-        rows = attended.transpose(1, 2).reshape(-1, *q.shape[1:])  # [n * Q, Hq, D]
+        rows = attended.transpose(1, 2).reshape(-1, *out.shape[1:])  # [n * Q, Hq, Dv]
         if call.v_scale is not None:
             rows = (rows.unflatten(1, (num_kv_heads, -1)) * call.v_scale.reshape(-1, 1, 1)).flatten(1, 2)
         out.index_copy_(0, batch.rows, rows.to(out.dtype))
@@ -48,7 +48,7 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
 
 
 def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> torch.Tensor:
-    """[n, Hq, Q, D]; NaN or anything where a row sees no key."""
+    """[n, Hq, Q, Dv]; NaN or anything where a row sees no key."""
     gathered = GatheredProducts(call, batch)
     keys, values = gathered.keys, gathered.values
     is_decode = queries.shape[2] == 1
@@ -63,7 +63,7 @@ def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> 
 def _with_scores(
     call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[n, Hq, Q, D], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse is given."""
+    """[n, Hq, Q, Dv], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse is given."""
     products = products_of(call, batch)
     scores = products.scores(queries)
     if call.softcap > 0:

@@ -17,7 +17,7 @@ class Products(Protocol):
         """Scaled: float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """Sums of values: float32 [n, Hq, Q, L] -> [n, Hq, Q, D]."""
+        """Sums of values: float32 [n, Hq, Q, L] -> [n, Hq, Q, Dv]."""
 
 
 def products_of(call: AttentionCall, batch: SequenceBatch) -> Products:
@@ -26,7 +26,7 @@ def products_of(call: AttentionCall, batch: SequenceBatch) -> Products:
 
 
 class GatheredProducts:
-    """Matrix products of all queries of a group of heads; `keys` and `values` are float32 [n, Hkv, L, D]."""
+    """Matrix products of all queries of a group of heads; `keys` and `values` are float32 [n, Hkv, L, D] and Dv."""
 
     def __init__(self, call: AttentionCall, batch: SequenceBatch) -> None:
         self.softmax_scale = call.softmax_scale

@@ -26,7 +26,7 @@ def test_candidates_are_distinct_and_box_what_a_block_holds(kind: str) -> None:
 
 def test_plans_take_the_tile(device: torch.device) -> None:
     shape = AttentionShape(
-        num_tokens=1, num_kv_heads=1, group=1, head_dim=64, element_size=2, window=(NO_LIMIT, 0)
+        num_tokens=1, num_kv_heads=1, group=1, head_dim=64, v_head_dim=64, element_size=2, window=(NO_LIMIT, 0)
     )  # fmt: skip
 
     def tile_of_a_plan() -> AttentionTile:

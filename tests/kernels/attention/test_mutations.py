@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import paged.kernels.attention.launches
+import paged.kernels.attention.mask
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
 
-MODULES = (paged.kernels.attention.online_softmax, paged.kernels.attention.tile_kernels)  # the second imports the first
+attention = paged.kernels.attention
+MODULES = (attention.mask, attention.online_softmax, attention.tile_kernels)  # each imports those before it
 
 PROBLEMS = (
     Problem("ragged", ((1, 17), (3, 40), (20, 20)), heads=(4, 1)),
@@ -24,6 +26,8 @@ PROBLEMS = (
     Problem("options", ((3, 30), (20, 24)), sinks=True, alibi=True, scales="head", tree=True, causal=(True, False)),
     Problem("whole blocks at once", ((1, 70),), heads=(2, 1), block_size=128, dtype=torch.float16),
     Problem("split, coverage", ((1, 2011),), heads=(1, 1), head_dim=64, coverage=True),
+    Problem("chunks", ((1, 65), (30, 70)), chunk_size=24, causal=(True, False), head_dim=48, v_head_dim=24),
+    Problem("keys whose start is the value", ((3, 40),), layout="shared", head_dim=64, v_head_dim=40),
 )
 
 # fault -> (text of the kernels, what the faulty copy has instead)
@@ -35,11 +39,16 @@ MUTATIONS = {
     "a full block is dropped": ("slopes, full_begin, full_end,", "slopes, full_begin + 1, full_end,"),
     "a full block is done twice": ("slopes, full_begin, full_end,", "slopes, tl.maximum(full_begin - 1, 0), full_end,"),
     "no causal mask": (
-        "visible = offs_n[None, :] <= last_key[:, None]",
-        "visible = offs_n[None, :] < seq_len + 0 * last_key[:, None]",
+        "visible = offs_n[None, :] < end_key[:, None]",
+        "visible = offs_n[None, :] < seq_len + 0 * end_key[:, None]",
     ),
-    "the causal mask is one off": ("offs_n[None, :] <= last_key[:, None]", "offs_n[None, :] < last_key[:, None]"),
-    "the window is one off": ("first_key = position - window_left", "first_key = position - window_left - 1"),
+    "the causal mask is one off": ("offs_n[None, :] < end_key[:, None]", "offs_n[None, :] < end_key[:, None] - 1"),
+    "the window is one off": ("first = position - window_left", "first = position - window_left - 1"),
+    "chunks begin one early": ("first = tl.maximum(first, chunk)", "first = tl.maximum(first, chunk - 1)"),
+    "chunks begin one late": ("chunk = tl.maximum(position, 0) //", "chunk = 1 + tl.maximum(position, 0) //"),
+    "chunks end one late": ("0, chunk + CHUNK_SIZE)", "0, chunk + CHUNK_SIZE + 1)"),
+    "no chunks": ("first = tl.maximum(first, chunk)", "first = tl.maximum(first, 0 * chunk)"),
+    "values are one column off": ("_load_rows(v_cache, v_offsets,", "_load_rows(v_cache + 1, v_offsets,"),
     "no scale": ("scores = scores * (scale * LOG2E)", "scores = scores * LOG2E"),
     "blocks in order, whatever the table says": (
         "block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)",
@@ -69,14 +78,16 @@ MUTATIONS = {
 
 
 def _faulty_copy(folder: Path, text: str, replacement: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels of a copy of both files, in which `text` is replaced."""
+    """The kernels of a copy of the files, in which `text` is replaced."""
     sources = [Path(module.__file__ or "").read_text() for module in MODULES]
     assert any(text in source for source in sources), "the kernels have changed: this mutation no longer applies"
-    for module, source in zip(MODULES, sources, strict=True):
-        name = "faulty_" + module.__name__.rpartition(".")[2]
+    copies = {module.__name__: "faulty_" + module.__name__.rpartition(".")[2] for module in MODULES}
+    for source, name in zip(sources, copies.values(), strict=True):
         path = folder / f"{name}.py"
         faulty = source.replace(text, replacement) if text else source
-        path.write_text(faulty.replace(MODULES[0].__name__, "faulty_online_softmax"))
+        for original, copied in copies.items():
+            faulty = faulty.replace(original, copied)
+        path.write_text(faulty)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None

@@ -37,6 +37,7 @@ def _plan(batch: list[tuple[int, int]], group: int, window: int, device: torch.d
         num_kv_heads=2,
         group=group,
         head_dim=64,
+        v_head_dim=64,
         element_size=2,
         window=(NO_LIMIT if window < 0 else window, 0),
     )

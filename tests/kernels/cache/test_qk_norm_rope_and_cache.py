@@ -17,19 +17,23 @@ NUM_BLOCKS, BLOCK_SIZE = 3, 8
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim", "rotary_dim", "interleaved"),
+    ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "rotary_dim", "interleaved"),
     [
-        (4, 2, 64, 64, False),
-        (5, 1, 80, 80, False),
-        (24, 3, 96, 24, False),
-        (17, 8, 128, 128, True),
-        (2, 2, 256, 64, True),
+        (4, 2, 64, 64, 64, False),
+        (5, 1, 80, 80, 80, False),
+        (24, 3, 96, 96, 24, False),
+        (17, 8, 128, 128, 128, True),
+        (2, 2, 256, 256, 64, True),
+        (5, 1, 512, 512, 512, False),
+        (3, 3, 192, 128, 64, True),
+        (2, 1, 24, 80, 24, False),
     ],
 )
 def test_matches_the_composition(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    v_head_dim: int,
     rotary_dim: int,
     interleaved: bool,
     dtype: torch.dtype,
@@ -41,10 +45,15 @@ def test_matches_the_composition(
     angles = torch.rand(64, rotary_dim // 2) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
     weights = [torch.randn(head_dim, device=device).to(dtype) if with_norm else None for _ in range(2)]
-    qkv = torch.randn(4, num_q_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
-    q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], 1)
-    pool = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
-    k_cache, v_cache = pool.unbind(1)
+    widths = [num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_head_dim]
+    qkv = torch.randn(4, sum(widths), device=device).to(dtype)
+    q, k, v = (
+        x.unflatten(1, (-1, size))
+        for x, size in zip(qkv.split(widths, 1), (head_dim, head_dim, v_head_dim), strict=True)
+    )
+    pool = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, num_kv_heads, max(head_dim, v_head_dim)), torch.nan, device=device)
+    k_cache, v_cache = pool.to(dtype).unbind(1)
+    k_cache, v_cache = k_cache[..., :head_dim], v_cache[..., :v_head_dim]
 
     rotated = []
     for x, weight in zip((q, k), weights, strict=True):
@@ -71,7 +80,7 @@ def test_matches_the_composition(
     assert_close(q, rotated[0])
     assert_close(k_cache, expected[0])
     torch.testing.assert_close(v_cache.cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(qkv[:, num_q_heads:], before[:, num_q_heads:])
+    assert torch.equal(qkv[:, widths[0] :], before[:, widths[0] :])
 
 
 def _arguments(device: torch.device) -> dict[str, torch.Tensor]:

@@ -49,6 +49,7 @@ def _assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
         ((1, 1, 32), "separate"),
         ((33, 8, 128), "interleaved"),
         ((5, 2, 256), "separate"),
+        ((5, 2, 512), "head-major blocks"),
         ((0, 2, 64), "separate"),
     ],
 )
@@ -61,6 +62,18 @@ def test_writes_the_slots_and_nothing_else(
     k_cache, v_cache = LAYOUTS[layout](full, NUM_BLOCKS, BLOCK_SIZE, *shape[1:])
     key, value = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     slots = _slots(shape[0], device)
+    expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
+    reshape_and_cache(key, value, k_cache, v_cache, slots)
+    _assert_same(k_cache, expected[0])
+    _assert_same(v_cache, expected[1])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("sizes", [(192, 128), (72, 512)])
+def test_values_of_another_size(sizes: tuple[int, int], device: torch.device) -> None:
+    key, value = (torch.randn(7, 3, size, device=device) for size in sizes)
+    k_cache, v_cache = (torch.full((NUM_BLOCKS, BLOCK_SIZE, 3, size), torch.nan, device=device) for size in sizes)
+    slots = _slots(7, device)
     expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
     reshape_and_cache(key, value, k_cache, v_cache, slots)
     _assert_same(k_cache, expected[0])
