@@ -31,7 +31,8 @@ Group = tuple[int, int, int]
 class AttentionCase:
     """One row. kind: "prefill" (whole prompts), "decode" (one query a sequence) or "mixed" (all else).
 
-    compiled: peers that compile for every shape, 10 s and more, take part.
+    v_head_dim: 0 where values are as wide as keys. compiled: peers that compile for every shape, 10 s and more, take
+    part.
     """
 
     kind: str
@@ -40,11 +41,18 @@ class AttentionCase:
     heads: tuple[int, int] = (32, 8)
     block_size: int = 16
     head_dim: int = 128
+    v_head_dim: int = 0
     compiled: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}"
+        dims = "" if self.head_dims == (128, 128) else ".d{}_{}".format(*self.head_dims)
+        return f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}{dims}"
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -60,15 +68,16 @@ class AttentionCase:
         """Causal attention of one layer over the batch, or over some `lengths` of it.
 
         With the context c = L - q a sequence of q queries and L keys has P = q c + q (q + 1) / 2 pairs of a query and a
-        key it sees; each pair and query head takes 2 D operations for its score and 2 D for its value. Queries are read
+        key it sees; each pair and query head takes 2 D operations for its score, 2 Dv for its value. Queries are read
         and outputs written, K, V and 4-byte block ids are read once. Partial results of split sequences are overhead
         and do not count.
         """
         lengths, (num_q_heads, num_kv_heads) = self.lengths if lengths is None else lengths, self.heads
         pairs = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in lengths)
-        elements = sum(2 * q * num_q_heads + 2 * seq_len * num_kv_heads for q, seq_len in lengths) * self.head_dim
+        head_dims = sum(self.head_dims)
+        elements = sum(q * num_q_heads + seq_len * num_kv_heads for q, seq_len in lengths) * head_dims
         num_blocks = sum(-(-seq_len // self.block_size) for _, seq_len in lengths)
-        return Cost(4 * num_q_heads * self.head_dim * pairs, elements * dtype.itemsize + 4 * num_blocks)
+        return Cost(2 * num_q_heads * head_dims * pairs, elements * dtype.itemsize + 4 * num_blocks)
 
     def small(self) -> AttentionCase:
         """The same batch at a size for CPUs: 4 sequences of a shape at most, a 64th of the lengths."""
@@ -112,8 +121,7 @@ class AttentionCase:
             max_seqlen_k=int(seq_lens.max()),
         )
         q_shape = (int(q_lens.sum()), self.heads[0], self.head_dim)
-        kv_shape = (sum(blocks_of) + 1, self.block_size, self.heads[1], self.head_dim)
-        shapes = (q_shape, kv_shape, kv_shape)
+        shapes = (q_shape, *((sum(blocks_of) + 1, self.block_size, self.heads[1], size) for size in self.head_dims))
         layers = [Layer(*(torch.randn(s, device=device, dtype=dtype) for s in shapes)) for _ in range(num_layers)]
         return step, layers
 
@@ -151,7 +159,7 @@ class Layer:
 
 
 MakeCalls = Callable[[Step, list[Layer]], list[Call]]
-"""A call for each layer, which returns the output [num_tokens, num_q_heads, head_dim] or a view of as many elements."""
+"""A call for each layer, which returns the output [num_tokens, num_q_heads, v_head_dim] or a view of its size."""
 
 
 def ours(step: Step, layers: list[Layer]) -> list[Call]:
@@ -243,4 +251,8 @@ CASES = (
     *(_decode(*size) for size in ((1, 8), (256, 1), (256, 8))),
     *(_prefill(*size) for size in ((1, 2), (16, 2), (1, 4), (4, 16), (16, 4))),
     *(_decode(*size) for size in ((64, 32), (256, 32))),
+    _decode(64, 8, heads=(16, 2), head_dim=512),
+    _prefill(4, 4, heads=(16, 2), head_dim=512),
+    _decode(64, 8, heads=(16, 16), head_dim=192, v_head_dim=128),
+    _prefill(4, 4, heads=(16, 16), head_dim=192, v_head_dim=128),
 )

@@ -10,6 +10,7 @@ from paged.bench.limits import Ceilings
 
 _VLLM_RATIO = {"prefill": 2.5, "decode": 1.3, "mixed": 2.0}
 _LONG_PREFILL = 4096
+_WIDE_HEAD = 256  # beyond it registers hold tiles of half as many rows
 _LARGE_KV_BYTES = 256_000_000
 _HOST_US = 30.0
 
@@ -18,7 +19,7 @@ def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Go
     """The goals of a row, without its goals."""
     ratios = {name: peer.get("ratio") for name, peer in row["peers"].items()}
     found = [at_least(f"{_VLLM_RATIO[case.kind]}x vLLM's Triton kernel", ratios.get("vllm"), _VLLM_RATIO[case.kind])]
-    if case.kind == "prefill" and row["longest_key"] >= _LONG_PREFILL:
+    if case.kind == "prefill" and row["longest_key"] >= _LONG_PREFILL and case.head_dim <= _WIDE_HEAD:
         found.append(at_least("500 TFLOP/s", row["tflop_per_s"], 500.0))
         found.append(at_least("0.85x cuDNN on contiguous keys", ratios.get("sdpa_cudnn"), 0.85))
     if case.kind == "decode" and row["num_bytes"] >= _LARGE_KV_BYTES:

@@ -44,8 +44,14 @@ def missing(name: str, load: Callable[[], Any]) -> str | None:
 
 
 def _needs(name: str, load: Callable[[], Any]) -> Refuses:
-    """Of a peer that takes every case on a GPU, where its package can be loaded."""
-    return lambda case, dtype, device: missing(name, load) if device.type == "cuda" else "needs a GPU"
+    """Of a peer that takes values of the keys' size on a GPU, where its package can be loaded."""
+
+    def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a GPU"
+        return "takes values of the keys' size only" if case.v_head_dim else missing(name, load)
+
+    return refuses
 
 
 @functools.cache

@@ -94,7 +94,8 @@ def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
     for name, peer in row["peers"].items():
         peer["host_us"] = host.get(name)
     row |= {
-        name: getattr(case, name) for name in ("name", "kind", "batch", "groups", "heads", "head_dim", "block_size")
+        name: getattr(case, name)
+        for name in ("name", "kind", "batch", "groups", "heads", "head_dim", "v_head_dim", "block_size")
     }
     row |= {
         "longest_key": max(seq_len for _, seq_len in case.lengths),

@@ -232,7 +232,6 @@ OTHERS = {
     "q_descale": torch.ones(1),
     "q_v": torch.ones(1),
     "cp_world_size": 2,
-    "attention_chunk": 64,
     "mask_mod": len,
     "window_size_left": 0,
     "window_size_right": torch.tensor(0),

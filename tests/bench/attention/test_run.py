@@ -36,6 +36,7 @@ SMALL = {"heads": (4, 2), "head_dim": 16}
 DECODE = AttentionCase("decode", "3x70", ((3, 1, 70),), **SMALL)
 PREFILL = AttentionCase("prefill", "2x33", ((2, 33, 33),), **SMALL, compiled=True)
 MIXED = AttentionCase("mixed", "20+2x40", ((1, 20, 50), (2, 1, 40)), **SMALL)
+UNEQUAL = AttentionCase("mixed", "unequal", ((1, 20, 50), (2, 1, 40)), **SMALL, v_head_dim=24)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_sibling_takes_the_tiles_of_its_case(case: AttentionCase) -> None:
     assert any(q_len < seq_len for q_len, seq_len in case.lengths) == any(q < k for q, k in sibling.lengths)
 
 
-@pytest.mark.parametrize("case", [DECODE, PREFILL, MIXED], ids=lambda case: case.kind)
+@pytest.mark.parametrize("case", [DECODE, PREFILL, MIXED, UNEQUAL], ids=lambda case: case.batch)
 def test_tables_are_shuffled_and_share_no_block(case: AttentionCase) -> None:
     step, (layer,) = case.tensors(CPU, torch.float32, 1)
     used = [step.block_table[seq, : -(-seq_len // 16)].tolist() for seq, (_, seq_len) in enumerate(case.lengths)]
@@ -92,7 +93,7 @@ def test_tables_are_shuffled_and_share_no_block(case: AttentionCase) -> None:
     compare(ours(step, [layer])[0](), expected(step, layer))
 
 
-@pytest.mark.parametrize("case", [DECODE, PREFILL, MIXED], ids=lambda case: case.kind)
+@pytest.mark.parametrize("case", [DECODE, PREFILL, MIXED, UNEQUAL], ids=lambda case: case.batch)
 def test_spots_are_rows_of_the_whole_output(case: AttentionCase) -> None:
     step, (layer,) = case.tensors(CPU, torch.float32, 1)
     whole, spots = expected(step, layer), expected_spots(step, layer)
