@@ -188,6 +188,8 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
     if name == "paged_attention":
         variants.append({**arguments, "causal": torch.tensor([True, False, True], device=device)})
         variants.append({**arguments, "causal": False, "window_size": (3, 4), "softcap": 20.0})
+        narrow = arguments["v_cache"][..., :8]
+        variants.append({**arguments, "v_cache": narrow, "attention_chunk_size": 2})
     if name in ("fused_moe", "moe_align_block_size"):
         expert_map = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
         variants.append({**arguments, "expert_map": expert_map})

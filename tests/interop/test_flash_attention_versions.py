@@ -119,7 +119,7 @@ def test_values_of_another_size_and_chunks(device: torch.device) -> None:
     assert_close(flash_attention_3.flash_attn_with_kvcache(q, *pad, **paddings, **options).flatten(0, 1), want)
     caches, rows = [torch.cat([x[:, :5], torch.full_like(x[:, :4], math.nan)], 1) for x in (k, v)], lengths * 0 + 5
     out = flash_attention_3.flash_attn_with_kvcache(
-        q[:, 5:6], *caches, k[:, 5:6], v[:, 5:6], cache_seqlens=rows, **options
+        q[:, 8:], *caches, k[:, 5:6], v[:, 5:6], cache_seqlens=rows, **options
     )
     assert_close(out[1], want[9 + 8 :])
     with pytest.raises(InvalidInputError, match="attention_chunk: -1"):

@@ -26,7 +26,7 @@ def _shared(problem: Problem, prefix: int, device: torch.device) -> dict[str, An
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize("prefix", [0, 16, 64])
 def test_matches_reference(prefix: int, dtype: torch.dtype, device: torch.device) -> None:
-    problem = Problem("", ((1, 65), (5, 90), (1, 200), (40, 110)), dtype=dtype, padding_rows=3)
+    problem = Problem("", ((1, 65), (5, 90), (1, 200), (40, 110)), v_head_dim=24, dtype=dtype, padding_rows=3)
     tensors = _shared(problem, prefix, device)
     scale = torch.tensor([0.7, 1.3], device=device)
     options: dict[str, Any] = {"sinks": torch.randn(4, device=device), "softcap": 8.0, "k_scale": scale}

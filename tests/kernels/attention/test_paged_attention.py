@@ -120,8 +120,10 @@ def test_layers_share_a_plan(device: torch.device, monkeypatch: pytest.MonkeyPat
     assert plan._schedules == schedules
     paged_attention(**vars(tensors), max_seqlen_q=40, plan=plan, window_size=(8, -1))
     assert len(plan._schedules) == 2
-    layer = {**vars(tensors), "q": tensors.q.clone().neg(), "k_cache": tensors.k_cache.clone()}
-    assert torch.equal(paged_attention(**layer, max_seqlen_q=40, plan=plan), paged_attention(**layer, max_seqlen_q=40))
+    for v_cache in (tensors.v_cache, tensors.k_cache, tensors.v_cache.neg()):  # whose second are the keys themselves
+        layer = {**vars(tensors), "q": tensors.q.neg(), "v_cache": v_cache}
+        shared = paged_attention(**layer, max_seqlen_q=40, plan=plan)
+        assert torch.equal(shared, paged_attention(**layer, max_seqlen_q=40))
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
@@ -134,6 +136,8 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         ("q", tensors["q"].transpose(1, 2).contiguous().transpose(1, 2), "q: last dimension"),
         ("k_cache", tensors["k_cache"].half(), "k_cache: dtype"),
         ("v_cache", tensors["v_cache"][:-1], "v_cache: shape"),
+        ("v_cache", tensors["v_cache"].repeat(1, 1, 1, 17), "v_cache: v_head_dim 544, expected 1 to 512"),
+        ("v_cache", tensors["v_cache"][..., :0], "v_cache: v_head_dim 0"),
         ("block_table", tensors["block_table"].long(), "block_table: dtype"),
         ("block_table", tensors["block_table"][:1], "block_table: shape"),
         ("cu_seqlens_q", tensors["cu_seqlens_q"][:-1], "cu_seqlens_q: shape"),
@@ -141,7 +145,8 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             paged_attention(**{**tensors, name: changed}, max_seqlen_q=3)
-    for name, value in (("max_seqlen_q", -1), ("window_size", (-2, 0)), ("softcap", -1.0), ("softcap", math.nan)):
+    for name, value in (("max_seqlen_q", -1), ("window_size", (-2, 0)), ("softcap", -1.0), ("softcap", math.nan),
+        ("attention_chunk_size", -1), ("attention_chunk_size", 0.5)):  # fmt: skip
         with pytest.raises(InvalidInputError, match=name):
             paged_attention(**{**tensors, "max_seqlen_q": 3, name: value})
     with pytest.raises(InvalidInputError, match="out: shape"):

@@ -14,7 +14,7 @@ from tests.tolerance import GPU_DTYPES
 
 LENGTHS = (((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)))
 HEADS = ((4, 4), (8, 2), (5, 1))
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 WINDOWS = (-1, 63, 127, 255)  # a window of 64 is the own position and 63 before it
 SOFTCAPS = (0.0, 50.0)
 BLOCK_SIZES = (16, 64, 128)

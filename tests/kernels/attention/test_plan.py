@@ -26,7 +26,9 @@ BATCHES = {
 }
 
 
-def _plan(batch: list[tuple[int, int]], group: int, window: int, device: torch.device) -> list[AttentionSchedule]:
+def _plan(
+    batch: list[tuple[int, int]], group: int, window: int, device: torch.device, chunk_size: int = 0
+) -> list[AttentionSchedule]:
     offsets = torch.tensor([0, *(q for q, _ in batch)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     lengths = torch.tensor([seq_len for _, seq_len in batch], dtype=torch.int32, device=device)
     plan = AttentionPlan(
@@ -40,11 +42,14 @@ def _plan(batch: list[tuple[int, int]], group: int, window: int, device: torch.d
         v_head_dim=64,
         element_size=2,
         window=(NO_LIMIT if window < 0 else window, 0),
+        chunk_size=chunk_size,
     )
     return plan.schedules(shape)
 
 
-def _tiles(schedule: AttentionSchedule, batch: list[tuple[int, int]], group: int, window: int, is_decode: bool):  # type: ignore[no-untyped-def]
+def _tiles(
+    schedule: AttentionSchedule, batch: list[tuple[int, int]], group: int, window: int, chunk_size: int, is_decode: bool
+):  # type: ignore[no-untyped-def]
     """Each tile's key blocks by definition: those of BLOCK_N keys that hold a key some row of the tile sees."""
     block_m, block_n = schedule.tile.block_m, schedule.tile.block_n
     for seq, (q_len, seq_len) in enumerate(batch):
@@ -57,15 +62,16 @@ def _tiles(schedule: AttentionSchedule, batch: list[tuple[int, int]], group: int
             for token in (tokens[0], tokens[-1]):
                 position = seq_len - q_len + token
                 low = 0 if window < 0 else max(0, position - window)
+                low = max(low, position // chunk_size * chunk_size) if chunk_size else low
                 seen |= {key // block_n for key in (low, position) if 0 <= key < seq_len and low <= position}
             yield seq, tile, (set(range(min(seen), max(seen) + 1)) if seen else set())
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(("group", "window"), [(4, -1), (1, 300), (7, -1)])
-def test_covers_every_key_block_once(name: str, group: int, window: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("group", "window", "chunk_size"), [(4, -1, 0), (1, 300, 0), (7, -1, 0), (4, 900, 500)])
+def test_covers_every_key_block_once(name: str, group: int, window: int, chunk_size: int, device: torch.device) -> None:
     batch = BATCHES[name]
-    schedules = _plan(batch, group, window, device)
+    schedules = _plan(batch, group, window, device, chunk_size)
     has_long = any(q_len * group > DECODE_MAX_ROWS for q_len, _ in batch)
     assert len(schedules) == 1 + has_long
     for schedule, is_decode in zip(schedules, (True, False), strict=False):
@@ -75,7 +81,8 @@ def test_covers_every_key_block_once(name: str, group: int, window: int, device:
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for seq, tile, begin, end, slot in schedule.items[:num_items].tolist():
             found.setdefault((seq, tile), []).append((begin, end, slot))
-        expected = {(seq, tile): blocks for seq, tile, blocks in _tiles(schedule, batch, group, window, is_decode)}
+        sizes = group, window, chunk_size
+        expected = {(seq, tile): blocks for seq, tile, blocks in _tiles(schedule, batch, *sizes, is_decode)}
         assert found.keys() == expected.keys()
         slots = []
         for key, splits in found.items():

@@ -117,13 +117,15 @@ def test_the_device_finds_what_the_host_does(device: torch.device) -> None:
     assert _first_difference(device) is None
 
 
-def test_window_and_tiles_limit_what_is_read(device: torch.device) -> None:
-    """Blocks before a window may hold anything, but for those that a tile of keys begins in."""
+def test_window_chunk_and_tiles_limit_what_is_read(device: torch.device) -> None:
+    """Blocks before a window or a chunk may hold anything, but for those that a tile of keys begins in."""
     table, cu, lens = _int32(99, 99, 1, 2).view(1, 4), _int32(0, 1), _int32(30)
     sound = Sequences(table.to(device), cu.to(device), lens.to(device), 1, 3, 8, 1, 13, 1)
     assert _verdict(sound) is None
     assert "block_table[0, 1]: 99" in str(_verdict(sound._replace(left=14)))
     assert "block_table[0, 0]: 99" in str(_verdict(sound._replace(keys_at_once=128)))
+    assert _verdict(sound._replace(left=1 << 30, chunk_size=10)) is None
+    assert "block_table[0, 1]: 99" in str(_verdict(sound._replace(left=1 << 30, chunk_size=15)))
 
 
 def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.device) -> None:
