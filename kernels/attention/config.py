@@ -95,13 +95,23 @@ def decode_tile(
     by_tma = box >= block_n
     lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
     num_stages = 3 if by_tma or block_m == 64 else 5
-    if width > 512 and block_m == 32:  # 32 x 512 sums are 128 registers in 4 warps, and spill 16; 188 in 8 warps
+    padded = width > head_dim * element_size
+    if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
+        # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps
+        # take 188 and 154.
         return AttentionTile(block_m, block_n, 8, num_stages, 1, by_tma)
     return AttentionTile(block_m, block_n, 4, num_stages, 3 if lean and block_m == 16 else 2, by_tma)
 
 
 def prefill_tile(
-    head_dim: int, v_head_dim: int, element_size: int, arch: str, box: int = 0, *, more_scores: bool = False
+    head_dim: int,
+    v_head_dim: int,
+    element_size: int,
+    arch: str,
+    box: int = 0,
+    *,
+    more_scores: bool = False,
+    fp8: bool = False,
 ) -> AttentionTile:
     """Tile of longer queries: 128 rows, so that each of two warp groups issues 64-row wgmma, where registers allow.
 
@@ -111,7 +121,7 @@ def prefill_tile(
     widest = padded_head_dim(max(head_dim, v_head_dim))
     width = widest * element_size
     if widest > 256:
-        return _widest_prefill_tile(element_size, arch, more_scores=more_scores)
+        return _widest_prefill_tile(element_size, arch, is_lean=not more_scores and not fp8)
     if arch.startswith("gfx"):
         if element_size == 4:
             return AttentionTile(32, 16, 8, 1)
@@ -136,7 +146,7 @@ def prefill_tile(
     return AttentionTile(64, 16 if more_scores else 32, 8, 2)
 
 
-def _widest_prefill_tile(element_size: int, arch: str, *, more_scores: bool) -> AttentionTile:
+def _widest_prefill_tile(element_size: int, arch: str, *, is_lean: bool) -> AttentionTile:
     """Tile of heads above 256: what limits it are the sums, 64 x 512 in 8 warps 128 of a thread's 255 registers.
 
     Beside these, 64 x 32 on sm_90 needs 16 pointers of gathered rows and spills 53 registers, in boxes 8; 16 warps may
@@ -146,6 +156,6 @@ def _widest_prefill_tile(element_size: int, arch: str, *, more_scores: bool) -> 
         return AttentionTile(16, 16, 8, 1 if arch.startswith("gfx") else 2)
     if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10
         return AttentionTile(64, 16, 4, 1)
-    if more_scores:  # 64 x 16 spills 14 on sm_90. 200 registers, on sm_80 255; 98 KB
+    if not is_lean:  # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches. 200 registers, 98 KB
         return AttentionTile(32, 32, 8, 2)
     return AttentionTile(64, 16, 8, 3 if arch in LARGE_SHARED_MEMORY else 2)  # 252 registers, 128 KB; 253 and 98 KB

@@ -124,9 +124,10 @@ class AttentionPlan:
                 shape.box,
             )
             rows = self.most_rows(shape)
-            tiles = {"decode": decode_tile(*sizes, rows=rows, more_scores=shape.more_scores, fp8=shape.fp8)}
+            options = {"more_scores": shape.more_scores, "fp8": shape.fp8}
+            tiles = {"decode": decode_tile(*sizes, rows=rows, **options)}
             if rows > DECODE_MAX_ROWS:
-                tiles["prefill"] = prefill_tile(*sizes, more_scores=shape.more_scores)
+                tiles["prefill"] = prefill_tile(*sizes, **options)
             schedules = [self._schedule(kind, tile, shape, is_causal) for kind, tile in tiles.items()]
             self._schedules[key] = schedules, is_causal
         return self._schedules[key][0]

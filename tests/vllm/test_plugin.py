@@ -100,7 +100,7 @@ def test_another_plugins_backend_stays(caplog: pytest.LogCaptureFixture) -> None
         {"kv_cache_dtype": "float16"},
         {"head_size": 8},
         {"head_size": 80},
-        {"head_size": 256},
+        {"head_size": 512},
         {"dtype": torch.float32},
     ],
     ids=str,
@@ -119,8 +119,7 @@ def test_chosen_for_what_it_honours(options: dict[str, Any]) -> None:
         ({"attn_type": AttentionType.ENCODER}, "attention type AttentionType.ENCODER not supported"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type AttentionType.ENCODER_ONLY not supported"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type AttentionType.ENCODER_DECODER not supported"),
-        ({"head_size": 257}, "head_size not supported"),
-        ({"head_size": 512}, "head_size not supported"),
+        ({"head_size": 513}, "head_size not supported"),
         ({"dtype": torch.float64}, "dtype not supported"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype bfloat16 of a model in torch.float16 not supported"),
         *(

@@ -88,10 +88,8 @@ def _attention_case(
     v_head_dim = v_head_dim or head_dim
     sizes = head_dim, v_head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
-    if kind == "decode":
-        tile = decode_tile(*sizes, rows=rows, more_scores=more_scores, fp8=cache is not None)
-    else:
-        tile = prefill_tile(*sizes, more_scores=more_scores)
+    chosen = {"more_scores": more_scores, "fp8": cache is not None}
+    tile = decode_tile(*sizes, rows=rows, **chosen) if kind == "decode" else prefill_tile(*sizes, **chosen)
     by_tma = tile.by_tma
     width, v_width = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     element = cache or dtype
