@@ -129,7 +129,7 @@ def prefill_tile(
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
         return AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
     if arch in LARGE_SHARED_MEMORY:
-        if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores:
+        if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not fp8:
             return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
             return AttentionTile(64 if more_scores else 128, 32, 8, 2)
