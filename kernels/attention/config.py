@@ -79,8 +79,8 @@ def decode_tile(
     """
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
-        # At head_dim 512 128 registers and 98 KB on NVIDIA: two programs.
-        stages = (1, 1) if arch.startswith("gfx") else (2, 3 if width <= 1024 else 2)
+        programs = 3 if width <= 1024 else 2 if arch in LARGE_SHARED_MEMORY else 1  # 97 KB at head_dim 512
+        stages = (1, 1) if arch.startswith("gfx") else (2, programs)
         return AttentionTile(16, 32 if width <= 512 else 16, 8, *stages)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
@@ -152,7 +152,7 @@ def _widest_prefill_tile(element_size: int, arch: str, *, is_lean: bool) -> Atte
     Beside these, 64 x 32 on sm_90 needs 16 pointers of gathered rows and spills 53 registers, in boxes 8; 16 warps may
     have 128 registers each and spill 215. Two programs with half of the values each would compute all scores twice.
     """
-    if element_size == 4:  # 128 registers, 98 KB
+    if element_size == 4:  # 112 registers, 97 KB
         return AttentionTile(16, 16, 8, 1 if arch.startswith("gfx") else 2)
     if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10
         return AttentionTile(64, 16, 4, 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -124,7 +125,7 @@ class AttentionPlan:
                 shape.box,
             )
             rows = self.most_rows(shape)
-            options = {"more_scores": shape.more_scores, "fp8": shape.fp8}
+            options: dict[str, Any] = {"more_scores": shape.more_scores, "fp8": shape.fp8}
             tiles = {"decode": decode_tile(*sizes, rows=rows, **options)}
             if rows > DECODE_MAX_ROWS:
                 tiles["prefill"] = prefill_tile(*sizes, **options)
