@@ -84,7 +84,7 @@ def decode_tile(
         return AttentionTile(16, 32 if width <= 512 else 16, 8, *stages)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
-        return AttentionTile(16, min(block_n, 64), 4, 1, 2)
+        return AttentionTile(16, min(block_n, 64), 4, 1, 1 if fp8 and width > 512 else 2)  # 278 registers of 512
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
         block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
