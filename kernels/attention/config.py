@@ -80,8 +80,9 @@ def decode_tile(
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
         programs = 3 if width <= 1024 else 2 if arch in LARGE_SHARED_MEMORY else 1  # 97 KB at head_dim 512
-        stages = (1, 1) if arch.startswith("gfx") else (2, programs)
-        return AttentionTile(16, 32 if width <= 512 else 16, 8, *stages)
+        if arch.startswith("gfx"):  # at head_dim 512 416 of 512 registers; 8 warps of 256 spill 137
+            return AttentionTile(16, 32 if width <= 512 else 16, 8 if width <= 1024 else 4, 1)
+        return AttentionTile(16, 32 if width <= 512 else 16, 8, 2, programs)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         return AttentionTile(16, min(block_n, 64), 4, 1, 1 if fp8 and width > 512 else 2)  # 278 registers of 512
@@ -153,7 +154,7 @@ def _widest_prefill_tile(element_size: int, arch: str, *, is_lean: bool) -> Atte
     have 128 registers each and spill 215. Two programs with half of the values each would compute all scores twice.
     """
     if element_size == 4:  # 112 registers, 97 KB
-        return AttentionTile(16, 16, 8, 1 if arch.startswith("gfx") else 2)
+        return AttentionTile(16, 16, 4, 1) if arch.startswith("gfx") else AttentionTile(16, 16, 8, 2)
     if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10
         return AttentionTile(64, 16, 4, 1)
     if not is_lean:  # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches. 200 registers, 98 KB
