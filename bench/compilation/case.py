@@ -11,10 +11,16 @@ from triton.backends.compiler import GPUTarget
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+# Those that convert e4m3 by themselves, see `has_native_e4m3`.
+NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def _case(
     integers = (each for each in kernel.arg_names if each not in constexprs and not each.endswith("_ptr"))
     # wgmma takes 64 rows.
     hopper = "HGMMA" if constexprs["BLOCK_M"] >= 64 else "HMMA"
-    tensor_cores = {"sm_80": ("HMMA",), "sm_90": (hopper,), "gfx942": ("v_mfma",)}
+    tensor_cores = {"sm_90": (hopper,), "gfx942": ("v_mfma",)}
+    tensor_cores |= dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA",))
     return kernel_case(
         name,
         kernel,

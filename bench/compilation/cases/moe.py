@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
@@ -15,7 +15,7 @@ from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
 # Streaming multiprocessors or compute units.
-NUM_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+NUM_SMS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 170, "gfx942": 304}
 
 
 def cases() -> list[CompileCase]:
@@ -79,7 +79,7 @@ def gemm_case(
     if not gated:
         columns, depth = depth, columns
     kind, group_n, group_k = layout
-    is_native = kind == "e4m3" and target in ("sm_90", "sm_100")
+    is_native = kind == "e4m3" and target in NATIVE_FP8
     weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
     constexprs: dict[str, Any] = {
         "N": columns,
@@ -114,7 +114,7 @@ def gemm_case(
     has_wgmma = tile.block_m >= 64 or tile.swap_ab
     copies = ("LDGSTS",) if depth % 16 == 0 else ()
     tensor_cores = {
-        "sm_80": ("HMMA", *copies),
+        **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", *copies)),
         "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies, *["UTMALDG"] * uses_tma),
         "gfx942": ("v_mfma",),
     }
@@ -137,7 +137,7 @@ def gemm_case(
 def _quantized(target: str) -> list[CompileCase]:
     """Blocks of 128 x 128 in e4m3 at every number of rows; int8 and int4, which differ in how a register is decoded, in
     groups of 128 columns at the fewest and the most."""
-    found, is_native = [], target in ("sm_90", "sm_100")
+    found, is_native = [], target in NATIVE_FP8
     e4m3, int8, int4 = (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128))
     for tokens, layouts in ((64, (e4m3, int8)), (256, (e4m3, int4)), (512, (e4m3,)), (4096, (e4m3, int8, int4))):
         shape = MoeShape(8 * tokens, *QWEN3_30B_A3B[:1], *QWEN3_30B_A3B[2:], 2)
