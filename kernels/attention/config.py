@@ -43,7 +43,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def default_block_size(arch: str) -> int:
     """Tokens of a cache block where nobody says how many: 64 where the copy engine then fetches a block's keys as one
-    box, 249 instructions for 64 keys of a prompt instead of 422 (sm_90, head_dim 128); else 16, to share prefixes in.
+    box, which saves the threads their copies (see `prefill_tile`); else 16, to share prefixes in finer steps.
     """
     return 64 if arch in LARGE_SHARED_MEMORY and arch.startswith("sm_") else 16
 
@@ -133,6 +133,6 @@ def prefill_tile(
     # at 256. These stay under the 99 KB of the consumer chips, too.
     if width <= 128:
         return AttentionTile(128, 64, 8, 3)
-    if width <= 256:
-        return AttentionTile(128, 32, 8, 3)
+    if width <= 256:  # with all options 128 rows spill 16 registers on sm_120
+        return AttentionTile(64 if more_scores and arch in SMALL_SHARED_MEMORY else 128, 32, 8, 3)
     return AttentionTile(64, 16 if more_scores else 32, 8, 2)

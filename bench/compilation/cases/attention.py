@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import NATIVE_FP8, TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.kernels.attention.config import decode_tile, padded_head_dim, prefill_tile
 from paged.kernels.attention.mask import _pack_mask_kernel
 from paged.kernels.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
@@ -51,7 +51,8 @@ def cases() -> list[CompileCase]:
         boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
         for kind in ("decode", "prefill"):
             for box in boxes:
-                found += [_attention_case(target, kind, head_dim, box=box) for head_dim in (64, 80, 128, 256)]
+                dims = (64, 80, 128, 256) if target in EVERY_CASE else (128, 256)
+                found += [_attention_case(target, kind, head_dim, box=box) for head_dim in dims]
                 found.append(_attention_case(target, kind, 128, cache="u8", box=box))
             found += [
                 *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from paged.bench.compilation.case import NATIVE_FP8, TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, CompileCase, kernel_case
 from paged.kernels.attention.merge_attn_states import _merge_attn_states_kernel
 from paged.kernels.cache.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
@@ -104,7 +104,7 @@ def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: di
         cases = [_case(f"{fp8_name} scaled", kernel, num_elements, fp8, kinds)]
         if one_alone:
             cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, kinds))
-        targets = tuple(target for target in TARGETS if (target in NATIVE_FP8) == native)
+        targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         found += [replace(case, targets=targets) for case in cases]
     return found
 
