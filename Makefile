@@ -56,8 +56,7 @@ $(VLLM): | $(VENV)/installed-dev
 gpu:
 	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(PEERS),--peers $(PEERS))
 
-# The machine with the GPU, without one: its versions and steps as far as no kernel runs. 3.6.0's interpreter does not
-# work with its NumPy, so that the emulated device, on which kernels run, gets an older one after the others.
+# What a machine with a GPU runs, without one: by its versions, and without a kernel run.
 rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -c 'import paged; [getattr(paged, name) for name in paged.__all__]'
 	$(REHEARSE)/bin/python -m pytest --collect-only -q -p no:cacheprovider | tail -3
