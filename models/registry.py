@@ -11,6 +11,8 @@ import torch
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
+from paged.kernels.attention.config import default_block_size
+from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
 from paged.models.computation_keys import refuse_unread
 from paged.models.families.gemma3 import Gemma3
@@ -71,12 +73,13 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
 
     has_fp8_cache = kv_cache_dtype == torch.float8_e4m3fn
     network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
+    block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = PagedKvCacheConfig(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=given.block_size,
-        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, given.block_size, max_seq_len),
+        block_size=block_size,
+        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, block_size, max_seq_len),
         num_swap_blocks=given.num_swap_blocks,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,

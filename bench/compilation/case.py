@@ -11,10 +11,18 @@ from triton.backends.compiler import GPUTarget
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+# One of each generation, for which every case is compiled; the others get those with tiles that are chosen for them.
+EVERY_CASE = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Those that convert e4m3 by themselves, see `has_native_e4m3`.
+NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class CompileCase:
     num_stages: int = 3
     divisible_by_16: tuple[str, ...] = ()
     expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    targets: tuple[str, ...] = tuple(TARGETS)
+    targets: tuple[str, ...] = EVERY_CASE
     programs_per_sm: int = 1
 
 
