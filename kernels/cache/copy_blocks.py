@@ -12,7 +12,7 @@ from paged.kernels.cache.torch_ops import copy_blocks as torch_op
 from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.id_checks import Ids, check_all_ids
 from paged.kernels.common.scalars import as_int, shown
 
@@ -112,6 +112,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 
     Raises:
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
+        UnsupportedError: in the capture of a CUDA graph, for which there is `BlockCopy`.
     """
     pairs = block_pairs if isinstance(block_pairs, torch.Tensor) else _to_tensor(block_pairs)
     if torch.compiler.is_dynamo_compiling():
@@ -136,7 +137,13 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device`, which the host does not wait for: PyTorch keeps its pinned memory until it is over."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type != "cuda":
+        return host
+    if torch.cuda.is_current_stream_capturing():  # every replay would copy what that memory holds by then
+        raise UnsupportedError(
+            "copy_blocks in the capture of a CUDA graph: make a BlockCopy before it, and capture that"
+        )
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paged.cache.host_blocks
+from paged import UnsupportedError, copy_blocks
 from paged.batch import KvSlotRequest
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
@@ -135,7 +136,7 @@ def test_runs_on_the_host(cuda: EmulatedCuda) -> None:
 
 
 def test_copies_in_a_graph(cuda: EmulatedCuda) -> None:
-    """The pairs are read when it is replayed."""
+    """The pairs are read when it is replayed; what sends addresses is refused."""
     cache = torch.arange(24.0, device="cuda").view(2, 6, 2)
     copy, pairs = BlockCopy(cache.unbind(), cache.unbind()), torch.tensor([[1, 2], [0, 0]], device="cuda")
     copy(pairs)
@@ -143,6 +144,8 @@ def test_copies_in_a_graph(cuda: EmulatedCuda) -> None:
     pairs.copy_(torch.tensor([[1, 3], [0, 5]], device="cuda"))
     graph.replay()
     assert cache[0].tolist() == [[0, 1], [2, 3], [2, 3], [2, 3], [8, 9], [0, 1]]
+    with pytest.raises(UnsupportedError, match="make a BlockCopy before it"):
+        captured(lambda: copy_blocks([cache[0]], pairs))
     assert kinds(cuda) == []
 
 
