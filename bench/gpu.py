@@ -104,7 +104,8 @@ def steps(out: Path, extras: Path) -> list[Step]:
 
 def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO, warnings: TextIO) -> Outcome:
     """Run a step, passing its output on line by line; at its limit it is killed with all that it started."""
-    start, resume = time.monotonic(), []
+    start = time.monotonic()
+    resume: list[str] = []
     for _ in range(_MOST_PROCESSES):
         left = seconds - (time.monotonic() - start)
         returncode, summary = _run_process([*step.command(left), *resume], left, variables, log, warnings)
