@@ -14,6 +14,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.launch import launch
 from paged.kernels.common.scalars import as_int, shown
 
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
@@ -92,7 +93,9 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     alignment = math.gcd(16, block_bytes, stride_bytes, *addresses)
     word_bytes = min(alignment, 8)
     words_per_block = block_bytes // word_bytes
-    _copy_blocks_kernel[(pairs.shape[0], len(caches), triton.cdiv(words_per_block, BLOCK_WORDS))](
+    launch(
+        _copy_blocks_kernel,
+        (pairs.shape[0], len(caches), triton.cdiv(words_per_block, BLOCK_WORDS)),
         cache_ptrs_ptr=torch.tensor(addresses, dtype=torch.int64, device=first.device),
         block_pairs_ptr=pairs.contiguous(),
         words_per_block=words_per_block,
