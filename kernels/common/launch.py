@@ -88,7 +88,10 @@ _MAX_KNOWN = 4096
 
 def known(key: Hashable) -> Any:
     """What was kept for this key, or None."""
-    return None if key is None else _KNOWN.get(key)
+    try:
+        return None if key is None else _KNOWN.get(key)
+    except TypeError:  # a value without a hash, as the checks will report
+        return None
 
 
 def keep(key: Hashable, launches: _T) -> _T:
@@ -132,7 +135,7 @@ class Launch:
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
         self._arguments = dict(arguments)
-        self._boxes = boxes or {}
+        self.boxes = boxes or {}
         self._options = options
         self._device = -1
         self._ordered: list[Any] = []
@@ -164,7 +167,7 @@ class Launch:
         names = self._kernel.arg_names
         arguments = self._arguments | {name: tensors[name] for name in names if name in tensors}
         on = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
-        described = {name: box.describe(arguments[name]) for name, box in self._boxes.items()}
+        described = {name: box.describe(arguments[name]) for name, box in self.boxes.items()}
         with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
             compiled = self._kernel[self._grid](**arguments | described, **self._options)
             if compiled is None:  # the interpreter has nothing to keep
