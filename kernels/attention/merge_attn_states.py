@@ -12,7 +12,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "stride_lse_a_head", "stride_lse_b_head", "stride_lse_head"])
 def _merge_attn_states_kernel(
     out_a_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     lse_a_ptr,  # [NUM_HEADS, num_tokens]

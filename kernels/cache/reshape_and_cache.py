@@ -15,7 +15,7 @@ from paged.kernels.common.id_checks import check_all_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     value_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]

@@ -14,7 +14,7 @@ from paged.kernels.layers.ops import ops
 from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _silu_and_mul_kernel(
     x_ptr,  # [num_rows, 2 * SIZE], gate then up
     out_ptr,  # [num_rows, SIZE]

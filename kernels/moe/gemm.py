@@ -29,7 +29,7 @@ from paged.kernels.moe.quantize_token_groups import quantize_token_groups
 from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _expert_gemm_kernel(
     x_ptr,  # [num_entries / ENTRIES_PER_ROW, K]
     x_scale_ptr,  # [num_entries / ENTRIES_PER_ROW, K / X_GROUP] float32, or None

@@ -30,7 +30,7 @@ def expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "max_num_tokens_padded", "max_num_blocks", "chunk_size"])
 def _count_kernel(
     topk_ids_ptr,  # [num_entries]
     expert_map_ptr,  # [num_mapped], or None
@@ -62,7 +62,7 @@ def _count_kernel(
         tl.store(expert_ids_ptr + offsets, -1, mask=offsets < max_num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_chunks", "chunk_size"])
 def _place_kernel(
     topk_ids_ptr,  # [num_entries]
     expert_map_ptr,  # [num_mapped], or None

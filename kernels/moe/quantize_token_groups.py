@@ -10,7 +10,7 @@ from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.moe.weights import FP8_GROUP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_token_groups_kernel(
     x_ptr,  # [num_rows, SIZE]
     q_ptr,  # [num_rows, SIZE], contiguous; uint8 holds codes, other types their values

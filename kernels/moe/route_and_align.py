@@ -23,7 +23,7 @@ _BLOCK_T = 16
 _MAX_TILES = MAX_FUSED_TOKENS // _BLOCK_T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "max_num_tokens_padded", "max_num_blocks"])
 def _route_and_align_kernel(
     logits_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE]
     bias_ptr,  # [NUM_GROUPS * GROUP_SIZE] float32, or None

@@ -13,7 +13,7 @@ from paged.kernels.moe.routing import Routing, check_routing, choose_experts, ne
 from paged.kernels.moe.torch_ops import route_tokens as torch_op
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_tokens_kernel(
     logits_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE]
     bias_ptr,  # [NUM_GROUPS * GROUP_SIZE] float32, or None
