@@ -114,7 +114,7 @@ def _paged_attention(v: Variant) -> list[torch.Tensor]:
     batch = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens, "max_seqlen_q": 1, "plan": plan}
     table, (query, _, _) = v.ids(4, num_seqs, 2, dtype=torch.int32), v.heads
     sinks = v.tensor(4) if v.option else None
-    return [paged.paged_attention(query, *v.caches, block_table=table, softcap=v.eps * 1e6, sinks=sinks, **batch)]
+    return [paged.paged_attention(query, *v.caches, block_table=table, softcap=10 * v.eps, sinks=sinks, **batch)]
 
 
 _PLANS: dict[int, paged.AttentionPlan] = {}
