@@ -77,7 +77,7 @@ def test_the_host_does_not_wait(way: str, cuda: EmulatedCuda) -> None:
     assert [place for place in waits_of(way, cuda) if not place.startswith(slow)] == []
 
 
-@pytest.mark.parametrize("way", xfailing(WAYS, {"copy-on-write": "launches go to the current device"}))
+@pytest.mark.parametrize("way", WAYS)
 def test_on_the_second_device(way: str) -> None:
     with EmulatedCuda(num_devices=2) as machine:
         WAYS[way](make_manager(device="cuda:1", num_swap_blocks=6), lambda: None)
