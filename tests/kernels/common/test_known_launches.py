@@ -198,7 +198,8 @@ def test_a_key_without_something_is_found(missing: str, monkeypatch: pytest.Monk
             "signature",
             lambda tensor: tensor if tensor is None else whole(tensor)[:dropped] + whole(tensor)[2:],
         )
-    assert _differs(_rms_norm, [first, others.get(missing, first._replace(num_tokens=16))])
+    # The first of the two then runs by what the second one left, of fewer or closer rows: inside of its tensors.
+    assert _differs(_rms_norm, [others.get(missing, first._replace(num_tokens=8)), first])
     monkeypatch.undo()
     forget_launches()
 
