@@ -75,6 +75,7 @@ def kernel_case(
         for argument in kernel.arg_names
     }
     if aligned is None:
-        scalars = [argument for argument, kind in signature.items() if kind == "i32"]
+        varying = getattr(kernel, "do_not_specialize", ())  # of the interpreter's kernels nothing is compiled
+        scalars = [argument for argument, kind in signature.items() if kind == "i32" and argument not in varying]
         aligned = tuple(each for each in scalars if each.startswith("stride_") or each in _ALIGNED_SIZES)
     return CompileCase(name, kernel, signature, constexprs, divisible_by_16=aligned, **options)

@@ -64,9 +64,9 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
 
     # transformers 5.17 calls it block_size.
     names = {field.name for field in fields(ContinuousBatchingConfig)}
-    block_size: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": _PEER_BLOCK}
+    page: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": _PEER_BLOCK}
     sized = ContinuousBatchingConfig(
-        **block_size,
+        **page,
         num_blocks=_CACHE_TOKENS // _PEER_BLOCK,
         max_batch_tokens=2048,
         use_cuda_graph=False,

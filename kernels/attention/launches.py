@@ -13,7 +13,7 @@ from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_split
 from paged.kernels.common.checks import scale_stride
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
-from paged.kernels.common.launch import Launch, strides
+from paged.kernels.common.launch import Box, Launch, strides
 
 # Rows of a merge program: its accumulator stays in registers at any head_dim.
 _MERGE_M = 16
@@ -99,7 +99,8 @@ def _tiles(
 ) -> Launch:
     tile, q, k_cache, v_cache = schedule.tile, call.q, call.k_cache, call.v_cache
     mask = None if call.mask is None else plan.mask_words(call.mask)
-    box = (1, tile.block_n, 1, padded_head_dim(shape.head_dim))
+    keys = (1, tile.block_n, 1, padded_head_dim(shape.head_dim))
+    caches = {"k_cache": k_cache, "v_cache": v_cache} if tile.by_tma else {}
     return Launch(
         _attention_kernel,
         (shape.num_kv_heads, schedule.items.shape[0]),
@@ -131,7 +132,7 @@ def _tiles(
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
         },
-        boxes={"k_cache": box, "v_cache": box} if tile.by_tma else {},
+        boxes={name: Box(cache.shape, cache.stride(), keys) for name, cache in caches.items()},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -14,6 +14,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.launch import launch
 from paged.kernels.common.scalars import as_int, shown
 
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
@@ -87,9 +88,9 @@ class BlockCopy:
             return
         if block_pairs.shape[0] == 0 or self._words_per_block == 0:
             return
-        _copy_blocks_kernel[
-            (block_pairs.shape[0], len(self._sources), triton.cdiv(self._words_per_block, BLOCK_WORDS))
-        ](
+        launch(
+            _copy_blocks_kernel,
+            (block_pairs.shape[0], len(self._sources), triton.cdiv(self._words_per_block, BLOCK_WORDS)),
             cache_ptrs_ptr=self._addresses,
             block_pairs_ptr=block_pairs.contiguous(),
             words_per_block=self._words_per_block,

@@ -149,7 +149,7 @@ def test_copies_in_a_graph(cuda: EmulatedCuda) -> None:
     assert kinds(cuda) == []
 
 
-@pytest.mark.parametrize("way", xfailing(WAYS, {"copy-on-write": "launches go to the current device"}))
+@pytest.mark.parametrize("way", WAYS)
 def test_on_the_second_device(way: str) -> None:
     with EmulatedCuda(num_devices=2) as machine:
         WAYS[way](make_manager(device="cuda:1", num_swap_blocks=6), lambda: None)
