@@ -105,7 +105,7 @@ def _are_mlp_types(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
 
 
 def _is_scale(value: Any, config: DecoderConfig) -> bool:
-    return type(value) in (int, float) and math.isclose(value, config.softmax_scale)
+    return type(value) in (int, float) and math.isclose(value, config.attention[0].softmax_scale)
 
 
 def _is_off(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:

@@ -121,11 +121,9 @@ def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Parameters and their bytes once loaded, packed weights unpacked: of one layer of every kind, times how many."""
-    kinds = Counter(config.moe)
-    none = replace(config, num_layers=0)
-    rest = num_parameters, num_bytes = _size(network_class, none, dtype)
-    for moe, count in kinds.items():
-        one = _size(network_class, replace(config, num_layers=1, moe=(moe,)), dtype)
+    rest = num_parameters, num_bytes = _size(network_class, replace(config, attention=(), moe=()), dtype)
+    for (attention, moe), count in Counter(zip(config.attention, config.moe, strict=True)).items():
+        one = _size(network_class, replace(config, attention=(attention,), moe=(moe,)), dtype)
         num_parameters += count * (one[0] - rest[0])
         num_bytes += count * (one[1] - rest[1])
     return num_parameters, num_bytes

@@ -22,8 +22,8 @@ class Gemma3Layer(DecoderLayer):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__(config, index)
-        self.pre_feedforward_layernorm = RmsNorm(config.hidden_size, config)
-        self.post_feedforward_layernorm = RmsNorm(config.hidden_size, config)
+        self.pre_feedforward_layernorm = RmsNorm(config.hidden_size, config.norms)
+        self.post_feedforward_layernorm = RmsNorm(config.hidden_size, config.norms)
 
     def forward(
         self,
@@ -63,13 +63,13 @@ class Gemma3(Llama):
         whole, local = _ropes(hf)
         return decoder_config(
             hf,
-            windows=windows,
-            ropes=tuple(whole if window is None else local for window in windows),
+            window=windows,
+            rope=tuple(whole if window is None else local for window in windows),
             softmax_scale=hf.number("query_pre_attn_scalar", 256) ** -0.5,
             activation=known_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
             tie_word_embeddings=hf.flag("tie_word_embeddings", True),
-            qk_norm=True,
-            zero_centred_norms=True,
+            qk_norm="head",
+            zero_centred=True,
         )
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:

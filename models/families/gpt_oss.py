@@ -97,8 +97,8 @@ class GptOss(Llama):
         return decoder_config(
             hf,
             quant_method="mxfp4",
-            windows=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
-            ropes=rope_config(hf, theta=150000.0, default=_YARN),
+            window=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
+            rope=rope_config(hf, theta=150000.0, default=_YARN),
             qkv_bias=has_bias,
             o_bias=has_bias,
             sinks=True,

@@ -28,9 +28,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config)
-        self.self_attn = Attention(config, config.windows[index])
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.norms)
+        self.self_attn = Attention(config, index)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.norms)
         moe = config.moe[index]
         self.mlp = GatedMlp(config) if moe is None else self.moe_class(config, moe)
 
@@ -70,7 +70,7 @@ class Llama(nn.Module):
         self.embed_tokens = empty_parameter(config.vocab_size, config.hidden_size)
         layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_layers))
         self.layers = cast("Sequence[DecoderLayer]", layers)
-        self.norm = RmsNorm(config.hidden_size, config)
+        self.norm = RmsNorm(config.hidden_size, config.norms)
         self._packed_embedding: torch.Tensor | None = None
         self.lm_head = None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size)
 
@@ -90,9 +90,10 @@ class Llama(nn.Module):
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""
         config, device = self.config, self.embed_tokens.device
-        tables = {rope: rope_table(rope, config.head_dim, max_seq_len, device) for rope in set(config.ropes)}
-        for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
-            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rope])
+        rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
+        tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
+        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rotation])
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Give every layer the k_scale and v_scale of its cache; one that is not there stands for 1."""
@@ -156,4 +157,4 @@ class Mistral(Llama):
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         # transformers takes an absent key for 4096, as the first Mistral published it.
-        return decoder_config(hf, windows=hf.optional_integer("sliding_window", 4096), qkv_bias=False, o_bias=False)
+        return decoder_config(hf, window=hf.optional_integer("sliding_window", 4096), qkv_bias=False, o_bias=False)

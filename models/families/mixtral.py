@@ -22,9 +22,9 @@ class Mixtral(Llama):
         )
         return decoder_config(
             hf,
-            windows=hf.optional_integer("sliding_window"),
+            window=hf.optional_integer("sliding_window"),
             moe=moe,
-            ropes=rope_config(hf, theta=1e6),
+            rope=rope_config(hf, theta=1e6),
             qkv_bias=False,
             o_bias=False,
         )

@@ -16,7 +16,7 @@ class Qwen2(Llama):
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         hf.value("attention_bias")
-        return decoder_config(hf, windows=qwen_windows(hf), qkv_bias=True, o_bias=False)
+        return decoder_config(hf, window=qwen_windows(hf), qkv_bias=True, o_bias=False)
 
 
 def qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:

@@ -16,4 +16,4 @@ class Qwen3(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        return decoder_config(hf, windows=qwen_windows(hf), qk_norm=True)
+        return decoder_config(hf, window=qwen_windows(hf), qk_norm="head")

@@ -21,7 +21,7 @@ class Qwen3Moe(Llama):
         layers = range(count_layers(hf))
         return decoder_config(
             hf,
-            windows=qwen_window(hf),
-            qk_norm=True,
+            window=qwen_window(hf),
+            qk_norm="head",
             moe=tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers),
         )

@@ -17,7 +17,7 @@ from paged.kernels.lora.add_lora import add_lora
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.metadata import AttentionMetadata
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import WeightSlots
 
 # Rows of an MLP at once on a CPU: what lies between the products of 2,048 rows comes as fresh pages in every layer,
@@ -93,10 +93,10 @@ class RmsNorm(nn.Module):
     multiplies by, bit for bit.
     """
 
-    def __init__(self, size: int, config: DecoderConfig) -> None:
+    def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
         self.weight = empty_parameter(size)
-        self.eps, self.is_zero_centred = config.rms_norm_eps, config.zero_centred_norms
+        self.eps, self.is_zero_centred = config.eps, config.zero_centred
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed, residual). With a residual both arguments are changed in place; without, x becomes it."""
@@ -117,21 +117,22 @@ class Attention(nn.Module):
     v_scale: torch.Tensor | None = None
     cos_sin_cache: torch.Tensor
 
-    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.head_dim, self.eps, self.softmax_scale = config.head_dim, config.rms_norm_eps, config.softmax_scale
+        self.config = layer = config.attention[index]
+        self.eps = config.norms.eps
         self.sizes = {
-            "q_proj": config.num_attention_heads * config.head_dim,
-            "k_proj": config.num_kv_heads * config.head_dim,
-            "v_proj": config.num_kv_heads * config.head_dim,
+            "q_proj": layer.num_heads * layer.head_dim,
+            "k_proj": layer.num_kv_heads * layer.head_dim,
+            "v_proj": layer.num_kv_heads * layer.head_dim,
         }
-        self.qkv_proj = Linear(config.hidden_size, self.sizes, bias=config.qkv_bias)
-        self.o_proj = Linear(self.sizes["q_proj"], {"o_proj": config.hidden_size}, bias=config.o_bias)
-        self.q_norm = RmsNorm(config.head_dim, config) if config.qk_norm else None
-        self.k_norm = RmsNorm(config.head_dim, config) if config.qk_norm else None
-        self.sinks = empty_parameter(config.num_attention_heads) if config.sinks else None
+        self.qkv_proj = Linear(config.hidden_size, self.sizes, bias=layer.qkv_bias)
+        self.o_proj = Linear(self.sizes["q_proj"], {"o_proj": config.hidden_size}, bias=layer.o_bias)
+        self.q_norm = RmsNorm(layer.head_dim, config.norms) if layer.qk_norm else None
+        self.k_norm = RmsNorm(layer.head_dim, config.norms) if layer.qk_norm else None
+        self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         # A window of W tokens is the token itself and W - 1 before it.
-        self.window_size = (-1, -1) if window is None else (window - 1, -1)
+        self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, and the rotary table that layers of its kind share."""
@@ -140,7 +141,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         qkv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in qkv)
         q_norm, k_norm = self.q_norm, self.k_norm
         q = qk_norm_rope_and_cache(
             q,
@@ -166,7 +167,7 @@ class Attention(nn.Module):
             cu_seqlens_q=metadata.cu_seqlens_q,
             seq_lens=metadata.seq_lens,
             max_seqlen_q=metadata.max_seqlen_q,
-            softmax_scale=self.softmax_scale,
+            softmax_scale=self.config.softmax_scale,
             window_size=self.window_size,
             sinks=self.sinks,
             k_scale=self.k_scale,

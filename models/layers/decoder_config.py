@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields as fields_of
 from typing import Any
 
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
@@ -23,10 +24,11 @@ _MAX_HEAD_DIM = 4096
 
 
 def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: Any) -> DecoderConfig:
-    """Read every field of DecoderConfig as `_FIELDS` says, but for those that the family gives in `fields`.
+    """Read every field of DecoderConfig, AttentionConfig and NormConfig as `_FIELDS` says, but for those that the
+    family gives in `fields`.
 
-    Of `ropes`, `windows` and `moe`, which have an entry for every layer, a family may give the one that all share.
-    quant_method: a way to pack weights that the family unpacks.
+    Of `moe` and the fields of AttentionConfig a family gives a tuple with an entry for every layer, or the one value
+    that all share. quant_method: a way to pack weights that the family unpacks.
 
     Raises:
         CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
@@ -35,21 +37,34 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
     quantization = hf.section("quantization_config")
     if not _is_unquantised(quantization) and not (quant_method and is_packed(hf, quant_method)):
         raise UnsupportedError(f"{hf.source}: quantised weights (quantization_config), known are plain floating point")
+    num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
-    for name in ("ropes", "windows", "moe"):
-        if not isinstance(values[name], tuple):
-            values[name] = (values[name],) * values["num_layers"]
-    config = DecoderConfig(**values)
-    if config.num_attention_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{hf.source}: num_attention_heads {config.num_attention_heads} is no multiple of num_key_value_heads "
-            f"{config.num_kv_heads}"
-        )
-    if config.softmax_scale > MAX_FACTOR:
-        raise CheckpointError(f"{hf.source}: scores times {config.softmax_scale:.3g}, expected at most {MAX_FACTOR}")
-    for rope in set(config.ropes):
-        check_rope(rope, config.head_dim, config.max_position_embeddings, hf.source)
+    values.setdefault("v_head_dim", values["head_dim"])
+    norms = NormConfig(**{field.name: values.pop(field.name) for field in fields_of(NormConfig)})
+    layers = {field.name: _per_layer(values.pop(field.name), num_layers) for field in fields_of(AttentionConfig)}
+    attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
+    values["moe"] = _per_layer(values["moe"], num_layers)
+    config = DecoderConfig(attention=attention, norms=norms, **values)
+    for layer in set(attention):
+        _check_attention(layer, config.max_position_embeddings, hf)
     return config
+
+
+def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,) * num_layers
+
+
+def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
+    """Raise CheckpointError unless the numbers make sense together."""
+    if layer.num_heads % layer.num_kv_heads:
+        raise CheckpointError(
+            f"{hf.source}: num_attention_heads {layer.num_heads} is no multiple of num_key_value_heads "
+            f"{layer.num_kv_heads}"
+        )
+    if layer.softmax_scale > MAX_FACTOR:
+        raise CheckpointError(f"{hf.source}: scores times {layer.softmax_scale:.3g}, expected at most {MAX_FACTOR}")
+    if layer.rope is not None:
+        check_rope(layer.rope, layer.head_dim, max_positions, hf.source)
 
 
 def moe_config(hf: HfConfig, *, size_key: str = "intermediate_size", **fields: Any) -> MoeConfig:
@@ -170,27 +185,37 @@ def _head_dim(hf: HfConfig) -> int:
     return head_dim
 
 
-# Field of DecoderConfig -> how it is read where the family does not give it. Without biases of its own, a family has
-# none but for `attention_bias`.
+# Field -> how it is read where the family does not give it. Without biases of its own, a family has none but for
+# `attention_bias`.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "model_type": lambda hf: hf.text("model_type"),
     "hidden_size": lambda hf: hf.integer("hidden_size"),
     "intermediate_size": lambda hf: hf.integer("intermediate_size"),
-    "num_layers": count_layers,
-    "num_attention_heads": lambda hf: hf.integer("num_attention_heads"),
-    "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
-    "head_dim": _head_dim,
     "vocab_size": lambda hf: hf.integer("vocab_size"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
-    "rms_norm_eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
-    "ropes": rope_config,
-    "windows": lambda hf: None,
-    "softmax_scale": lambda hf: _head_dim(hf) ** -0.5,
-    "qkv_bias": lambda hf: hf.flag("attention_bias"),
-    "o_bias": lambda hf: hf.flag("attention_bias"),
+    "moe": lambda hf: None,
     "mlp_bias": lambda hf: False,
     "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
-    "moe": lambda hf: None,
+    # of attention
+    "num_heads": lambda hf: hf.integer("num_attention_heads"),
+    "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
+    "head_dim": _head_dim,
+    "rope": rope_config,
+    "window": lambda hf: None,
+    "shares_kv_with": lambda hf: None,
+    "softmax_scale": lambda hf: _head_dim(hf) ** -0.5,
+    "softcap": lambda hf: 0.0,
+    "qkv_bias": lambda hf: hf.flag("attention_bias"),
+    "o_bias": lambda hf: hf.flag("attention_bias"),
+    "qk_norm": lambda hf: None,
+    "sinks": lambda hf: False,
+    # of norms
+    "eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
+    "zero_centred": lambda hf: False,
+    "before_attention": lambda hf: "input_layernorm",
+    "after_attention": lambda hf: None,
+    "before_mlp": lambda hf: "post_attention_layernorm",
+    "after_mlp": lambda hf: None,
 }

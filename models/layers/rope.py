@@ -171,8 +171,10 @@ def _kept_by_yarn(scaling: YarnScaling, theta: float, head_dim: int) -> torch.Te
     return 1 - ((index - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 
-def rope_table(config: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
-    """float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then their sines."""
+def rope_table(config: RopeConfig | None, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
+    """float32 [max_positions, rotary_dim]: cosines of rotary_dim / 2 angles, then their sines. None rotates nothing."""
+    if config is None:
+        return torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = torch.outer(positions, rope_frequencies(config, head_dim).to(device))
     table = torch.empty(max_positions, head_dim, dtype=torch.float32, device=device)
