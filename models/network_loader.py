@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from paged.errors import CheckpointError
 from paged.models.families.llama import Llama
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.loading.weights import (
     StoredTensors,
     check_weights,
@@ -41,7 +42,13 @@ def load_network(
         CheckpointError: a tensor is missing, unexpected, there twice, misshapen or of another dtype, or a file is
             missing, unreadable, truncated or outside of the folder.
     """
-    stored = read_headers(folder)
+    stored = _without_mtp(_renamed(read_headers(folder), network_class.renames), config)
+    config = replace(
+        config,
+        moe=tuple(
+            _as_stored(moe, stored, f"model.layers.{layer}.{config.mlp_name}") for layer, moe in enumerate(config.moe)
+        ),
+    )
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
@@ -67,6 +74,35 @@ def meta_network(network_class: type[Llama], config: DecoderConfig, dtype: torch
     except RuntimeError as error:
         raise CheckpointError(f"sizes beyond any model's: {error}; {config}"[:1000]) from error
     return network
+
+
+def _renamed(stored: StoredTensors, renames: Mapping[str, str]) -> StoredTensors:
+    """The tensors by the names that a family has for them.
+
+    Raises:
+        CheckpointError: two have one name.
+    """
+    found: StoredTensors = {}
+    for name, tensor in stored.items():
+        for theirs, ours in renames.items():
+            name = re.sub(theirs, ours, name)
+        if name in found:
+            raise CheckpointError(f"{tensor.name}: the same as {found[name].name}, in {tensor.file}")
+        found[name] = tensor
+    return found
+
+
+def _without_mtp(stored: StoredTensors, config: DecoderConfig) -> StoredTensors:
+    """The tensors but for those of layers that predict tokens further ahead."""
+    last = config.num_layers + config.num_mtp_layers
+    layers = ((name, _LAYER.match(name)) for name in stored)
+    return {name: stored[name] for name, one in layers if not (one and config.num_layers <= int(one[1]) < last)}
+
+
+def _as_stored(moe: MoeConfig | None, stored: StoredTensors, prefix: str) -> MoeConfig | None:
+    """Experts one by one or stacked, as they are there."""
+    is_stacked = f"{prefix}.experts.gate_up_proj" in stored
+    return replace(moe, stacked=True) if moe is not None and is_stacked else moe
 
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path) -> None:

@@ -15,13 +15,18 @@ from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
 from paged.models.computation_keys import refuse_unread
-from paged.models.families.gemma3 import Gemma3
+from paged.models.families.cohere import Cohere2
+from paged.models.families.gemma import Gemma2, Gemma3
+from paged.models.families.glm import Glm, Glm4, Glm4Moe
 from paged.models.families.gpt_oss import GptOss
-from paged.models.families.llama import Llama, Mistral
-from paged.models.families.mixtral import Mixtral
-from paged.models.families.qwen2 import Qwen2
-from paged.models.families.qwen3 import Qwen3
-from paged.models.families.qwen3_moe import Qwen3Moe
+from paged.models.families.granite import Granite, GraniteMoe, GraniteMoeShared
+from paged.models.families.llama import Llama
+from paged.models.families.minimax import MiniMaxM2
+from paged.models.families.mistral import Ministral, Ministral3, Mistral, Mixtral
+from paged.models.families.olmo import Olmo2, Olmo3
+from paged.models.families.phi import Phi3
+from paged.models.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe
+from paged.models.families.smollm import SmolLM3
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
@@ -29,14 +34,30 @@ from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
 
 ARCHITECTURES: dict[str, type[Llama]] = {
+    "Cohere2ForCausalLM": Cohere2,
+    "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "GlmForCausalLM": Glm,
+    "Glm4ForCausalLM": Glm4,
+    "Glm4MoeForCausalLM": Glm4Moe,
     "GptOssForCausalLM": GptOss,
+    "GraniteForCausalLM": Granite,
+    "GraniteMoeForCausalLM": GraniteMoe,
+    "GraniteMoeSharedForCausalLM": GraniteMoeShared,
     "LlamaForCausalLM": Llama,
+    "MiniMaxM2ForCausalLM": MiniMaxM2,
+    "MinistralForCausalLM": Ministral,
+    "Ministral3ForCausalLM": Ministral3,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "Olmo2ForCausalLM": Olmo2,
+    "Olmo3ForCausalLM": Olmo3,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2MoeForCausalLM": Qwen2Moe,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "SmolLM3ForCausalLM": SmolLM3,
 }
 
 # On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.

@@ -10,6 +10,15 @@ from paged.models.layers.rope import RopeConfig
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + weight * ln(1 + floor((p + offset) / period))."""
+
+    weight: float
+    period: int
+    offset: int
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """A layer's attention: grouped queries over a KV cache.
 
@@ -20,7 +29,11 @@ class AttentionConfig:
     softmax_scale: what products of queries and keys are multiplied by.
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     qkv_bias, o_bias: of the projections before and after attention.
-    qk_norm: RMS norm of queries and keys before they are rotated, of every "head" or over their whole "width".
+    qk_norm: RMS norm of queries and keys before they are rotated, of every "head" or over their whole "width"; "unit"
+        for one of every head without weights.
+    query_growth: makes queries longer with their position; None for none.
+    chunk_size: tokens of the own chunk of this many alone are seen; None for no chunks.
+    fused: projections of query, key and value are one tensor in a checkpoint, `qkv_proj`.
     sinks: every query head has one more score that takes its share of the softmax and adds nothing.
     """
 
@@ -36,6 +49,9 @@ class AttentionConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: str | None
+    query_growth: QueryGrowth | None
+    chunk_size: int | None
+    fused: bool
     sinks: bool
 
 
@@ -43,12 +59,13 @@ class AttentionConfig:
 class NormConfig:
     """The norms on the residual stream.
 
-    eps: added to the mean square. zero_centred: weights are stored less 1. The others are the names of a layer's norms
-    in a checkpoint; None where there is none.
+    eps: added to the mean square. zero_centred: weights are stored less 1. subtracts_mean: before it is squared, in a
+    layer norm. The others are the names of a layer's norms in a checkpoint; None where there is none.
     """
 
     eps: float
     zero_centred: bool
+    subtracts_mean: bool
     before_attention: str | None
     after_attention: str | None
     before_mlp: str | None
@@ -59,20 +76,37 @@ class NormConfig:
 class MoeConfig:
     """A mixture of experts: each token takes top_k of num_experts gated MLPs.
 
-    renormalize: the weights of the top_k sum to 1. bias: router and experts have biases. interleaved: gate and up rows
-    alternate. stacked: a projection of all experts is one tensor in a checkpoint; is_mxfp4: and that in MXFP4. The
-    names are those of the weights in a checkpoint.
+    renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
+    correction_bias: the name of its tensor in a checkpoint; None for none.
+    float32_router: the router multiplies in float32.
+    weighs_inputs: the weights multiply what experts get, not what they give; with top_k of 1 alone.
+    shared_size: intermediate size of an MLP that every token takes; 0 for none. shared_gate: its weight is the sigmoid
+        of a projection of this name; None for 1.
+    bias: router and experts have biases. interleaved: gate and up rows alternate.
+    stacked: a projection of all experts is one tensor in a checkpoint; transposed: with rows and columns exchanged;
+        is_mxfp4: and that in MXFP4.
+    The names are those of the weights in a checkpoint.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     renormalize: bool
+    scoring: str = "softmax"
+    num_expert_groups: int = 1
+    topk_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    correction_bias: str | None = None
+    float32_router: bool = False
+    weighs_inputs: bool = False
+    shared_size: int = 0
+    shared_gate: str | None = None
     bias: bool = False
     interleaved: bool = False
     stacked: bool = False
+    transposed: bool = False
     is_mxfp4: bool = False
-    block_name: str = "mlp"
+    shared_name: str = "shared_experts"
     router_name: str = "gate"
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
@@ -85,8 +119,13 @@ class DecoderConfig:
 
     attention: of each layer.
     moe: each layer's mixture of experts; None for a plain MLP.
+    mlp_name: of MLPs and experts in a checkpoint. fused_mlp: gate and up are one tensor there, `gate_up_proj`.
     activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
+    embedding_scale, residual_scale, logits_scale: what embeddings, all that is added to them, and logits are multiplied
+        by.
+    logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
     dtype: of the weights as published.
+    num_mtp_layers: behind the others, for tokens further ahead; they are not loaded.
     """
 
     model_type: str
@@ -97,10 +136,17 @@ class DecoderConfig:
     attention: tuple[AttentionConfig, ...]
     norms: NormConfig
     moe: tuple[MoeConfig | None, ...]
+    mlp_name: str
     mlp_bias: bool
+    fused_mlp: bool
     activation: str
+    embedding_scale: float
+    residual_scale: float
+    logits_scale: float
+    logits_softcap: float
     tie_word_embeddings: bool
     dtype: torch.dtype
+    num_mtp_layers: int
 
     @property
     def num_layers(self) -> int:

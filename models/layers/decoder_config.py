@@ -67,16 +67,23 @@ def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -
         check_rope(layer.rope, layer.head_dim, max_positions, hf.source)
 
 
-def moe_config(hf: HfConfig, *, size_key: str = "intermediate_size", **fields: Any) -> MoeConfig:
+def moe_config(
+    hf: HfConfig, *, size_key: str = "intermediate_size", count_key: str = "num_experts", **fields: Any
+) -> MoeConfig:
     """Read the sizes of a mixture of experts; a family gives the other fields of MoeConfig.
 
-    size_key: the key of an expert's intermediate size.
+    size_key: the key of an expert's intermediate size. count_key: of how many there are, beside `num_local_experts`, as
+        transformers 5 writes it.
 
     Raises:
-        CheckpointError: a size is missing or malformed, or there are fewer experts than a token takes.
+        CheckpointError: a size is missing or malformed, there are fewer experts than a token takes, or groups of them
+            do not fit.
     """
-    num_experts = _count_experts(hf)
-    top_k = hf.integer("num_experts_per_tok", most=num_experts)
+    num_experts = _count_experts(hf, count_key)
+    groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
+    if num_experts % groups or topk_groups > groups:
+        raise CheckpointError(f"{hf.source}: {topk_groups} of {groups} groups of {num_experts} experts")
+    top_k = hf.integer("num_experts_per_tok", most=num_experts // groups * topk_groups)
     return MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=hf.integer(size_key), **fields)
 
 
@@ -89,17 +96,17 @@ def count_layers(hf: HfConfig) -> int:
     return hf.integer("num_hidden_layers", most=_MAX_LAYERS)
 
 
-def _count_experts(hf: HfConfig) -> int:
-    """`num_local_experts`, as transformers 5 writes it, or `num_experts`, as some publish it.
+def _count_experts(hf: HfConfig, published_key: str) -> int:
+    """`num_local_experts`, as transformers 5 writes it, or as published.
 
     Raises:
         CheckpointError: it is missing or malformed.
     """
-    local, published = (hf.optional_integer(key) for key in ("num_local_experts", "num_experts"))
+    local, published = (hf.optional_integer(key) for key in ("num_local_experts", published_key))
     if local is None and published is None:
         raise CheckpointError(f"{hf.source}: num_local_experts is missing, expected a positive integer")
     if local is not None and published is not None and local != published:
-        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but num_experts {published}")
+        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but {published_key} {published}")
     return local or published or 0
 
 
@@ -158,6 +165,20 @@ def layer_windows(hf: HfConfig, window: int | None, is_sliding: Callable[[int], 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def rotating_layers(hf: HfConfig) -> list[int]:
+    """1 for each layer that rotates queries and keys, 0 for the others: `no_rope_layers`, or all but every
+    `no_rope_layer_interval`-th.
+
+    Raises:
+        CheckpointError: there are fewer entries than layers, or one is neither 0 nor 1.
+    """
+    num_layers, interval = count_layers(hf), hf.integer("no_rope_layer_interval", 4)
+    rotates = hf.items("no_rope_layers", int) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
+        raise CheckpointError(f"{hf.source}: no_rope_layers {shown(rotates)}, expected 0 or 1 for {num_layers} layers")
+    return rotates[:num_layers]
+
+
 def is_packed(hf: HfConfig, quant_method: str) -> bool:
     """Whether the weights are quantised in this way."""
     quantization = hf.section("quantization_config")
@@ -194,10 +215,17 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "vocab_size": lambda hf: hf.integer("vocab_size"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
     "moe": lambda hf: None,
+    "mlp_name": lambda hf: "mlp",
     "mlp_bias": lambda hf: False,
+    "fused_mlp": lambda hf: False,
+    "embedding_scale": lambda hf: 1.0,
+    "residual_scale": lambda hf: 1.0,
+    "logits_scale": lambda hf: 1.0,
+    "logits_softcap": lambda hf: 0.0,
     "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
+    "num_mtp_layers": lambda hf: 0,
     # of attention
     "num_heads": lambda hf: hf.integer("num_attention_heads"),
     "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
@@ -210,10 +238,14 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "qkv_bias": lambda hf: hf.flag("attention_bias"),
     "o_bias": lambda hf: hf.flag("attention_bias"),
     "qk_norm": lambda hf: None,
+    "query_growth": lambda hf: None,
+    "chunk_size": lambda hf: None,
+    "fused": lambda hf: False,
     "sinks": lambda hf: False,
     # of norms
     "eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
     "zero_centred": lambda hf: False,
+    "subtracts_mean": lambda hf: False,
     "before_attention": lambda hf: "input_layernorm",
     "after_attention": lambda hf: None,
     "before_mlp": lambda hf: "post_attention_layernorm",

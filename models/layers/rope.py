@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
 
-_KINDS = ("default", "linear", "llama3", "yarn")
+# Dynamic scaling begins beyond max_position_embeddings, where no sequence goes; the three positions that mrope gives a
+# token differ in pictures alone.
+_PLAIN = ("default", "dynamic", "mrope")
+_KINDS = (*_PLAIN, "linear", "llama3", "longrope", "yarn")
 # Of scores, and of queries and keys: far beyond any model's, and 16-bit floats end at 65,504.
 MAX_FACTOR = 1e4
 
@@ -41,25 +44,47 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class LongropeScaling:
+    """Each pair is stretched by a factor of its own (Ding et al., 2024): by `short` in a model that is loaded for
+    sequences of at most original_max_positions tokens, else by `long`, at every position."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """theta: base of the frequencies; factor: how far positions are stretched, everywhere or as `scaling` says.
 
-    attention_factor: multiplies cosines and sines.
+    attention_factor: multiplies cosines and sines. fraction: the part of each head, its beginning, that rotates.
+    interleaved: pairs are neighbours, not one of each half.
     """
 
     theta: float = 10000.0
     factor: float = 1.0
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: Llama3Scaling | YarnScaling | LongropeScaling | None = None
     attention_factor: float = 1.0
+    fraction: float = 1.0
+    interleaved: bool = False
 
 
-def rope_config(hf: HfConfig, *, theta: float = 10000.0, default: Mapping[str, Any] | None = None) -> RopeConfig:
+def rope_config(
+    hf: HfConfig,
+    *,
+    theta: float = 10000.0,
+    default: Mapping[str, Any] | None = None,
+    fraction: float | None = None,
+    interleaved: bool = False,
+) -> RopeConfig:
     """Reads `rope_parameters`, or `rope_scaling` as written before transformers 5, which counts where both are given.
 
     theta: where none is given, neither there nor as `rope_theta`. default: what stands in where neither is there.
+    fraction: the rotated part of each head where config.json says nothing of it; None for a family that rotates all.
+    interleaved: as in RopeConfig.
 
     Raises:
-        UnsupportedError: the type is another than default, linear, llama3 or yarn, or only a part of each head rotates.
+        UnsupportedError: the type is not known here, or a part of each head rotates in a family that rotates all.
         CheckpointError: a value is missing or malformed.
     """
     parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
@@ -67,24 +92,30 @@ def rope_config(hf: HfConfig, *, theta: float = 10000.0, default: Mapping[str, A
     given = scaling if scaling is not None and scaling.values else parameters
     if given is None:
         given = HfConfig({} if default is None else default, hf.source)
-    return scaled_rope(hf, given, hf.number("rope_theta", theta))
+    rope = scaled_rope(hf, given, hf.number("rope_theta", theta), fraction)
+    return replace(rope, interleaved=interleaved)
 
 
-def scaled_rope(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
+def scaled_rope(hf: HfConfig, section: HfConfig, theta: float, fraction: float | None = None) -> RopeConfig:
     """The rotation that a section of config.json says; else as `rope_config`.
 
-    hf: what stands around the section. theta: where the section has none.
+    hf: what stands around the section. theta, fraction: where the section has none.
     """
-    theta, kind = section.number("rope_theta", theta), section.text("rope_type", section.text("type", "default"))
-    rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
-    if rotated != 1.0:
+    rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", fraction or 1.0))
+    if rotated > 1.0 or (fraction is None and rotated != 1.0):
         raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is known")
+    return replace(_scaled(hf, section, section.number("rope_theta", theta)), fraction=rotated)
+
+
+def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
+    kind = section.text("rope_type", section.text("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # as Phi-3 was first published
     if kind not in _KINDS:
         raise UnsupportedError(f"{hf.source}: rope type {shown(kind)}, known are {', '.join(_KINDS)}")
     for key, value in section.values.items():
         if isinstance(value, dict):
             raise UnsupportedError(f"{section.source}: {shown(key)} = {shown(value)}, a rotation of some layers alone")
-    if kind == "default":
+    if kind in _PLAIN:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, section.number("factor"))
@@ -96,10 +127,35 @@ def scaled_rope(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
         is_null = "factor" in section.values and section.value("factor") is None
         factor = hf.integer("max_position_embeddings") / original if is_null else section.number("factor")
         return RopeConfig(theta, factor, *_yarn(section, factor, original))
+    if kind == "longrope":
+        factor = section.number("factor", hf.integer("max_position_embeddings") / original)
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        scaling = LongropeScaling(section.numbers("short_factor"), section.numbers("long_factor"), original)
+        return RopeConfig(theta, 1.0, scaling, section.number("attention_factor", default))
     factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if low >= high:
         raise CheckpointError(f"{hf.source}: low_freq_factor {low} is not below high_freq_factor {high}")
     return RopeConfig(theta, factor, Llama3Scaling(low, high, original))
+
+
+def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see everything, and of those with a window; scalings as published before transformers 5 are the
+    first ones' alone.
+
+    Raises:
+        UnsupportedError, CheckpointError: as `rope_config`, or something is said for neither kind.
+    """
+    parameters = hf.section("rope_parameters") or HfConfig({}, hf.source)
+    whole, local = (
+        parameters.section(kind) or HfConfig({}, hf.source) for kind in ("full_attention", "sliding_attention")
+    )
+    if unknown := sorted(parameters.values.keys() - parameters.read_keys):
+        raise UnsupportedError(f"{parameters.source}: {shown(unknown[0])} is not said for a type of layers")
+    scaling = hf.section("rope_scaling") or HfConfig({}, hf.source)
+    if "type" in scaling.values and "rope_type" not in scaling.values:  # which transformers leaves unread here alone
+        raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
+    whole = HfConfig({**whole.values, **scaling.values}, hf.source)
+    return scaled_rope(hf, whole, theta), scaled_rope(hf, local, local_theta)
 
 
 def _yarn(section: HfConfig, factor: float, original_max_positions: int) -> tuple[YarnScaling, float]:
@@ -127,22 +183,33 @@ def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: st
         CheckpointError: the values do not make sense together, or are beyond any model's.
     """
     try:
-        last = rope_frequencies(config, head_dim) * max_positions
-    except (ArithmeticError, ValueError) as error:  # the logarithms of yarn
+        last = rope_frequencies(config, head_dim, max_positions) * max_positions
+    except (ArithmeticError, ValueError, RuntimeError) as error:  # the logarithms of yarn, the lists of longrope
         raise CheckpointError(f"{source}: no rotation can be computed from {config} ({error})") from error
+    if rotary_dim(config, head_dim) % 2:
+        raise CheckpointError(f"{source}: {config} rotates an odd part of {head_dim} dimensions")
     if not last.isfinite().all() or config.attention_factor > MAX_FACTOR:
         raise CheckpointError(f"{source}: {config} turns queries and keys into no finite numbers")
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians a position of each pair, float32 [head_dim / 2]: theta^(-2i / head_dim), scaled."""
-    inv_freq = config.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+def rotary_dim(config: RopeConfig, head_dim: int) -> int:
+    """How many elements of a head rotate."""
+    return int(head_dim * config.fraction)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
+    """Radians a position of each pair, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled."""
+    dim = rotary_dim(config, head_dim)
+    inv_freq = config.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if config.scaling is None:
         return inv_freq / config.factor
+    if isinstance(config.scaling, LongropeScaling):
+        is_long = max_positions > config.scaling.original_max_positions
+        return inv_freq / torch.tensor(config.scaling.long if is_long else config.scaling.short, device="cpu")
     if isinstance(config.scaling, Llama3Scaling):
         kept = _kept_by_llama3(config.scaling, inv_freq)
     else:
-        kept = _kept_by_yarn(config.scaling, config.theta, head_dim)
+        kept = _kept_by_yarn(config.scaling, config.theta, dim)
     return kept * inv_freq + (1 - kept) * inv_freq / config.factor
 
 
@@ -154,19 +221,19 @@ def _kept_by_llama3(scaling: Llama3Scaling, inv_freq: torch.Tensor) -> torch.Ten
     return kept.clamp(0.0, 1.0)
 
 
-def _kept_by_yarn(scaling: YarnScaling, theta: float, head_dim: int) -> torch.Tensor:
+def _kept_by_yarn(scaling: YarnScaling, theta: float, dim: int) -> torch.Tensor:
     """As llama3, but linear in the pair's index between those that turn beta_fast and beta_slow times (Peng et al.,
     2023, section 3.2)."""
 
     def pair(turns: float) -> float:
-        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    index = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    # Ends in reverse, as beyond either end of the head or with beta_fast below beta_slow, are divided by all the same:
+    first, last = max(first, 0), min(last, dim - 1)
+    index = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+    # Ends in reverse, as beyond either end of the pairs or with beta_fast below beta_slow, are divided by all the same:
     # the models are run so by everybody.
     return 1 - ((index - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
@@ -176,8 +243,8 @@ def rope_table(config: RopeConfig | None, head_dim: int, max_positions: int, dev
     if config is None:
         return torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, rope_frequencies(config, head_dim).to(device))
-    table = torch.empty(max_positions, head_dim, dtype=torch.float32, device=device)
-    torch.cos(angles, out=table[:, : head_dim // 2])
-    torch.sin(angles, out=table[:, head_dim // 2 :])
+    angles = torch.outer(positions, rope_frequencies(config, head_dim, max_positions).to(device))
+    table = torch.empty(max_positions, 2 * angles.shape[1], dtype=torch.float32, device=device)
+    torch.cos(angles, out=table[:, : angles.shape[1]])
+    torch.sin(angles, out=table[:, angles.shape[1] :])
     return table.mul_(config.attention_factor)

@@ -9,15 +9,31 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from paged.models.paged_lm import PagedCausalLM
@@ -38,6 +54,7 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 # Of the 16 wavelengths from 6.3 to 35,000 positions, two fall below 32 / 4, two between, the rest beyond 32 / 1.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -48,7 +65,127 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
+# Factors of the 6 pairs that 12 of a head's 16 elements make.
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [1.0 + 2.0 * pair for pair in range(6)],
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
 FAMILIES: dict[str, PreTrainedConfig] = {
+    "cohere2": Cohere2Config(**_SIZES | {"head_dim": 16}, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "cohere2_biases_untied": Cohere2Config(
+        **_SIZES | {"head_dim": 16},
+        attention_bias=True,
+        logit_scale=0.5,
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=_LLAMA3_ROPE,
+    ),
+    "gemma2": Gemma2Config(
+        **_SIZES,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=48,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma2_without_soft_caps": Gemma2Config(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        attention_bias=True,
+    ),
+    "glm": GlmConfig(**_SIZES, pad_token_id=0),
+    "glm4": Glm4Config(**_SIZES, pad_token_id=0),
+    "glm4_without_biases": Glm4Config(
+        **_SIZES, pad_token_id=0, attention_bias=False, rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25}
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **_SIZES,
+        **_ROUTED,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "glm4_moe_in_every_layer": Glm4MoeConfig(
+        **_SIZES, **_ROUTED, first_k_dense_replace=0, norm_topk_prob=False, n_shared_experts=1
+    ),
+    "granite": GraniteConfig(**_SIZES, **_MULTIPLIERS),
+    "granite_biases_tied": GraniteConfig(
+        **_SIZES, **_MULTIPLIERS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "granite_moe": GraniteMoeConfig(**_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
+    "granite_moe_shared": GraniteMoeSharedConfig(
+        **_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48
+    ),
+    "minimax_m2": MiniMaxM2Config(**_SIZES, num_local_experts=8, num_experts_per_tok=3, rotary_dim=16),
+    "minimax_m2_rotates_all": MiniMaxM2Config(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "ministral": MinistralConfig(**_SIZES, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "ministral3": Ministral3Config(
+        **_SIZES, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}
+    ),
+    "ministral3_window": Ministral3Config(
+        **_SIZES, sliding_window=WINDOW, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.1}
+    ),
+    "olmo2": Olmo2Config(**_SIZES),
+    "olmo2_biases_tied": Olmo2Config(**_SIZES, attention_bias=True, tie_word_embeddings=True),
+    "olmo3": Olmo3Config(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": _YARN_ROPE,
+        },
+    ),
+    "olmo3_whole": Olmo3Config(**_SIZES, layer_types=["full_attention"] * 2, attention_bias=True),
+    "phi3": Phi3Config(
+        **_SIZES | {"head_dim": 16},
+        pad_token_id=0,
+        original_max_position_embeddings=128,
+        rope_parameters=dict(_LONG_ROPE),
+    ),
+    "phi3_window": Phi3Config(
+        **_SIZES | {"head_dim": 16}, pad_token_id=0, sliding_window=WINDOW, tie_word_embeddings=True
+    ),
+    "qwen2_moe": Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=48, norm_topk_prob=True),
+    "qwen2_moe_windows_dense_layer": Qwen2MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        qkv_bias=False,
+    ),
+    "smollm3": SmolLM3Config(**_SIZES, pad_token_id=0, no_rope_layer_interval=2),
+    "smollm3_window": SmolLM3Config(
+        **_SIZES,
+        pad_token_id=0,
+        no_rope_layers=[0, 1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
     "gemma3": Gemma3TextConfig(
         **_SIZES,
         sliding_window=WINDOW,
@@ -128,6 +265,9 @@ def save_checkpoint(config: PreTrainedConfig, folder: Path, **save_options: Any)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0.0, 0.3)
     model.save_pretrained(folder, **save_options)
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.models.layers import decoder as layers
@@ -13,6 +14,25 @@ from tests.models.families import FAMILIES, Case, assert_same_logits, save_check
 
 # Every option of the kernels once: the interpreter takes about a second a forward.
 IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_normalised")
+# Of families beside them that give the kernels other options or shapes, in one forward.
+ONCE_IN_INTERPRETER = (
+    "cohere2",
+    "gemma2",
+    "glm4_moe",
+    "minimax_m2",
+    "ministral3",
+    "olmo2",
+    "phi3",
+    "qwen2_moe",
+    "smollm3",
+)
+# One of every family.
+GREEDY = [
+    name
+    for name in FAMILIES
+    if len(name.split("_")) == 1
+    or name in ("gpt_oss", "glm4_moe", "granite_moe_shared", "minimax_m2", "qwen2_moe", "qwen3_moe")
+]
 
 ON_TORCH = [(name, "torch") for name in FAMILIES]
 on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)
@@ -75,6 +95,20 @@ def test_whole_prompt_then_decode(case: Case) -> None:
 def test_verify_gives_a_row_a_token(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:7])
     assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
+
+
+@pytest.mark.parametrize(("loaded", "backend"), [(name, "triton") for name in ONCE_IN_INTERPRETER], indirect=True)
+def test_verify_in_interpreter(case: Case) -> None:
+    assert_same_logits(case.ours.forward_verify("a", PROMPT), case.expected(PROMPT))
+
+
+@pytest.mark.parametrize(("loaded", "backend"), [(name, "torch") for name in GREEDY], indirect=True)
+def test_greedy_tokens(case: Case) -> None:
+    expected = case.theirs.generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+    found = [int(case.ours.prefill("a", PROMPT).argmax())]
+    while len(found) < 32:
+        found.append(int(case.ours.decode("a", found[-1], len(PROMPT) + len(found) - 1).argmax()))
+    assert found == expected[0, len(PROMPT) :].tolist()
 
 
 def _check_chunks(case: Case, chunk: int) -> None:
