@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,13 @@ from paged.models.loading.weights import (
     read_tensor,
 )
 
+_log = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.\w+\.experts\.(\d{1,9})\.")
+# The text part of a model that reads more, as published and as transformers 5 writes it, and the other parts.
+_TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -42,7 +47,7 @@ def load_network(
         CheckpointError: a tensor is missing, unexpected, there twice, misshapen or of another dtype, or a file is
             missing, unreadable, truncated or outside of the folder.
     """
-    stored = _without_mtp(_renamed(read_headers(folder), network_class.renames), config)
+    stored = _tensors_of(network_class, config, folder)
     config = replace(
         config,
         moe=tuple(
@@ -76,27 +81,36 @@ def meta_network(network_class: type[Llama], config: DecoderConfig, dtype: torch
     return network
 
 
-def _renamed(stored: StoredTensors, renames: Mapping[str, str]) -> StoredTensors:
-    """The tensors by the names that a family has for them.
+def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:
+    """What a folder holds for the network, by the names that the family has for it.
+
+    Of a model that reads more than text, tensors of its other parts are left, and of any those of layers that predict
+    tokens further ahead.
 
     Raises:
-        CheckpointError: two have one name.
+        CheckpointError: two tensors have one name, or a header cannot be read.
     """
+    stored = read_headers(folder)
+    has_other_parts = any(_TEXT_PART.match(name) for name in stored)
     found: StoredTensors = {}
+    left: set[str] = set()
     for name, tensor in stored.items():
-        for theirs, ours in renames.items():
+        layer = _LAYER.match(name)
+        is_ahead = layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_mtp_layers
+        if is_ahead or (has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS)):
+            left.add(name)
+            continue
+        name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
+        for theirs, ours in network_class.renames.items():
             name = re.sub(theirs, ours, name)
         if name in found:
             raise CheckpointError(f"{tensor.name}: the same as {found[name].name}, in {tensor.file}")
         found[name] = tensor
+    if left:
+        _log.warning(
+            "%s: %d tensors are not loaded, as text does not take them, %s the first", folder, len(left), min(left)
+        )
     return found
-
-
-def _without_mtp(stored: StoredTensors, config: DecoderConfig) -> StoredTensors:
-    """The tensors but for those of layers that predict tokens further ahead."""
-    last = config.num_layers + config.num_mtp_layers
-    layers = ((name, _LAYER.match(name)) for name in stored)
-    return {name: stored[name] for name, one in layers if not (one and config.num_layers <= int(one[1]) < last)}
 
 
 def _as_stored(moe: MoeConfig | None, stored: StoredTensors, prefix: str) -> MoeConfig | None:

@@ -16,7 +16,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import read_header
 from paged.models.network_loader import meta_network
-from paged.models.registry import GPU_FRACTION, config_of, network_class_of
+from paged.models.registry import GPU_FRACTION, config_of, network_class_of, text_part
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ def summarize(
 def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
     """The class and configuration, or why the model cannot run."""
     try:
-        network_class = network_class_of(hf)
-        return network_class, config_of(network_class, hf)
+        text = text_part(hf)
+        network_class = network_class_of(text)
+        return network_class, config_of(network_class, text)
     except PagedError as error:
         return str(error).removeprefix(f"{hf.source}: ")
 

@@ -55,7 +55,11 @@ def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
 
 
 def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
-    """Raise CheckpointError unless the numbers make sense together."""
+    """Raise CheckpointError unless the numbers make sense together, and UnsupportedError for chunks."""
+    if layer.chunk_size is not None:
+        raise UnsupportedError(
+            f"{hf.source}: attention_chunk_size = {layer.chunk_size}, known is attention to all tokens"
+        )
     if layer.num_heads % layer.num_kv_heads:
         raise CheckpointError(
             f"{hf.source}: num_attention_heads {layer.num_heads} is no multiple of num_key_value_heads "

@@ -19,6 +19,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -82,109 +83,15 @@ _LONG_ROPE = {
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
+# These run in all ways that there are.
 FAMILIES: dict[str, PreTrainedConfig] = {
     "cohere2": Cohere2Config(**_SIZES | {"head_dim": 16}, sliding_window=WINDOW, layer_types=_ALTERNATING),
-    "cohere2_biases_untied": Cohere2Config(
-        **_SIZES | {"head_dim": 16},
-        attention_bias=True,
-        logit_scale=0.5,
-        tie_word_embeddings=False,
-        layer_types=["full_attention", "sliding_attention"],
-        rope_parameters=_LLAMA3_ROPE,
-    ),
     "gemma2": Gemma2Config(
         **_SIZES,
         sliding_window=WINDOW,
         query_pre_attn_scalar=48,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
-    ),
-    "gemma2_without_soft_caps": Gemma2Config(
-        **_SIZES,
-        sliding_window=WINDOW,
-        layer_types=["full_attention", "sliding_attention"],
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-        tie_word_embeddings=False,
-        attention_bias=True,
-    ),
-    "glm": GlmConfig(**_SIZES, pad_token_id=0),
-    "glm4": Glm4Config(**_SIZES, pad_token_id=0),
-    "glm4_without_biases": Glm4Config(
-        **_SIZES, pad_token_id=0, attention_bias=False, rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25}
-    ),
-    "glm4_moe": Glm4MoeConfig(
-        **_SIZES,
-        **_ROUTED,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        use_qk_norm=True,
-        attention_bias=True,
-    ),
-    "glm4_moe_in_every_layer": Glm4MoeConfig(
-        **_SIZES, **_ROUTED, first_k_dense_replace=0, norm_topk_prob=False, n_shared_experts=1
-    ),
-    "granite": GraniteConfig(**_SIZES, **_MULTIPLIERS),
-    "granite_biases_tied": GraniteConfig(
-        **_SIZES, **_MULTIPLIERS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
-    ),
-    "granite_moe": GraniteMoeConfig(**_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
-    "granite_moe_shared": GraniteMoeSharedConfig(
-        **_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48
-    ),
-    "minimax_m2": MiniMaxM2Config(**_SIZES, num_local_experts=8, num_experts_per_tok=3, rotary_dim=16),
-    "minimax_m2_rotates_all": MiniMaxM2Config(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "ministral": MinistralConfig(**_SIZES, sliding_window=WINDOW, layer_types=_ALTERNATING),
-    "ministral3": Ministral3Config(
-        **_SIZES, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}
-    ),
-    "ministral3_window": Ministral3Config(
-        **_SIZES, sliding_window=WINDOW, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.1}
-    ),
-    "olmo2": Olmo2Config(**_SIZES),
-    "olmo2_biases_tied": Olmo2Config(**_SIZES, attention_bias=True, tie_word_embeddings=True),
-    "olmo3": Olmo3Config(
-        **_SIZES,
-        sliding_window=WINDOW,
-        layer_types=_ALTERNATING,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            "full_attention": _YARN_ROPE,
-        },
-    ),
-    "olmo3_whole": Olmo3Config(**_SIZES, layer_types=["full_attention"] * 2, attention_bias=True),
-    "phi3": Phi3Config(
-        **_SIZES | {"head_dim": 16},
-        pad_token_id=0,
-        original_max_position_embeddings=128,
-        rope_parameters=dict(_LONG_ROPE),
-    ),
-    "phi3_window": Phi3Config(
-        **_SIZES | {"head_dim": 16}, pad_token_id=0, sliding_window=WINDOW, tie_word_embeddings=True
-    ),
-    "qwen2_moe": Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=48, norm_topk_prob=True),
-    "qwen2_moe_windows_dense_layer": Qwen2MoeConfig(
-        **_SIZES,
-        **_EXPERTS,
-        shared_expert_intermediate_size=64,
-        mlp_only_layers=[1],
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        qkv_bias=False,
-    ),
-    "smollm3": SmolLM3Config(**_SIZES, pad_token_id=0, no_rope_layer_interval=2),
-    "smollm3_window": SmolLM3Config(
-        **_SIZES,
-        pad_token_id=0,
-        no_rope_layers=[0, 1],
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=False,
     ),
     "gemma3": Gemma3TextConfig(
         **_SIZES,
@@ -195,6 +102,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         },
+    ),
+    "glm": GlmConfig(**_SIZES, pad_token_id=0),
+    "glm4": Glm4Config(**_SIZES, pad_token_id=0),
+    "glm4_moe": Glm4MoeConfig(
+        **_SIZES,
+        **_ROUTED,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
     ),
     "gpt_oss": GptOssConfig(
         **_SIZES,
@@ -209,8 +129,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "original_max_position_embeddings": 32,
         },
     ),
+    "granite": GraniteConfig(**_SIZES, **_MULTIPLIERS),
+    "granite_moe_shared": GraniteMoeSharedConfig(
+        **_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48
+    ),
     "llama": LlamaConfig(**_SIZES),
-    "llama_tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "llama3_rope": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
+    "llama4": Llama4TextConfig(
+        **_SIZES, pad_token_id=0, num_local_experts=4, no_rope_layers=[1, 0], floor_scale=8, attn_scale=0.5
+    ),
     "llama_biases_linear_rope": LlamaConfig(
         **_SIZES,
         hidden_act="gelu",
@@ -218,10 +145,32 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_bias=True,
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     ),
-    "llama3_rope": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
+    "llama_tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "minimax_m2": MiniMaxM2Config(**_SIZES, num_local_experts=8, num_experts_per_tok=3, rotary_dim=16),
+    "ministral": MinistralConfig(**_SIZES, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "ministral3": Ministral3Config(
+        **_SIZES, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}
+    ),
     "mistral": MistralConfig(**_SIZES, sliding_window=WINDOW),
     "mixtral": MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "olmo2": Olmo2Config(**_SIZES),
+    "olmo3": Olmo3Config(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": _YARN_ROPE,
+        },
+    ),
+    "phi3": Phi3Config(
+        **_SIZES | {"head_dim": 16},
+        pad_token_id=0,
+        original_max_position_embeddings=128,
+        rope_parameters=dict(_LONG_ROPE),
+    ),
     "qwen2": Qwen2Config(**_SIZES),
+    "qwen2_moe": Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=48, norm_topk_prob=True),
     "qwen2_yarn_window_in_one_layer": Qwen2Config(
         **_SIZES,
         use_sliding_window=True,
@@ -231,15 +180,86 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
     ),
     "qwen3": Qwen3Config(**_SIZES, attention_bias=True),
-    "qwen3_window_in_one_layer": Qwen3Config(
-        **_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, tie_word_embeddings=True
-    ),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False),
+    "qwen3_moe_every_second_layer": Qwen3MoeConfig(**_SIZES, **_EXPERTS, decoder_sparse_step=2),
     "qwen3_moe_normalised": Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
     "qwen3_moe_with_dense_layer": Qwen3MoeConfig(
         **_SIZES, **_EXPERTS, mlp_only_layers=[0], hidden_act="gelu_pytorch_tanh"
     ),
-    "qwen3_moe_every_second_layer": Qwen3MoeConfig(**_SIZES, **_EXPERTS, decoder_sparse_step=2),
+    "qwen3_window_in_one_layer": Qwen3Config(
+        **_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "smollm3": SmolLM3Config(**_SIZES, pad_token_id=0, no_rope_layer_interval=2),
+}
+# Other options of them, for which one way is enough.
+VARIANTS: dict[str, PreTrainedConfig] = {
+    "cohere2_biases_untied": Cohere2Config(
+        **_SIZES | {"head_dim": 16},
+        attention_bias=True,
+        logit_scale=0.5,
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=_LLAMA3_ROPE,
+    ),
+    "gemma2_without_soft_caps": Gemma2Config(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        attention_bias=True,
+    ),
+    "glm4_moe_in_every_layer": Glm4MoeConfig(
+        **_SIZES, **_ROUTED, first_k_dense_replace=0, norm_topk_prob=False, n_shared_experts=1
+    ),
+    "glm4_without_biases": Glm4Config(
+        **_SIZES, pad_token_id=0, attention_bias=False, rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25}
+    ),
+    "granite_biases_tied": GraniteConfig(
+        **_SIZES, **_MULTIPLIERS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "granite_moe": GraniteMoeConfig(**_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
+    "llama4_dense_layer": Llama4TextConfig(
+        **_SIZES,
+        pad_token_id=0,
+        intermediate_size_mlp=80,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=2,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_bias=True,
+        rope_parameters=_LLAMA3_ROPE,
+    ),
+    "minimax_m2_rotates_all": MiniMaxM2Config(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "ministral3_window": Ministral3Config(
+        **_SIZES, sliding_window=WINDOW, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.1}
+    ),
+    "olmo2_biases_tied": Olmo2Config(**_SIZES, attention_bias=True, tie_word_embeddings=True),
+    "olmo3_whole": Olmo3Config(**_SIZES, layer_types=["full_attention"] * 2, attention_bias=True),
+    "phi3_window": Phi3Config(
+        **_SIZES | {"head_dim": 16}, pad_token_id=0, sliding_window=WINDOW, tie_word_embeddings=True
+    ),
+    "qwen2_moe_windows_dense_layer": Qwen2MoeConfig(
+        **_SIZES,
+        **_EXPERTS,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        qkv_bias=False,
+    ),
+    "smollm3_window": SmolLM3Config(
+        **_SIZES,
+        pad_token_id=0,
+        no_rope_layers=[0, 1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
 }
 
 
