@@ -161,6 +161,9 @@ def config_of(network_class: type[Llama], hf: HfConfig) -> DecoderConfig:
     """What a family reads, once no other key of `hf` is seen to change what it computes; errors as there."""
     config = network_class.read_config(hf)
     refuse_unread(hf, config)
+    sizes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in config.attention}
+    if len(sizes) > 1:
+        raise UnsupportedError(f"{hf.source}: layers with {sorted(sizes)} KV heads and sizes, known is one for all")
     return config
 
 
@@ -182,7 +185,8 @@ def network_class_of(hf: HfConfig) -> type[Llama]:
 
 
 def _lacking(hf: HfConfig) -> str:
-    """What of a config.json goes beyond a Llama, for a message."""
+    """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
+    hf = hf.section("text_config") or hf
     try:
         keys = unread_keys(hf, Llama.read_config(hf))
     except PagedError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -45,8 +47,14 @@ class SparseMoe(nn.Module):
         self.w2 = empty_parameter(num_experts, hidden_size, size)
         self.w1_bias = empty_parameter(num_experts, 2 * size) if moe.bias else None
         self.w2_bias = empty_parameter(num_experts, hidden_size) if moe.bias else None
-        self.shared = GatedMlp(config, moe.shared_size) if moe.shared_size else None
+        if moe.shared_size:
+            self.add_module(moe.shared_name, GatedMlp(config, moe.shared_size))
         self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
+
+    @property
+    def shared(self) -> GatedMlp | None:
+        """The MLP that every token takes, under its name in a checkpoint, as adapters are found by that."""
+        return cast("GatedMlp", getattr(self, self.config.shared_name)) if self.config.shared_size else None
 
     def keep_float32(self) -> None:
         """Give the parameters that are float32 in models of any type that type back."""
@@ -93,12 +101,13 @@ class SparseMoe(nn.Module):
             interleaved=self.config.interleaved,
             aligned=aligned,
         )
-        if self.shared is None:
+        shared = self.shared
+        if shared is None:
             return out
         if self.shared_gate is None:
-            return out.add_(self.shared(x, lora))
+            return out.add_(shared(x, lora))
         weight = self.shared_gate(x).sigmoid()
-        return out.addcmul_(self.shared(x, lora), weight)
+        return out.addcmul_(shared(x, lora), weight)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, self.router.weight_slots(prefix)
