@@ -17,6 +17,7 @@ from paged.kernels.common.scalars import shown
 from paged.models.computation_keys import refuse_unread, unread_keys
 from paged.models.families.cohere import Cohere2
 from paged.models.families.gemma import Gemma2, Gemma3
+from paged.models.families.gemma4 import Gemma4
 from paged.models.families.glm import Glm, Glm4, Glm4Moe
 from paged.models.families.gpt_oss import GptOss
 from paged.models.families.granite import Granite, GraniteMoe, GraniteMoeShared
@@ -38,6 +39,7 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Cohere2ForCausalLM": Cohere2,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
     "GlmForCausalLM": Glm,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4Moe,
@@ -63,7 +65,12 @@ ARCHITECTURES: dict[str, type[Llama]] = {
 }
 
 # Models of text and more, whose text_config says by its model_type which of the above their text part is.
-WRAPPERS = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
 
 # On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.
 _CPU_SEQUENCES = 4

@@ -8,7 +8,7 @@ from paged.metadata import AttentionMetadata
 from paged.models.families.llama import DecoderLayer, Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config, layer_windows
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 
@@ -21,7 +21,7 @@ class ParallelLayer(DecoderLayer):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.before_attention is not None
         hidden, residual = self.before_attention(hidden, residual)
         attended = self.self_attn(hidden, positions, metadata)

@@ -7,7 +7,7 @@ from typing import Any
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config, known_activation, layer_windows
-from paged.models.layers.rope import ropes_by_kind
+from paged.models.layers.rope_config import ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 
@@ -21,7 +21,7 @@ class Gemma2(Llama):
         window = hf.optional_integer("sliding_window", 4096)
         return decoder_config(
             hf,
-            **_shared_fields(hf, logits_softcap=30.0),
+            **gemma_fields(hf, logits_softcap=30.0),
             softcap=hf.optional_number("attn_logit_softcapping", 50.0) or 0.0,
             window=layer_windows(hf, window, lambda layer: layer % 2 == 0),
         )
@@ -41,15 +41,15 @@ class Gemma3(Llama):
         whole, local = ropes_by_kind(hf, hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4))
         return decoder_config(
             hf,
-            **_shared_fields(hf),
+            **gemma_fields(hf),
             window=windows,
             rope=tuple(whole if window is None else local for window in windows),
             qk_norm="head",
         )
 
 
-def _shared_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
-    """What both have; the soft cap is that of a config.json that says nothing of it."""
+def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
+    """What Gemma 2 and 3 have; the soft cap is that of a config.json that says nothing of it."""
     return {
         "logits_softcap": hf.optional_number("final_logit_softcapping", logits_softcap) or 0.0,
         "softmax_scale": hf.number("query_pre_attn_scalar", 256) ** -0.5,

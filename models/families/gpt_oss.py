@@ -12,7 +12,7 @@ from paged.models.layers.decoder_config import (
     require,
     weights_dtype,
 )
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 # What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.

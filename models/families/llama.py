@@ -43,8 +43,9 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is yet to be added to the residual stream, the residual stream), of the layer before and of this."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(what is yet to be added to the residual stream, the residual stream), of the layer before and of this; or
+        (the residual stream, None)."""
         hidden, residual = _enter(self.before_attention, hidden, residual)
         hidden = self._leave(self.after_attention, self.self_attn(hidden, positions, metadata))
         hidden, residual = _enter(self.before_mlp, hidden, residual)

@@ -6,7 +6,7 @@ from paged.errors import CheckpointError
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig, QueryGrowth
 from paged.models.layers.decoder_config import count_layers, decoder_config, moe_config, require, rotating_layers
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 

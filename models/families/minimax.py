@@ -7,7 +7,7 @@ from types import MappingProxyType
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config, moe_config, require
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 # What transformers has built in, and published configurations say.

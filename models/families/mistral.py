@@ -8,7 +8,7 @@ from types import MappingProxyType
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig, QueryGrowth
 from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, require
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config, layer_windows
-from paged.models.layers.rope import ropes_by_kind
+from paged.models.layers.rope_config import ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 _FIELDS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config, layer_windows, rotating_layers
-from paged.models.layers.rope import rope_config
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 

@@ -8,6 +8,7 @@ from torch.utils.dlpack import from_dlpack
 
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
+from paged.kernels.layers.rms_norm import rms_norm
 from paged.metadata import AttentionMetadata
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
@@ -38,7 +39,7 @@ class Attention(nn.Module):
         self.sizes = {
             "q_proj": layer.num_heads * layer.head_dim,
             "k_proj": layer.num_kv_heads * layer.head_dim,
-            "v_proj": layer.num_kv_heads * layer.v_head_dim,
+            **({} if layer.k_eq_v else {"v_proj": layer.num_kv_heads * layer.v_head_dim}),
         }
         parts = {"qkv_proj": sum(self.sizes.values())} if layer.fused else self.sizes
         self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         """Give the layer its cache, and the rotary table that layers of its kind share."""
         self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
         self.cos_sin_cache, device = cos_sin_cache, cos_sin_cache.device
-        if self.config.qk_norm == "unit":
+        if self.config.qk_norm == "unit" or self.config.v_norm:
             self.unit_weight = torch.ones(self.config.head_dim, device=device)
         if (growth := self.config.query_growth) is not None:
             positions = torch.arange(len(cos_sin_cache), dtype=torch.float32, device=device)
@@ -64,8 +65,11 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         layer = self.config
-        q, k, v = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
-        q_weight = k_weight = self.unit_weight
+        q, k, *rest = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
+        v = (rest[0] if rest else k).unflatten(-1, (-1, layer.v_head_dim))
+        if layer.v_norm and self.unit_weight is not None:
+            v = rms_norm(v, self.unit_weight, self.eps)
+        q_weight = k_weight = self.unit_weight if layer.qk_norm == "unit" else None
         if self.q_norm is not None and self.k_norm is not None:
             if layer.qk_norm == "width":
                 (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
@@ -74,7 +78,7 @@ class Attention(nn.Module):
         q = qk_norm_rope_and_cache(
             q.unflatten(-1, (-1, layer.head_dim)),
             k.unflatten(-1, (-1, layer.head_dim)),
-            v.unflatten(-1, (-1, layer.v_head_dim)),
+            v,
             self.k_cache,
             self.v_cache,
             metadata.slot_mapping,

@@ -31,6 +31,7 @@ class AttentionConfig:
     qkv_bias, o_bias: of the projections before and after attention.
     qk_norm: RMS norm of queries and keys before they are rotated, of every "head" or over their whole "width"; "unit"
         for one of every head without weights.
+    v_norm: RMS norm of every value head, without weights. k_eq_v: values are the keys before their norm and rotation.
     query_growth: makes queries longer with their position; None for none.
     chunk_size: tokens of the own chunk of this many alone are seen; None for no chunks.
     fused: projections of query, key and value are one tensor in a checkpoint, `qkv_proj`.
@@ -49,6 +50,8 @@ class AttentionConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: str | None
+    v_norm: bool
+    k_eq_v: bool
     query_growth: QueryGrowth | None
     chunk_size: int | None
     fused: bool

@@ -11,7 +11,8 @@ import torch
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
-from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
+from paged.models.layers.rope import MAX_FACTOR, check_rope
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
 
@@ -199,10 +200,14 @@ def _is_unquantised(quantization: HfConfig | None) -> bool:
     return quantization.text("quant_method", "") == "compressed-tensors" and scheme.text("type", "") == "float"
 
 
-def _head_dim(hf: HfConfig) -> int:
-    head_dim = hf.integer(
-        "head_dim", hf.integer("hidden_size") // hf.integer("num_attention_heads"), most=_MAX_HEAD_DIM
-    )
+def read_head_dim(hf: HfConfig) -> int:
+    """The size of heads.
+
+    Raises:
+        CheckpointError, UnsupportedError: it is malformed, odd, or not known here.
+    """
+    default = hf.integer("hidden_size") // hf.integer("num_attention_heads")
+    head_dim = hf.integer("head_dim", default, most=_MAX_HEAD_DIM)
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"{hf.source}: head_dim {head_dim}, expected an even number: rotation takes pairs")
     if head_dim > 256:
@@ -233,16 +238,18 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     # of attention
     "num_heads": lambda hf: hf.integer("num_attention_heads"),
     "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
-    "head_dim": _head_dim,
+    "head_dim": read_head_dim,
     "rope": rope_config,
     "window": lambda hf: None,
     "shares_kv_with": lambda hf: None,
-    "softmax_scale": lambda hf: _head_dim(hf) ** -0.5,
+    "softmax_scale": lambda hf: read_head_dim(hf) ** -0.5,
     "softcap": lambda hf: 0.0,
     "qkv_bias": lambda hf: hf.flag("attention_bias"),
     "o_bias": lambda hf: hf.flag("attention_bias"),
     "qk_norm": lambda hf: None,
     "query_growth": lambda hf: None,
+    "v_norm": lambda hf: False,
+    "k_eq_v": lambda hf: False,
     "chunk_size": lambda hf: None,
     "fused": lambda hf: False,
     "sinks": lambda hf: False,

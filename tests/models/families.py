@@ -12,6 +12,7 @@ from transformers import (
     Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -101,6 +102,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "gemma4": Gemma4TextConfig(
+        **_SIZES,
+        global_head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        attention_k_eq_v=True,
+        final_logit_softcapping=3.0,
+        hidden_size_per_layer_input=0,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
         },
     ),
     "glm": GlmConfig(**_SIZES, pad_token_id=0),
@@ -193,6 +207,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 # Other options of them, for which one way is enough.
 VARIANTS: dict[str, PreTrainedConfig] = {
+    "gemma4_with_values": Gemma4TextConfig(
+        **_SIZES, global_head_dim=32, hidden_size_per_layer_input=0, attention_bias=True, tie_word_embeddings=False
+    ),
     "cohere2_biases_untied": Cohere2Config(
         **_SIZES | {"head_dim": 16},
         attention_bias=True,
@@ -286,8 +303,8 @@ def save_checkpoint(config: PreTrainedConfig, folder: Path, **save_options: Any)
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(0.0, 0.3)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.uniform_(0.1, 0.4)
     model.save_pretrained(folder, **save_options)
     return model
 

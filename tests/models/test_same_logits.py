@@ -96,7 +96,7 @@ def test_verify_gives_a_row_a_token(case: Case) -> None:
     indirect=True,
 )
 def test_other_options_and_shapes(case: Case) -> None:
-    assert_same_logits(case.ours.forward_verify("a", PROMPT), case.expected(PROMPT))
+    assert_same_logits(case.ours.forward_verify("a", PROMPT[:12]), case.expected(PROMPT[:12]))
 
 
 @on_torch
