@@ -19,7 +19,20 @@ PROMPT = tokens(40)
 # One of every family.
 NAMES = (
     *("cohere2", "gemma2", "gemma3", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_moe_shared", "llama"),
-    *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe"),
+    *(
+        "gemma4",
+        "llama4",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+    ),
     *("qwen3", "qwen3_moe", "smollm3"),
 )
 
@@ -109,6 +122,19 @@ def test_values_that_are_refused(name: str, values: dict[str, Any], tmp_path: Pa
         ("glm4_moe", {"rope_parameters": None, "rope_theta": 100.0, "partial_rotary_factor": 0.25}),
         ("olmo3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 16,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [1.0 + pair for pair in range(8)],
+                    "original_max_position_embeddings": 16,
+                },
+            },
+        ),
         ("smollm3", {"no_rope_layers": None, "layer_types": None, "no_rope_layer_interval": 1}),
         ("ministral3", {"rope_parameters": None}),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}),
