@@ -11,8 +11,10 @@ FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
 RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
 REPORT ?= build/report
+REHEARSE := .rehearse
+REHEARSED := torch==2.11.0 triton==3.6.0 numpy==2.5.2 transformers==5.17.0 huggingface-hub==1.33.0
 
-.PHONY: demo test check format picture compile soak fuzz vllm gpu report clean
+.PHONY: demo test check format picture compile soak fuzz vllm gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -54,6 +56,18 @@ $(VLLM): | $(VENV)/installed-dev
 gpu:
 	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(PEERS),--peers $(PEERS))
 
+# What a machine with a GPU runs, without one: by its versions, and without a kernel run.
+rehearse: $(REHEARSE)/installed
+	$(REHEARSE)/bin/python -c 'import paged; [getattr(paged, name) for name in paged.__all__]'
+	$(REHEARSE)/bin/python -m pytest --collect-only -q -p no:cacheprovider | tail -3
+	$(REHEARSE)/bin/python -m bench.compilation.compile --target sm_90 --only 'D=128 bf16'
+	$(REHEARSE)/bin/python -m pytest -q -p no:cacheprovider tests/emulated_device -k engine
+
+$(REHEARSE)/installed:
+	$(PYTHON) -m venv $(REHEARSE)
+	$(REHEARSE)/bin/python -m pip install --quiet --disable-pip-version-check $(REHEARSED) -e '.[cli,bench]' pytest hypothesis
+	touch $@
+
 report: $(VENV)/installed-bench
 	$(BIN)/python -m bench.report.build $(RESULTS) --out $(REPORT)
 
@@ -63,4 +77,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(REHEARSE) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import time
 import traceback
@@ -23,6 +24,8 @@ from paged.kernels.common.compat import interpreting
 
 Json = dict[str, Any]
 Write = Callable[[str], object]
+# The exit code of a benchmark whose process can no longer use the GPU.
+DEVICE_LOST = 3
 # The arguments of argparse for every option that more than one benchmark may have.
 _OPTIONS: dict[str, Json] = {
     "json": {"type": Path, "help": "write the environment and the rows here too, after every case"},
@@ -35,6 +38,7 @@ _OPTIONS: dict[str, Json] = {
     },
     "device": {"choices": ("cuda", "cpu"), "help": "%(default)s by default"},
     "small": {"action": "store_true", "help": "a CPU's sizes on a GPU"},
+    "resume": {"action": "store_true", "help": "keep the rows in the file of --json, and run the cases that have none"},
     "threads": {"type": int, "help": "of PyTorch on a CPU; %(default)s by default"},
 }
 
@@ -82,7 +86,7 @@ class Benchmark:
     cases: Callable[[torch.device], Sequence[Any]]
     measure: Callable[[Any, Setting], Json]
     repeats: Mapping[str, int]
-    options: tuple[str, ...] = ("json", "only", "repeats", "budget", "device", "small")
+    options: tuple[str, ...] = ("json", "only", "repeats", "budget", "device", "small", "resume")
     device: str = DEVICE
     threads: int | None = None
     has_limits: bool = True
@@ -90,8 +94,9 @@ class Benchmark:
     summary: Callable[[Sequence[Json]], dict[str, dict[str, float]]] = lambda _: {}
 
     def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
-        """Print a line a case; the exit code is 1 where one was refused its row. A missed goal is no error."""
-        defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf}
+        """Print a line a case; the exit code is 1 where one was refused its row, DEVICE_LOST where the others can run
+        in another process alone. A missed goal is no error."""
+        defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
         parser = option_parser(self.doc, *self.options, **defaults)
         args = parser.parse_args(argv)
         if interpreting():
@@ -105,10 +110,16 @@ class Benchmark:
         report = self._environment(setting) | self.about()
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
         report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
+        if args.resume and args.json and args.json.exists():
+            report |= _resumed(args.json)
+            cases = [case for case in cases if case.name in report["not_run"]]
         said: set[str] = set()
+        is_lost = False
         for case in cases:
             if time.monotonic() > end:
                 break
+            if args.json:  # in case it ends the process
+                save(args.json, report | {"running": case.name})
             try:
                 row = self.measure(case, setting)
                 report["rows"].append(row)
@@ -125,12 +136,13 @@ class Benchmark:
             if args.json:  # after every case, as a run may be killed at any time
                 save(args.json, report)
             if not _released(setting.device):
-                write("the device is lost: no further case can run")
+                write("the device is lost: no further case can run in this process")
+                is_lost = True
                 break
         for name, found in self.summary(report["rows"]).items():
             write(f"{name.replace('_', ' ')}: {', '.join(f'{what} {value:.2f}' for what, value in found.items())}")
         write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
-        return int(bool(report["refused"]))
+        return DEVICE_LOST if is_lost else int(bool(report["refused"]))
 
     def suite(self) -> tuple[Callable[[Any], None], Callable[[Any, Any], None]]:
         """`pytest_generate_tests` and a test for a module to name: one row each in pytest-benchmark's extra_info.
@@ -152,6 +164,16 @@ class Benchmark:
 
     def _environment(self, setting: Setting) -> Json:
         return environment(self.name, setting.device, setting.limits if self.has_limits else None)
+
+
+def _resumed(path: Path) -> Json:
+    """What is kept of results: rows, refusals and cases that have not run. The one that was running is refused."""
+    found = json.loads(path.read_text())
+    kept = {name: found[name] for name in ("rows", "refused", "not_run")}
+    if "running" in found:
+        kept["not_run"].remove(found["running"])
+        kept["refused"][found["running"]] = "it ended the process"
+    return kept
 
 
 def _released(device: torch.device) -> bool:

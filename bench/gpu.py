@@ -3,21 +3,28 @@
     python -m bench.gpu [--out DIR] [--budget SECONDS] [--peers DIR] [--only STEP ...]      or  make gpu
 
 Needs torch, triton and pytest, and installs nothing. Each step is a process of its own with a share of the time left;
-when one fails or runs out of time the others follow all the same, and what it wrote so far stays. DIR gets gpu.json
-(the steps), gpu.log (all output), attention.json, moe.json, kernels.json, engine.json, report.html and a PNG of every
-chart. The engine comes last and has little of 540 seconds: `--only engine report` gives it all of another run.
+when one fails or runs out of time the others follow all the same, and what it wrote so far stays. A benchmark whose
+process ends before its time, or loses the GPU, goes on in another with the cases that are left.
+
+DIR gets eight files: gpu.json (the steps), gpu.log (all output but what compilers warn of, which is in warnings.log),
+attention.json, moe.json, engine.json, kernels.json, and gpu.tar.gz, packed after every step, with all of these, the
+report's page and charts, and the tuned tiles. Each later step has less of 540 seconds: `--only engine tune report`
+gives them all of another run.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -28,21 +35,28 @@ from paged.bench.benchmark import option_parser
 from paged.bench.environment import DEVICE, environment, save
 
 ROOT = Path(__file__).resolve().parents[1]
-# Compiling is most of the tests' time; 8 processes keep 8 cores busy with it and share the GPU.
-_TEST_PROCESSES = 8
+# Compiling is most of the tests' time; so many processes keep most of 16 cores busy with it and share the GPU.
+_TEST_PROCESSES = 14
 # Ahead-of-time compilation needs no GPU, and kernels with faults may end the device's context for all tests after them.
 _CPU_ONLY_TESTS = ("tests/kernels/test_compile.py", "tests/kernels/attention/test_mutations.py")
 # A benchmark starts no case this long before its end: the slowest takes as long with its compilation.
 _LAST_CASE_SECONDS = 30.0
+# Processes that a benchmark may use up.
+_MOST_PROCESSES = 6
+_STEPS = ("tests", "attention", "moe", "engine", "kernels", "tune", "report")
+# What compilers say of kernels: Triton, LLVM and ptxas.
+_COMPILER_WARNING = re.compile(r"ptxas|wgmma|MLIR|(loc\(.*\)|\w:\d+:\d+): (warning|remark):")
 
 
 @dataclass(frozen=True)
 class Step:
-    """command: from the seconds it may take. share: of the time that is left when it starts."""
+    """command: from the seconds it may take. share: of the time that is left when it starts. resumes: where its process
+    ends before its time, the same command with --resume goes on."""
 
     name: str
     command: Callable[[float], list[str]]
     share: float
+    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,42 +70,58 @@ class Outcome:
     summary: str
 
 
-def steps(out: Path) -> list[Step]:
-    """Correctness, attention, MoE, all kernels, engine, report: 190, 175, 70, 50, 40 and 15 of 540 seconds, or more
-    where one is early.
-    """
+def steps(out: Path, extras: Path) -> list[Step]:
+    """Correctness, attention, MoE, engine, all kernels, tiles of the MoE, report: 180, 160, 70, 65, 25, 20 and 15 of
+    540 seconds, or more where one is early. extras: a folder for what is only packed."""
     python = [sys.executable, "-m"]
     ignored = [f"--ignore={path}" for path in _CPU_ONLY_TESTS]
-    parallel = ["-n", str(_TEST_PROCESSES)] if importlib.util.find_spec("xdist") else []
     paths = ["tests/kernels", "tests/cache", "tests/models/test_decode_graphs.py"]
-    tests = [*python, "pytest", *paths, "-q", "-p", "no:cacheprovider", *ignored, *parallel]
-    attention, moe, kernels, engine = (out / f"{name}.json" for name in ("attention", "moe", "kernels", "engine"))
+    tests = [*python, "paged.bench.suite", "--processes", str(_TEST_PROCESSES), *paths, *ignored]
+    tune = [*python, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", "64", "4096", "--out", str(extras)]
 
-    def bench(module: str, path: Path, *options: str) -> Callable[[float], list[str]]:
+    def bench(name: str, share: float, *options: str) -> Step:
         def command(seconds: float) -> list[str]:
             budget = str(max(0.0, seconds - _LAST_CASE_SECONDS))
-            return [*python, module, "--json", str(path), "--budget", budget, *options]
+            file = str(out / f"{name}.json")
+            return [*python, f"paged.bench.{name}.run", "--json", file, "--budget", budget, *options]
 
-        return command
+        return Step(name, command, share, resumes=True)
 
     def report(_: float) -> list[str]:
-        written = [str(path) for path in (attention, moe, kernels, engine, out / "gpu.json") if path.exists()]
-        return [*python, "paged.bench.report.build", *written, "--out", str(out)]
+        written = [str(path) for path in sorted(out.glob("*.json"))]
+        return [*python, "paged.bench.report.build", *written, "--out", str(extras)]
 
     return [
-        Step("tests", lambda _: tests, 0.35),
-        Step("attention", bench("paged.bench.attention.run", attention), 0.5),
-        Step("moe", bench("paged.bench.moe.run", moe), 0.4),
-        Step("kernels", lambda _: [*python, "paged.bench.kernels.run", "--json", str(kernels)], 0.48),
-        Step("engine", bench("paged.bench.engine.run", engine, "--device", "cuda"), 0.75),
+        Step("tests", lambda _: tests, 0.33),
+        bench("attention", 0.45),
+        bench("moe", 0.35),
+        bench("engine", 0.5, "--device", "cuda"),
+        bench("kernels", 0.4),
+        Step("tune", lambda seconds: [*tune, "--budget", str(max(0.0, seconds - _LAST_CASE_SECONDS))], 0.6),
         Step("report", report, 1.0),
     ]
 
 
-def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
+def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO, warnings: TextIO) -> Outcome:
     """Run a step, passing its output on line by line; at its limit it is killed with all that it started."""
-    command, start, summary = step.command(seconds), time.monotonic(), ""
-    log.write(f"\n=== {step.name}, at most {seconds:.0f} s: {' '.join(command)}\n")
+    start = time.monotonic()
+    resume: list[str] = []
+    for _ in range(_MOST_PROCESSES):
+        left = seconds - (time.monotonic() - start)
+        returncode, summary = _run_process([*step.command(left), *resume], left, variables, log, warnings)
+        left = seconds - (time.monotonic() - start)
+        if returncode in (0, 1) or not step.resumes or left < _LAST_CASE_SECONDS:
+            break
+        resume = ["--resume"]
+    return Outcome(step.name, round(seconds, 1), round(time.monotonic() - start, 1), returncode, summary)
+
+
+def _run_process(
+    command: Sequence[str], seconds: float, variables: Mapping[str, str], log: TextIO, warnings: TextIO
+) -> tuple[int, str]:
+    """The exit code, and the last line."""
+    summary = ""
+    log.write(f"\n=== at most {seconds:.0f} s: {' '.join(command)}\n")
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -107,6 +137,10 @@ def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: Text
     watch.start()
     try:
         for line in process.stdout:
+            if _COMPILER_WARNING.search(line):
+                warnings.write(line)
+                warnings.flush()
+                continue
             print(line, end="", flush=True)
             log.write(line)
             log.flush()
@@ -117,21 +151,33 @@ def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: Text
     finally:
         returncode = process.wait()
         watch.cancel()
-    return Outcome(step.name, round(seconds, 1), round(time.monotonic() - start, 1), returncode, summary)
+    return returncode, summary
 
 
-def run(steps: Sequence[Step], out: Path, budget: float, peers: Path | None = None) -> int:
-    """Run the steps within `budget` seconds and write gpu.json after each; 0 where all ended well."""
-    out.mkdir(parents=True, exist_ok=True)
+def pack(out: Path, extras: Path) -> None:
+    """Pack both folders into gpu.tar.gz, which is never half of one."""
+    draft, archive = out / "gpu.part", out / "gpu.tar.gz"
+    with tarfile.open(draft, "w:gz") as tar:
+        for path in (*sorted(out.iterdir()), *sorted(extras.iterdir())):
+            if path not in (draft, archive):
+                tar.add(path, path.name)
+    draft.replace(archive)
+
+
+def run(steps: Sequence[Step], out: Path, extras: Path, budget: float, peers: Path | None = None) -> int:
+    """Run the steps within `budget` seconds, write gpu.json and pack after each; 0 where all ended well."""
     end = time.monotonic() + budget
     paths = [str(ROOT), *([str(peers.resolve())] if peers else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     outcomes, told = [], environment("gpu", torch.device(DEVICE))
-    with (out / "gpu.log").open("w") as log:
+    with ExitStack() as files:
+        log, warnings = (files.enter_context((out / name).open("w")) for name in ("gpu.log", "warnings.log"))
         for step in steps:
-            outcomes.append(run_step(step, max(1.0, step.share * (end - time.monotonic())), variables, log))
+            seconds = max(1.0, step.share * (end - time.monotonic()))
+            outcomes.append(run_step(step, seconds, variables, log, warnings))
             save(out / "gpu.json", {**told, "steps": [asdict(outcome) for outcome in outcomes]})
+            pack(out, extras)
     for outcome in outcomes:
         print(f"{outcome.name:10} {outcome.returncode:4} {outcome.seconds:6.0f} s  {outcome.summary}")
     return int(any(outcome.returncode for outcome in outcomes))
@@ -143,15 +189,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="%(default)s by default")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all steps; %(default)s by default")
     parser.add_argument("--peers", type=Path, help="a folder that holds peers' packages, put on PYTHONPATH")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="tests, attention, moe, kernels, engine, report")
+    parser.add_argument("--only", nargs="+", metavar="STEP", choices=_STEPS, help="of %(choices)s")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     if args.peers and not args.peers.is_dir():
         parser.error(f"--peers {args.peers}: no such folder")
     out = args.out.resolve()  # the steps run in the repository's folder
-    chosen = [step for step in steps(out) if args.only is None or step.name in args.only]
-    return run(chosen, out, args.budget, args.peers)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [step for step in steps(out, Path(folder)) if args.only is None or step.name in args.only]
+        return run(chosen, out, Path(folder), args.budget, args.peers)
 
 
 if __name__ == "__main__":

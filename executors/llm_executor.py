@@ -21,6 +21,7 @@ from paged.executors.row_batches import cache_id_of
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
+from paged.kernels.common.compilation import warming_up
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.lora.adapters import LoraAdapters
@@ -147,11 +148,12 @@ class LlmExecutor(UnifiedExecutor):
     def warmup(self) -> None:
         """Compile kernels and capture CUDA graphs; a bar shows how far it has come. On a CPU, order the weights as it
         multiplies them fastest. Sequences in the cache stay."""
-        with self._call():
+        with self._call(), warming_up():
             if isinstance(self.model, PagedCausalLM):
                 self.model.prepare(partial(tracked, desc="CUDA graphs", unit="size"))
             else:
                 self.model.prepare()
+        super().warmup()
 
     def status(self) -> ExecutorStatus:
         replays = self.model.num_graph_replays if isinstance(self.model, PagedCausalLM) else 0

@@ -13,6 +13,7 @@ from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, 
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
+from paged.kernels.common.compilation import serving_begins
 from paged.seq_id import SeqId
 
 
@@ -94,8 +95,9 @@ class ModelExecutor(ABC):
         """What the LoRA adapters measured so far, None where there are none."""
         return None
 
-    def warmup(self) -> None:  # noqa: B027
-        """Do now what would otherwise slow the first call."""
+    def warmup(self) -> None:
+        """Do now what would otherwise slow the first call; kernels compiled later are what PAGED_JIT says."""
+        serving_begins()
 
     def shutdown(self) -> None:  # noqa: B027
         """Refuse work from here on; a second call is harmless."""

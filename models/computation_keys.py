@@ -105,7 +105,7 @@ def _are_mlp_types(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
 
 
 def _is_scale(value: Any, config: DecoderConfig) -> bool:
-    return type(value) in (int, float) and math.isclose(value, config.softmax_scale)
+    return type(value) in (int, float) and math.isclose(value, config.attention[0].softmax_scale)
 
 
 def _is_off(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
@@ -156,7 +156,11 @@ def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
     Raises:
         UnsupportedError: one is there, and its value is no neutral one.
     """
-    for key in sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys):
-        value = hf.values[key]
-        if not _NEUTRAL[key](value, config, hf):
-            raise UnsupportedError(f"{hf.source}: {key} = {shown(value)} is not supported for this architecture")
+    for key in unread_keys(hf, config):
+        raise UnsupportedError(f"{hf.source}: {key} = {shown(hf.values[key])} is not supported for this architecture")
+
+
+def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
+    """The keys that change what is computed, and were left unread; hf as in `refuse_unread`."""
+    keys = sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys)
+    return [key for key in keys if not _NEUTRAL[key](hf.values[key], config, hf)]

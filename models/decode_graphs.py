@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.forward_step import ForwardStep
+from paged.kernels.common.device import use_triton
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.graph_recorder import graph_recorder
@@ -33,14 +34,18 @@ _TABLE_LINE = 16
 def graph_sizes(choice: bool | Sequence[int] | None, device: torch.device, num_blocks: int) -> tuple[int, ...]:
     """Return the batch sizes to capture, rising; none above the number of sequences that `num_blocks` can hold.
 
-    choice: the sizes, or True for DEFAULT_SIZES, False for none, None for the default on a GPU alone.
+    choice: the sizes, or True for DEFAULT_SIZES, False for none, None for the default on a GPU alone. There are none
+    on a GPU where PyTorch computes (PAGED_BACKEND=torch), whose implementations wait for the device.
 
     Raises:
         InvalidInputError: a size is no positive integer.
     """
     sizes = as_graphs("cuda_graphs", choice)
+    on_gpu = device.type == "cuda"
     if sizes is None:
-        sizes = device.type == "cuda"
+        sizes = on_gpu
+    if on_gpu and not use_triton(device):
+        sizes = False
     if isinstance(sizes, bool):
         sizes = DEFAULT_SIZES if sizes else ()
     return tuple(sorted({min(size, num_blocks) for size in sizes}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from paged.errors import CheckpointError
 from paged.models.families.llama import Llama
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.loading.weights import (
     StoredTensors,
     check_weights,
@@ -20,8 +21,13 @@ from paged.models.loading.weights import (
     read_tensor,
 )
 
+_log = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.\w+\.experts\.(\d{1,9})\.")
+# The text part of a model that reads more, as published and as transformers 5 writes it, and the other parts.
+_TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -41,7 +47,13 @@ def load_network(
         CheckpointError: a tensor is missing, unexpected, there twice, misshapen or of another dtype, or a file is
             missing, unreadable, truncated or outside of the folder.
     """
-    stored = read_headers(folder)
+    stored = _tensors_of(network_class, config, folder)
+    config = replace(
+        config,
+        moe=tuple(
+            _as_stored(moe, stored, f"model.layers.{layer}.{config.mlp_name}") for layer, moe in enumerate(config.moe)
+        ),
+    )
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
@@ -67,6 +79,44 @@ def meta_network(network_class: type[Llama], config: DecoderConfig, dtype: torch
     except RuntimeError as error:
         raise CheckpointError(f"sizes beyond any model's: {error}; {config}"[:1000]) from error
     return network
+
+
+def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:
+    """What a folder holds for the network, by the names that the family has for it.
+
+    Of a model that reads more than text, tensors of its other parts are left, and of any those of layers that predict
+    tokens further ahead.
+
+    Raises:
+        CheckpointError: two tensors have one name, or a header cannot be read.
+    """
+    stored = read_headers(folder)
+    has_other_parts = any(_TEXT_PART.match(name) for name in stored)
+    found: StoredTensors = {}
+    left: set[str] = set()
+    for name, tensor in stored.items():
+        layer = _LAYER.match(name)
+        is_ahead = layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_mtp_layers
+        if is_ahead or (has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS)):
+            left.add(name)
+            continue
+        name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
+        for theirs, ours in network_class.renames.items():
+            name = re.sub(theirs, ours, name)
+        if name in found:
+            raise CheckpointError(f"{tensor.name}: the same as {found[name].name}, in {tensor.file}")
+        found[name] = tensor
+    if left:
+        _log.warning(
+            "%s: %d tensors are not loaded, as text does not take them, %s the first", folder, len(left), min(left)
+        )
+    return found
+
+
+def _as_stored(moe: MoeConfig | None, stored: StoredTensors, prefix: str) -> MoeConfig | None:
+    """Experts one by one or stacked, as they are there."""
+    is_stacked = f"{prefix}.experts.gate_up_proj" in stored
+    return replace(moe, stacked=True) if moe is not None and is_stacked else moe
 
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path) -> None:

@@ -10,16 +10,25 @@ import torch
 
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import InvalidInputError, UnsupportedError
+from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.kernels.attention.config import default_block_size
+from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
-from paged.models.computation_keys import refuse_unread
-from paged.models.families.gemma3 import Gemma3
+from paged.models.computation_keys import refuse_unread, unread_keys
+from paged.models.families.cohere import Cohere2
+from paged.models.families.gemma import Gemma2, Gemma3
+from paged.models.families.gemma4 import Gemma4
+from paged.models.families.glm import Glm, Glm4, Glm4Moe
 from paged.models.families.gpt_oss import GptOss
-from paged.models.families.llama import Llama, Mistral
-from paged.models.families.mixtral import Mixtral
-from paged.models.families.qwen2 import Qwen2
-from paged.models.families.qwen3 import Qwen3
-from paged.models.families.qwen3_moe import Qwen3Moe
+from paged.models.families.granite import Granite, GraniteMoe, GraniteMoeShared
+from paged.models.families.llama import Llama
+from paged.models.families.llama4 import Llama4
+from paged.models.families.minimax import MiniMaxM2
+from paged.models.families.mistral import Ministral, Ministral3, Mistral, Mixtral
+from paged.models.families.olmo import Olmo2, Olmo3
+from paged.models.families.phi import Phi3
+from paged.models.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe
+from paged.models.families.smollm import SmolLM3
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
@@ -27,19 +36,47 @@ from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
 
 ARCHITECTURES: dict[str, type[Llama]] = {
+    "Cohere2ForCausalLM": Cohere2,
+    "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
+    "GlmForCausalLM": Glm,
+    "Glm4ForCausalLM": Glm4,
+    "Glm4MoeForCausalLM": Glm4Moe,
     "GptOssForCausalLM": GptOss,
+    "GraniteForCausalLM": Granite,
+    "GraniteMoeForCausalLM": GraniteMoe,
+    "GraniteMoeSharedForCausalLM": GraniteMoeShared,
+    "Llama4ForCausalLM": Llama4,
     "LlamaForCausalLM": Llama,
+    "MiniMaxM2ForCausalLM": MiniMaxM2,
+    "MinistralForCausalLM": Ministral,
+    "Ministral3ForCausalLM": Ministral3,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "Olmo2ForCausalLM": Olmo2,
+    "Olmo3ForCausalLM": Olmo3,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2MoeForCausalLM": Qwen2Moe,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "SmolLM3ForCausalLM": SmolLM3,
 }
+
+# Models of text and more, whose text_config says by its model_type which of the above their text part is.
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
 
 # On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.
 _CPU_SEQUENCES = 4
 _CPU_BYTES = 1 << 30
+# Keys of config.json in a message.
+_MAX_KEYS = 8
 # On a GPU: the rest of the memory is for activations.
 GPU_FRACTION = 0.9
 
@@ -71,12 +108,13 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
 
     has_fp8_cache = kv_cache_dtype == torch.float8_e4m3fn
     network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
+    block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = PagedKvCacheConfig(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=given.block_size,
-        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, given.block_size, max_seq_len),
+        block_size=block_size,
+        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, block_size, max_seq_len),
         num_swap_blocks=given.num_swap_blocks,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
@@ -100,15 +138,39 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
         CheckpointError: config.json is missing or malformed.
         UnsupportedError: the architecture, or an option of it, is not known here.
     """
-    hf = HfConfig.read(folder)
+    hf = text_part(HfConfig.read(folder))
     network_class = network_class_of(hf)
     return network_class, config_of(network_class, hf)
+
+
+def text_part(hf: HfConfig) -> HfConfig:
+    """What a config.json says of a model that reads text alone, or of the part of another that does.
+
+    Raises:
+        UnsupportedError: that part is not known here.
+        CheckpointError: it is malformed.
+    """
+    names = hf.items("architectures", str)
+    if not set(names) & set(WRAPPERS):
+        return hf
+    text = hf.section("text_config")
+    model_type = text.text("model_type", "none") if text is not None else "none"
+    known = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    if text is None or model_type not in known:
+        raise UnsupportedError(f"{hf.source}: architectures {shown(names)} with the text_config of {shown(model_type)}")
+    # What is said of the weights as a whole counts; without a word the head is tied, but where it has weights.
+    whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
+    tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
+    return HfConfig({**text.values, **whole, **tied, "architectures": [known[model_type]]}, text.source)
 
 
 def config_of(network_class: type[Llama], hf: HfConfig) -> DecoderConfig:
     """What a family reads, once no other key of `hf` is seen to change what it computes; errors as there."""
     config = network_class.read_config(hf)
     refuse_unread(hf, config)
+    sizes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in config.attention}
+    if len(sizes) > 1:
+        raise UnsupportedError(f"{hf.source}: layers with {sorted(sizes)} KV heads and sizes, known is one for all")
     return config
 
 
@@ -125,7 +187,19 @@ def network_class_of(hf: HfConfig) -> type[Llama]:
             if model_type != family.model_type and model_type in {one.model_type for one in ARCHITECTURES.values()}:
                 raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
             return family
-    raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known are {', '.join(ARCHITECTURES)}")
+    known = ", ".join((*ARCHITECTURES, *WRAPPERS))
+    raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known are {known}{_lacking(hf)}")
+
+
+def _lacking(hf: HfConfig) -> str:
+    """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
+    hf = hf.section("text_config") or hf
+    try:
+        keys = unread_keys(hf, Llama.read_config(hf))
+    except PagedError as error:
+        return f"; read as a Llama: {str(error).removeprefix(f'{hf.source}: ')}"
+    beyond = ", ".join(f"{key} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
+    return f"; beyond a Llama: {beyond}" if beyond else ""
 
 
 def _num_blocks(

@@ -11,10 +11,18 @@ from triton.backends.compiler import GPUTarget
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+# One of each generation, for which every case is compiled; the others get those with tiles that are chosen for them.
+EVERY_CASE = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Those that convert e4m3 by themselves, see `has_native_e4m3`.
+NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class CompileCase:
     num_stages: int = 3
     divisible_by_16: tuple[str, ...] = ()
     expect: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    targets: tuple[str, ...] = tuple(TARGETS)
+    targets: tuple[str, ...] = EVERY_CASE
     programs_per_sm: int = 1
 
 
@@ -67,6 +75,7 @@ def kernel_case(
         for argument in kernel.arg_names
     }
     if aligned is None:
-        scalars = [argument for argument, kind in signature.items() if kind == "i32"]
+        varying = getattr(kernel, "do_not_specialize", ())  # of the interpreter's kernels nothing is compiled
+        scalars = [argument for argument, kind in signature.items() if kind == "i32" and argument not in varying]
         aligned = tuple(each for each in scalars if each.startswith("stride_") or each in _ALIGNED_SIZES)
     return CompileCase(name, kernel, signature, constexprs, divisible_by_16=aligned, **options)

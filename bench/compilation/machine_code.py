@@ -45,11 +45,15 @@ class SmLimits:
 # NVIDIA: CUDA C++ programming guide, technical specifications per compute capability: 64 K registers an SM, which are
 # 512 a lane of each scheduler, handed out by 8; 164 and 228 KB of shared memory, 1 KB of it reserved a program.
 # gfx942: LLVM's occupancy model (llvm-calc-occupancy): 8 waves a SIMD, 512 registers by 8, 16 workgroups, 64 KB of LDS.
+_NVIDIA_100_KB = SmLimits(48, 24, 512, 8, 102_400, 1024)
 _NVIDIA_228_KB = SmLimits(64, 32, 512, 8, 233_472, 1024)
 SM_LIMITS = {
     "sm_80": SmLimits(64, 32, 512, 8, 167_936, 1024),
+    "sm_89": _NVIDIA_100_KB,
     "sm_90": _NVIDIA_228_KB,
     "sm_100": _NVIDIA_228_KB,
+    "sm_103": _NVIDIA_228_KB,
+    "sm_120": _NVIDIA_100_KB,
     "gfx942": SmLimits(32, 16, 512, 8, 65_536, 0),
 }
 

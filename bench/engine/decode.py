@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
-from paged.bench.engine.models import BLOCK_SIZE, MODELS, random_executor
+from paged.bench.engine.models import MODELS, random_executor
 from paged.bench.engine.rows import Row
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
@@ -90,7 +90,7 @@ def decode(
             forwards.append(clock.seconds())
         num_tokens = (num_tokens + manager.stats().num_tokens) // 2
     weight_bytes, multiplied = _weights(executor, config, batch)
-    kv_bytes = num_tokens * manager.stats().bytes_per_block // BLOCK_SIZE
+    kv_bytes = num_tokens * manager.stats().bytes_per_block // manager.config.block_size
     found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
     detail = {
         "sequences": batch,

@@ -14,12 +14,13 @@ import torch
 from paged import LlmExecutor
 from paged.bench.environment import benchmark_dtype
 from paged.executors.command_line.checkpoint_summary import summarize
+from paged.kernels.attention.config import default_block_size
+from paged.kernels.common.device import device_of
 from paged.models import registry
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.network_loader import meta_network
 
-BLOCK_SIZE = 16
 # Of the free memory, for weights and cache; the rest is for graphs and the allocator.
 _MEMORY_SHARE = 0.95
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -56,8 +57,9 @@ def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens:
             free_bytes, _ = torch.cuda.mem_get_info(device)
             room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype).kv_tokens
             num_tokens = min(num_tokens, room or 0)
+        block_size = default_block_size(device_of(device).arch)
         return LlmExecutor.from_pretrained(
-            folder, device=device, dtype=dtype, num_blocks=-(-num_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE
+            folder, device=device, dtype=dtype, num_blocks=-(-num_tokens // block_size), block_size=block_size
         )
 
 

@@ -142,7 +142,7 @@ BENCHMARK = Benchmark(
     lambda device: [case for case in CASES if device.type == "cuda" or not case.needs_gpu],
     lambda case, setting: asdict(case.measure(setting.device, setting.repeats)),
     {"cuda": 100, "cpu": 100},
-    options=("json", "only", "repeats", "budget", "device", "threads"),
+    options=("json", "only", "repeats", "budget", "device", "threads", "resume"),
     device="cpu",
     threads=1,
     has_limits=False,

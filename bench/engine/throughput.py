@@ -7,22 +7,27 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from paged import Engine, LlmExecutor, SamplingParams
 from paged.bench.check import WrongResultError
-from paged.bench.engine.models import BLOCK_SIZE, MODELS
+from paged.bench.engine.models import MODELS
 from paged.bench.engine.rows import Row, timed_inside
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.executors.model_executor import ModelExecutor
+from paged.kernels.attention.config import default_block_size
+from paged.kernels.common.device import device_of
 from paged.models.families import llama
 from paged.models.layers import decoder as layers
 
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
-_NUM_BLOCKS = 1024
+_CACHE_TOKENS = 16_384
+_PEER_BLOCK = 32
 # Of ours and theirs in turns, on a CPU, where other work on the machine moves a run by a third.
 _CPU_ROUNDS = 3
 
@@ -42,7 +47,9 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
     prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(8, 128))] for _ in range(_NUM_PROMPTS)]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE)
+        block_size = default_block_size(device_of(device).arch)
+        num_blocks = _CACHE_TOKENS // block_size
+        executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=num_blocks, block_size=block_size)
     executor.warmup()
 
     def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> tuple[float, list[list[int]]]:
@@ -55,8 +62,15 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
         return seconds, [list(output.generated_tokens) for output in ordered]
 
-    page_blocks = _NUM_BLOCKS * BLOCK_SIZE // 32
-    sized = ContinuousBatchingConfig(page_size=32, num_blocks=page_blocks, max_batch_tokens=2048, use_cuda_graph=False)
+    # transformers 5.17 calls it block_size.
+    names = {field.name for field in fields(ContinuousBatchingConfig)}
+    page: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": _PEER_BLOCK}
+    sized = ContinuousBatchingConfig(
+        **page,
+        num_blocks=_CACHE_TOKENS // _PEER_BLOCK,
+        max_batch_tokens=2048,
+        use_cuda_graph=False,
+    )
     _ours(executor, prompts, 2)
     theirs(sized, 2)
     rounds = []

@@ -16,7 +16,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import read_header
 from paged.models.network_loader import meta_network
-from paged.models.registry import GPU_FRACTION, config_of, network_class_of
+from paged.models.registry import GPU_FRACTION, config_of, network_class_of, text_part
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,18 @@ def summarize(
 def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
     """The class and configuration, or why the model cannot run."""
     try:
-        network_class = network_class_of(hf)
-        return network_class, config_of(network_class, hf)
+        text = text_part(hf)
+        network_class = network_class_of(text)
+        return network_class, config_of(network_class, text)
     except PagedError as error:
         return str(error).removeprefix(f"{hf.source}: ")
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Parameters and their bytes once loaded, packed weights unpacked: of one layer of every kind, times how many."""
-    kinds = Counter(config.moe)
-    none = replace(config, num_layers=0)
-    rest = num_parameters, num_bytes = _size(network_class, none, dtype)
-    for moe, count in kinds.items():
-        one = _size(network_class, replace(config, num_layers=1, moe=(moe,)), dtype)
+    rest = num_parameters, num_bytes = _size(network_class, replace(config, attention=(), moe=()), dtype)
+    for (attention, moe), count in Counter(zip(config.attention, config.moe, strict=True)).items():
+        one = _size(network_class, replace(config, attention=(attention,), moe=(moe,)), dtype)
         num_parameters += count * (one[0] - rest[0])
         num_bytes += count * (one[1] - rest[1])
     return num_parameters, num_bytes

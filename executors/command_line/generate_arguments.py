@@ -23,7 +23,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: that of the weights")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV cache block")
+    parser.add_argument("--block-size", type=int, help="tokens a KV cache block; default: the device's")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

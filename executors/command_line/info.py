@@ -101,14 +101,12 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _backend(device: torch.device) -> tuple[str, str]:
-    import torch
-
     from paged.kernels.common.compat import HAS_TRITON
     from paged.kernels.common.device import use_triton
 
     choice = os.environ.get("PAGED_BACKEND")
     try:
-        by_triton = use_triton(torch.empty(0, device=device))
+        by_triton = use_triton(device)
     except PagedError as error:
         return "none", str(error)
     if choice:

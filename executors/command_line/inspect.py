@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was asked for; 1 where a checkpoint cannot run."""
     import torch
 
-    if args.block_size < 1 or args.columns < 1:
+    if (args.block_size is not None and args.block_size < 1) or args.columns < 1:
         raise InvalidInputError(f"--block-size {args.block_size}, --columns {args.columns}: expected at least 1")
     if args.svg is not None and not args.cache:
         raise InvalidInputError("--svg: only with --cache")
@@ -50,13 +50,17 @@ def run(args: argparse.Namespace) -> int:
     if args.cache:
         return _draw(args, dtype)
     from paged.executors.command_line.checkpoint_summary import summarize
+    from paged.kernels.attention.config import default_block_size
+    from paged.kernels.common.device import device_of
+    from paged.models.loading.load_options import as_device
 
     folder = checkpoint_folder(args.model, is_run=False)
     given = _bytes(args.device_memory) if args.device_memory else None
     if given is None and torch.cuda.is_available():
         given = torch.cuda.mem_get_info()[1]
     fp8 = args.kv_cache_dtype == "fp8"
-    summary = summarize(folder, device_bytes=given, dtype=dtype, fp8_cache=fp8, block_size=args.block_size)
+    block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
+    summary = summarize(folder, device_bytes=given, dtype=dtype, fp8_cache=fp8, block_size=block_size)
     if args.json:
         print_json(asdict(summary))
     else:

@@ -19,6 +19,7 @@ from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.speculation.proposer import Proposer
 from paged.executors.text.detokenizer import Tokenizer
+from paged.kernels.common.compilation import serving_begins
 from paged.seq_id import SeqId, as_seq_id
 
 _DEFAULT_PARAMS = SamplingParams()
@@ -52,6 +53,7 @@ class Engine(EngineCore):
         config = EngineConfig() if config is None else config
         super().__init__(executor, config, proposer)
         self._admission = Admission(executor, tokenizer, eos_token_ids, config.priority_requests, seed)
+        serving_begins()
 
     @property
     def num_unfinished(self) -> int:

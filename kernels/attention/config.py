@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from paged.kernels.common.compat import triton
-from paged.kernels.common.device import LARGE_SHARED_MEMORY
+from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
@@ -41,6 +41,13 @@ class AttentionTile:
 def padded_head_dim(head_dim: int) -> int:
     """The tile's width: the next power of two, and 16 at least, the smallest operand of a matrix instruction."""
     return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def default_block_size(arch: str) -> int:
+    """Tokens of a cache block where nobody says how many: 64 where the copy engine then fetches a block's keys as one
+    box, which saves the threads their copies (see `prefill_tile`); else 16, to share prefixes in finer steps.
+    """
+    return 64 if arch in LARGE_SHARED_MEMORY and arch.startswith("sm_") else 16
 
 
 def box_keys(cache: torch.Tensor, arch: str) -> int:
@@ -79,9 +86,11 @@ def decode_tile(
     """
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
-        programs = 3 if width <= 1024 else 2 if arch in LARGE_SHARED_MEMORY else 1  # 97 KB at head_dim 512
         if arch.startswith("gfx"):  # at head_dim 512 416 of 512 registers; 8 warps of 256 spill 137
             return AttentionTile(16, 32 if width <= 512 else 16, 8 if width <= 1024 else 4, 1)
+        programs = 3 if width <= 1024 else 2 if arch in LARGE_SHARED_MEMORY else 1  # 97 KB at head_dim 512
+        if arch in SMALL_SHARED_MEMORY:
+            programs = max(1, min(3, 1024 // width))
         return AttentionTile(16, 32 if width <= 512 else 16, 8, 2, programs)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
@@ -89,9 +98,15 @@ def decode_tile(
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
         block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
+    if arch in SMALL_SHARED_MEMORY and block_m == 16:  # 8 warps spill 4 registers, at 3 stages and head_dim 256, too
+        return AttentionTile(block_m, block_n, *((4, 3) if width <= 256 else (8, 2)), 1 if more_scores else 2)
     if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
         num_warps = 4 if more_scores and width <= 256 else 8
-        is_large = block_m == 64 or (width > 256 and (more_scores or block_m == 32))
+        is_large = (
+            block_m == 64
+            or (block_m == 32 and arch in SMALL_SHARED_MEMORY)
+            or (width > 256 and (more_scores or block_m == 32))
+        )
         return AttentionTile(block_m, block_n, num_warps, 3, 1 if is_large else 2)
     by_tma = box >= block_n
     lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
@@ -128,7 +143,7 @@ def prefill_tile(
             return AttentionTile(32, 16, 8, 1)
         return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
-        return AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
+        return AttentionTile(32, 16, 4 if width <= 256 else 8, 1 if arch in SMALL_SHARED_MEMORY else 2)
     if arch in LARGE_SHARED_MEMORY:
         if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not fp8:
             return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
@@ -142,8 +157,8 @@ def prefill_tile(
     # at 256. These stay under the 99 KB of the consumer chips, too.
     if width <= 128:
         return AttentionTile(128, 64, 8, 3)
-    if width <= 256:
-        return AttentionTile(128, 32, 8, 3)
+    if width <= 256:  # with all options 128 rows spill 16 registers on sm_120
+        return AttentionTile(64 if more_scores and arch in SMALL_SHARED_MEMORY else 128, 32, 8, 3)
     return AttentionTile(64, 16 if more_scores else 32, 8, 2)
 
 

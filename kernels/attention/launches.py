@@ -13,7 +13,7 @@ from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_split
 from paged.kernels.common.checks import scale_stride
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
-from paged.kernels.common.launch import Launch, strides
+from paged.kernels.common.launch import Box, Launch, strides
 
 # Rows of a merge program: its accumulator stays in registers at any head_dim.
 _MERGE_M = 16
@@ -102,7 +102,7 @@ def _tiles(
     tile, q, k_cache, v_cache = schedule.tile, call.q, call.k_cache, call.v_cache
     mask = None if call.mask is None else plan.mask_words(call.mask)
     width, v_width = padded_head_dim(shape.head_dim), padded_head_dim(shape.v_head_dim)
-    boxes = {"k_cache": (1, tile.block_n, 1, width), "v_cache": (1, tile.block_n, 1, v_width)}
+    caches = {"k_cache": (k_cache, width), "v_cache": (v_cache, v_width)} if tile.by_tma else {}
     return Launch(
         _attention_kernel,
         (shape.num_kv_heads, schedule.items.shape[0]),
@@ -139,7 +139,9 @@ def _tiles(
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
         },
-        boxes=boxes if tile.by_tma else {},
+        boxes={
+            name: Box(cache.shape, cache.stride(), (1, tile.block_n, 1, size)) for name, (cache, size) in caches.items()
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

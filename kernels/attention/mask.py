@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.launch import launch
 
 WORD_KEYS = tl.constexpr(64)
 
@@ -60,7 +61,9 @@ def pack_mask(
     num_words = triton.cdiv(max_seqlen_q, WORD_KEYS.value) + 1  # the first new key may fall anywhere in its word
     words = torch.empty(mask.shape[0], num_words, dtype=torch.int64, device=mask.device)
     if max_seqlen_q:
-        _pack_mask_kernel[(seq_lens.shape[0], max_seqlen_q)](
+        launch(
+            _pack_mask_kernel,
+            (seq_lens.shape[0], max_seqlen_q),
             mask_ptr=mask,
             words_ptr=words,
             cu_seqlens_q_ptr=cu_seqlens_q,

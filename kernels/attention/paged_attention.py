@@ -26,7 +26,7 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Sequences, check_sequences
-from paged.kernels.common.launch import signature
+from paged.kernels.common.launch import call_key
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 
@@ -135,21 +135,20 @@ def paged_attention(
     is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() > 0 else None
     causal = is_causal is None and as_bool("causal", causal)
     deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
-    by_triton = use_triton(q)
-    launches, key = None, None
-    if by_triton and plan is not None:
+    launches, key, is_planned = None, None, False
+    if isinstance(plan, AttentionPlan):
+        is_planned = plan.cu_seqlens_q is cu_seqlens_q and plan.seq_lens is seq_lens
         # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
         flags = id(is_causal), causal, id(mask), deterministic, return_lse
-        try:
-            signatures = tuple(map(signature, (*tensors.values(), out)))
-            is_view = k_cache.data_ptr() == v_cache.data_ptr()
-            key = (*signatures, is_view, max_seqlen_q, softmax_scale, left, right, chunk_size, softcap, *flags)
-            launches = plan.launches.get(key)
-        except (AttributeError, RuntimeError):  # an argument is no tensor or no plan, as the checks will report
-            pass
-    if launches is None:
+        both = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
+        is_view = both and k_cache.data_ptr() == v_cache.data_ptr()
+        values = is_view, max_seqlen_q, softmax_scale, left, right, chunk_size, softcap, *flags
+        key = call_key("paged_attention", (*tensors.values(), out), *values)
+        launches = plan.launches.get(key)
+    if launches is None or not is_planned:
         _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
         _check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
+    by_triton = launches is not None or use_triton(q)
     num_tokens, num_q_heads, head_dim = q.shape
     if by_triton:
         ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]

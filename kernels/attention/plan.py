@@ -22,7 +22,7 @@ from paged.kernels.attention.torch_ops.batches import SharedBatches
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
-from paged.kernels.common.launch import Launch
+from paged.kernels.common.launch import Launch, launch
 from paged.kernels.common.scalars import as_int
 
 _INT32_MAX = 2**31 - 1
@@ -176,7 +176,9 @@ class AttentionPlan:
             partial_out=float32(max_slots, shape.num_kv_heads, tile.block_m, shape.v_head_dim),
             partial_lse=float32(max_slots, shape.num_kv_heads, tile.block_m),
         )
-        _plan_kernel[(1,)](
+        launch(
+            _plan_kernel,
+            (1,),
             cu_seqlens_q_ptr=self.cu_seqlens_q,
             seq_lens_ptr=self.seq_lens,
             is_causal_ptr=is_causal,

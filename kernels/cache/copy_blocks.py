@@ -1,4 +1,4 @@
-"""Copy blocks over one another inside every layer's caches: copy-on-write."""
+"""Copy blocks over one another inside every layer's caches, for copy-on-write, or into other memory, for swap."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from paged.kernels.cache.torch_ops import copy_blocks as torch_op
 from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.launch import launch
 from paged.kernels.common.scalars import as_int, shown
 
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
@@ -23,10 +24,11 @@ BLOCK_WORDS = 1024
 
 @triton.jit
 def _copy_blocks_kernel(
-    cache_ptrs_ptr,  # int64 [num_caches], the address of each cache
+    cache_ptrs_ptr,  # int64 [2, num_caches], the address of each source, then of each target
     block_pairs_ptr,  # int64 [num_pairs, 2], contiguous, source then destination
     words_per_block,
-    stride_cache_block,
+    stride_source_block,
+    stride_target_block,
     ALIGNMENT: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
@@ -34,21 +36,70 @@ def _copy_blocks_kernel(
     pair_ptr = block_pairs_ptr + tl.program_id(0).to(tl.int64) * 2
     source = tl.load(pair_ptr)
     destination = tl.load(pair_ptr + 1)
-    address = tl.load(cache_ptrs_ptr + tl.program_id(1))
-    # Whole integers carry every bit pattern through, NaN payloads included, in whatever dtype the cache is.
-    if ALIGNMENT >= 8:
-        cache_ptr = address.to(tl.pointer_type(tl.int64))
-    elif ALIGNMENT == 4:
-        cache_ptr = address.to(tl.pointer_type(tl.int32))
-    elif ALIGNMENT == 2:
-        cache_ptr = address.to(tl.pointer_type(tl.int16))
-    else:
-        cache_ptr = address.to(tl.pointer_type(tl.int8))
-    cache_ptr = tl.multiple_of(cache_ptr, ALIGNMENT)
+    source_ptr = _words(tl.load(cache_ptrs_ptr + tl.program_id(1)), ALIGNMENT)
+    target_ptr = _words(tl.load(cache_ptrs_ptr + tl.num_programs(1) + tl.program_id(1)), ALIGNMENT)
     offs = tl.program_id(2).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     mask = offs < words_per_block
-    words = tl.load(cache_ptr + source * stride_cache_block + offs, mask=mask)
-    tl.store(cache_ptr + destination * stride_cache_block + offs, words, mask=mask)
+    words = tl.load(source_ptr + source * stride_source_block + offs, mask=mask)
+    tl.store(target_ptr + destination * stride_target_block + offs, words, mask=mask)
+
+
+@triton.jit
+def _words(address, ALIGNMENT: tl.constexpr):
+    """A pointer to whole integers, which carry every bit pattern through, NaN payloads included, of whatever dtype."""
+    if ALIGNMENT >= 8:
+        pointer = address.to(tl.pointer_type(tl.int64))
+    elif ALIGNMENT == 4:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    elif ALIGNMENT == 2:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int8))
+    return tl.multiple_of(pointer, ALIGNMENT)
+
+
+class BlockCopy:
+    """Copies of blocks between the same caches, again and again: one launch each, which a CUDA graph may capture.
+
+    The host never waits, and nothing but the pairs goes to the device. It keeps the caches alive.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """sources, targets: as many, [num_blocks, ...] each, as `copy_blocks` takes them, with blocks of one size and
+        dtype on one device; taken as they are given. Their addresses go to the device here, on the current stream.
+        """
+        self._sources, self._targets = sources, targets
+        first = sources[0]
+        block_bytes = math.prod(first.shape[1:]) * first.element_size()
+        strides = [caches[0].stride(0) * first.element_size() for caches in (sources, targets)]
+        addresses = [cache.data_ptr() for cache in (*sources, *targets)]
+        self._alignment = math.gcd(16, block_bytes, *strides, *addresses)
+        word_bytes = min(self._alignment, 8)
+        self._words_per_block = block_bytes // word_bytes
+        self._strides = [stride // word_bytes for stride in strides]
+        self._addresses = _send(torch.tensor(addresses), first.device)
+
+    def __call__(self, block_pairs: torch.Tensor) -> None:
+        """Copy block source over block destination in every cache; block_pairs: int64 [num_pairs, 2] on the caches'
+        device, trusted. No destination is a source of the same cache, or appears twice.
+        """
+        if not use_triton(self._sources[0]):
+            torch_op.copy_blocks(self._sources, self._targets, block_pairs)
+            return
+        if block_pairs.shape[0] == 0 or self._words_per_block == 0:
+            return
+        launch(
+            _copy_blocks_kernel,
+            (block_pairs.shape[0], len(self._sources), triton.cdiv(self._words_per_block, BLOCK_WORDS)),
+            cache_ptrs_ptr=self._addresses,
+            block_pairs_ptr=block_pairs.contiguous(),
+            words_per_block=self._words_per_block,
+            stride_source_block=self._strides[0],
+            stride_target_block=self._strides[1],
+            ALIGNMENT=self._alignment,
+            BLOCK_WORDS=BLOCK_WORDS,
+            num_warps=4,
+        )
 
 
 def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
@@ -62,6 +113,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 
     Raises:
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
+        UnsupportedError: in the capture of a CUDA graph, for which there is `BlockCopy`.
     """
     pairs = block_pairs if isinstance(block_pairs, torch.Tensor) else _to_tensor(block_pairs)
     if torch.compiler.is_dynamo_compiling():
@@ -77,30 +129,22 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     by_triton = use_triton(first)
     if pairs.device.type == "cpu" or not by_triton:
         _check_pairs(pairs.tolist(), first.shape[0])
-        pairs = pairs.to(first.device)
+        pairs = _send(pairs, first.device)
     else:
         check_all_ids("copy_blocks", Ids("block_pairs", pairs, 0, len(first) - 1), by_triton=True)
     check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), first.device)
-    if not by_triton:
-        torch_op.copy_blocks(caches, pairs)
-        return
-    if pairs.shape[0] == 0 or first.numel() == 0:
-        return
-    block_bytes = first.numel() // first.shape[0] * first.element_size()
-    stride_bytes = first.stride(0) * first.element_size()
-    addresses = [cache.data_ptr() for cache in caches]
-    alignment = math.gcd(16, block_bytes, stride_bytes, *addresses)
-    word_bytes = min(alignment, 8)
-    words_per_block = block_bytes // word_bytes
-    _copy_blocks_kernel[(pairs.shape[0], len(caches), triton.cdiv(words_per_block, BLOCK_WORDS))](
-        cache_ptrs_ptr=torch.tensor(addresses, dtype=torch.int64, device=first.device),
-        block_pairs_ptr=pairs.contiguous(),
-        words_per_block=words_per_block,
-        stride_cache_block=stride_bytes // word_bytes,
-        ALIGNMENT=alignment,
-        BLOCK_WORDS=BLOCK_WORDS,
-        num_warps=4,
-    )
+    BlockCopy(caches, caches)(pairs)
+
+
+def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device`, which the host does not wait for: PyTorch keeps its pinned memory until it is over."""
+    if device.type != "cuda":
+        return host
+    if torch.cuda.is_current_stream_capturing():  # every replay would copy what that memory holds by then
+        raise UnsupportedError(
+            "copy_blocks in the capture of a CUDA graph: make a BlockCopy before it, and capture that"
+        )
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import check_all_ids
-from paged.kernels.common.launch import strides
+from paged.kernels.common.launch import Launch, call_key, keep, known, strides
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
@@ -146,8 +146,46 @@ def qk_norm_rope_and_cache(
         )  # fmt: skip
         return q
     write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    write.check("k", "v")
-    num_tokens, num_kv_heads, head_dim = k.shape
+    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
+    tensors = q, *write, positions, cos_sin_cache, q_weight, k_weight
+    key = call_key("qk_norm_rope_and_cache", tensors, eps, interleaved)
+    launch = known(key)
+    if launch is None:
+        write.check("k", "v")
+        _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
+        if not use_triton(q):
+            return torch_op.qk_norm_rope_and_cache(
+                q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
+            )
+    check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
+    if launch is None:
+        if k.shape[0] * (q.shape[1] + k.shape[1]) * k.shape[2] == 0:
+            return q
+        launch = keep(key, _prepare(q, write, cos_sin_cache, eps, interleaved))
+    launch(
+        {
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            **write.tensors(),
+            "positions_ptr": positions.contiguous(),
+            "cos_sin_cache_ptr": cos_sin_cache,
+            "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
+            "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
+        }
+    )
+    return q
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+) -> None:
+    num_tokens, _, head_dim = k.shape
     check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)
     check_last_dim_contiguous("q", q)
     check_writable("q", q)
@@ -157,31 +195,24 @@ def qk_norm_rope_and_cache(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
-    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
-    if not use_triton(q):
-        return torch_op.qk_norm_rope_and_cache(
-            q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
-        )
-    check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
-    num_q_heads, rotary_dim, v_head_dim = q.shape[1], cos_sin_cache.shape[1], v.shape[2]
-    if num_tokens * (num_q_heads + num_kv_heads) * head_dim == 0:
-        return q
-    grid, arguments = rotation_launch(
-        num_tokens, num_q_heads, num_kv_heads, max(head_dim, v_head_dim), positions, cos_sin_cache, interleaved
+
+
+def _prepare(q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool) -> Launch:
+    num_tokens, num_kv_heads, head_dim = write.key.shape
+    v_head_dim = write.value.shape[2]
+    widest = max(head_dim, v_head_dim)
+    grid, arguments = rotation_launch(num_tokens, q.shape[1], num_kv_heads, widest, cos_sin_cache, interleaved)
+    return Launch(
+        _qk_norm_rope_and_cache_kernel,
+        grid,
+        {
+            "eps": eps,
+            **strides("token head", q=q, k=write.key, v=write.value),
+            **write.arguments(),
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
+            "BLOCK_REST": triton.next_power_of_2(max(head_dim - cos_sin_cache.shape[1], 1)),
+            "BLOCK_V": triton.next_power_of_2(v_head_dim),
+            **arguments,
+        },
     )
-    _qk_norm_rope_and_cache_kernel[grid](
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        q_weight_ptr=None if q_weight is None else q_weight.contiguous(),
-        k_weight_ptr=None if k_weight is None else k_weight.contiguous(),
-        eps=eps,
-        **strides("token head", q=q, k=k, v=v),
-        **write.arguments(),
-        HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim,
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        BLOCK_V=triton.next_power_of_2(v_head_dim),
-        **arguments,
-    )
-    return q

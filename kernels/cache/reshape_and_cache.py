@@ -12,10 +12,10 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import check_all_ids
-from paged.kernels.common.launch import num_warps, strides, tile
+from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     value_ptr,  # [num_tokens, NUM_HEADS, V_HEAD_DIM]
@@ -99,26 +99,37 @@ def reshape_and_cache(
         ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    write.check()
-    if not use_triton(key):
-        torch_op.reshape_and_cache(write)
-        return
+    signatures = call_key("reshape_and_cache", write)
+    launch = known(signatures)
+    if launch is None:
+        write.check()
+        if not use_triton(key):
+            torch_op.reshape_and_cache(write)
+            return
     check_all_ids("reshape_and_cache", write.slots, by_triton=True)
-    if key.numel() + value.numel() == 0:
-        return
-    num_tokens, num_heads, head_dim = key.shape
-    v_head_dim = value.shape[2]
+    if launch is None:
+        if key.numel() + value.numel() == 0:
+            return
+        launch = keep(signatures, _prepare(write))
+    launch({"key_ptr": key, "value_ptr": value, **write.tensors()})
+
+
+def _prepare(write: CacheWrite) -> Launch:
+    num_tokens, num_heads, head_dim = write.key.shape
+    v_head_dim = write.value.shape[2]
     block_rows, block_dim = tile(num_tokens * num_heads, max(head_dim, v_head_dim))
-    _reshape_and_cache_kernel[(triton.cdiv(num_tokens * num_heads, block_rows),)](
-        key_ptr=key,
-        value_ptr=value,
-        **write.arguments(),
-        num_tokens=num_tokens,
-        **strides("token head", key=key, value=value),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim,
-        BLOCK_ROWS=block_rows,
-        BLOCK_DIM=block_dim,
+    return Launch(
+        _reshape_and_cache_kernel,
+        (triton.cdiv(num_tokens * num_heads, block_rows),),
+        {
+            **write.arguments(),
+            "num_tokens": num_tokens,
+            **strides("token head", key=write.key, value=write.value),
+            "NUM_HEADS": num_heads,
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_DIM": block_dim,
+        },
         num_warps=num_warps(2 * block_rows * block_dim),
     )

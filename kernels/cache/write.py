@@ -57,14 +57,19 @@ class CacheWrite(NamedTuple):
         num_blocks, block_size = self.k_cache.shape[:2]
         return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of a kernel that writes: all that concerns the caches."""
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """The tensors that a kernel takes which writes: all that concerns the caches."""
         return {
             "k_cache_ptr": as_kernel_argument(self.k_cache),
             "v_cache_ptr": as_kernel_argument(self.v_cache),
             "slot_mapping_ptr": self.slot_mapping.contiguous(),
             "k_scale_ptr": self.k_scale,
             "v_scale_ptr": self.v_scale,
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """The other arguments of such a kernel."""
+        return {
             **strides("block slot head", k_cache=self.k_cache, v_cache=self.v_cache),
             "stride_k_scale_head": scale_stride(self.k_scale),
             "stride_v_scale_head": scale_stride(self.v_scale),

@@ -14,6 +14,8 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 # Chips whose programs may take 227 KB of shared memory and whose matrix unit reads its operands from there. The
 # interpreter ("cpu") gets the same tiles, so that what tests run is what they launch.
 LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
+# Consumer chips, whose programs may take 99 KB, and for which ptxas keeps to fewer registers where it can.
+SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ def device_of(device: torch.device) -> Device:
     return Device(arch, properties.multi_processor_count, properties.name)
 
 
-def use_triton(tensor: torch.Tensor) -> bool:
-    """Backend for operations on `tensor`: True for the Triton kernels, False for the PyTorch implementations.
+def use_triton(place: torch.Tensor | torch.device) -> bool:
+    """Backend for operations on a tensor or a device: True for the Triton kernels, False for the PyTorch
+    implementations.
 
     CUDA and ROCm tensors take Triton; CPU tensors take PyTorch, or Triton's interpreter when TRITON_INTERPRET=1 was set
     before the first import. The environment variable PAGED_BACKEND (`triton` or `torch`) overrides both.
@@ -49,18 +52,19 @@ def use_triton(tensor: torch.Tensor) -> bool:
         InvalidInputError: PAGED_BACKEND holds another word.
         UnsupportedError: Triton was asked for where it cannot run, or the tensor has no memory ("meta").
     """
-    if tensor.device.type == "meta":
+    device = place if isinstance(place, torch.device) else place.device
+    if device.type == "meta":
         raise UnsupportedError("tensors on meta have no values to compute with")
     choice = os.environ.get("PAGED_BACKEND", "")
     if choice == "torch":
         return False
     if choice not in ("", "triton"):
         raise InvalidInputError(f"PAGED_BACKEND={choice!r}: expected 'triton' or 'torch'")
-    on_gpu = tensor.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     runnable = HAS_TRITON and (on_gpu or interpreting())
     if runnable:
         return True
     if choice == "triton" or on_gpu:
         reason = "triton is not installed" if not HAS_TRITON else "CPU tensors need TRITON_INTERPRET=1"
-        raise UnsupportedError(f"the Triton backend cannot run on device {tensor.device}: {reason}")
+        raise UnsupportedError(f"the Triton backend cannot run on device {device}: {reason}")
     return False

@@ -77,18 +77,10 @@ def _check_ids_kernel(
 CU_SEQLENS, DESCENDING, TOO_LONG, SEQ_LENS, BLOCK_TABLE = (tl.constexpr(code) for code in range(5))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "operation",
-        "num_tokens",
-        "num_blocks",
-        "block_size",
-        "width",
-        "max_seqlen_q",
-        "left",
-        "chunk_size",
-    ]
-)
+_SIZES = ("num_tokens", "num_blocks", "block_size", "width", "max_seqlen_q", "left", "chunk_size", "stride_table_seq")
+
+
+@triton.jit(do_not_specialize=["operation", *_SIZES])
 def _check_sequences_kernel(
     block_table_ptr,  # [num_seqs, width] int32
     cu_seqlens_q_ptr,  # [num_seqs + 1] int32

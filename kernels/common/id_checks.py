@@ -16,6 +16,7 @@ import torch
 from paged.kernels.common.compat import HAS_TRITON, triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_check_kernels import TOO_LONG, _check_ids_kernel, _check_sequences_kernel
+from paged.kernels.common.launch import launch
 
 _INT64_MIN = -(2**63)
 # Ids a program; a batch of 256 decodes over tables of 1,024 blocks is 256 programs of one step.
@@ -44,7 +45,7 @@ class Ids(NamedTuple):
 
 def checks_on_host(tensor: torch.Tensor, *, by_triton: bool) -> bool:
     """Whether ids can be looked at without a wait: on a CPU; and by the PyTorch implementations, which wait anyway."""
-    return tensor.device.type == "cpu" or not by_triton
+    return tensor.is_cpu or not by_triton
 
 
 def checks_on_device() -> bool:
@@ -101,7 +102,9 @@ def check_ids_on_device(operation: str, *arrays: Ids) -> None:
         arguments[f"num_{index}"] = 0 if ids is None else ids.numel()
         arguments[f"low_{index}"] = _INT64_MIN if low is None else low
         arguments[f"high_{index}"] = high
-    _check_ids_kernel[(triton.cdiv(longest, LANES),)](
+    launch(
+        _check_ids_kernel,
+        (triton.cdiv(longest, LANES),),
         **arguments,
         record_ptr=recorded.record,
         ticket_ptr=recorded.ticket,
@@ -132,7 +135,7 @@ class Sequences(NamedTuple):
 
 def check_sequences(sequences: Sequences) -> None:
     """Before the Triton kernel: on a CPU `check_sequences_on_host`, on a GPU what PAGED_CHECK asks for."""
-    if sequences.block_table.device.type == "cpu":
+    if checks_on_host(sequences.block_table, by_triton=True):
         check_sequences_on_host(sequences)
     elif checks_on_device():
         check_sequences_on_device(sequences)
@@ -184,7 +187,9 @@ def check_sequences_on_device(sequences: Sequences) -> None:
     recorded.raise_if_found()
     if seq_lens.numel() == 0:
         return
-    _check_sequences_kernel[(seq_lens.numel(),)](
+    launch(
+        _check_sequences_kernel,
+        (seq_lens.numel(),),
         block_table_ptr=table,
         cu_seqlens_q_ptr=cu_seqlens_q.contiguous(),
         seq_lens_ptr=seq_lens.contiguous(),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from paged.kernels.common.compat import TensorDescriptor, triton
+from paged.kernels.common.compat import TensorDescriptor, interpreting, triton
+
+_T = TypeVar("_T")
 
 
 def num_warps(block_size: int) -> int:
@@ -24,6 +28,14 @@ def tile(num_rows: int, row_size: int) -> tuple[int, int]:
     """
     columns = min(triton.next_power_of_2(row_size), 1024)
     return min(1024 // columns, triton.next_power_of_2(num_rows)), columns
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [num_rows, size], each row contiguous; a copy where its strides are others."""
+    if x.dim() == 2 and x.is_contiguous():
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
@@ -54,11 +66,58 @@ def signature(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment, tensor.is_neg()
 
 
+def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Hashable) -> Hashable:
+    """What two calls must have in common for one to launch what the other did; None for a call that keeps nothing.
+
+    values: all but the tensors that checks, tiles and arguments of kernels depend on, checked, as 1 == True == 1.0. The
+    first tensor says where the call runs. What no kernel runs on, and arguments that are no tensors, have no key.
+    """
+    try:
+        if not (tensors[0].is_cuda or interpreting()):  # type: ignore[union-attr]
+            return None
+        signatures = tuple([signature(tensor) for tensor in tensors])
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory, as the checks will report
+        return None
+    return operation, signatures, values, os.environ.get("PAGED_BACKEND")
+
+
+# What the operations launch, by `call_key`: for a model some ten for each number of tokens, of 1 to 8 KB.
+_KNOWN: dict[Hashable, Any] = {}
+_MAX_KNOWN = 4096
+
+
+def known(key: Hashable) -> Any:
+    """What was kept for this key, or None."""
+    try:
+        return None if key is None else _KNOWN.get(key)
+    except TypeError:  # a value without a hash, as the checks will report
+        return None
+
+
+def keep(key: Hashable, launches: _T) -> _T:
+    """Keep `launches`, which hold no tensor, for the next call of this key, and return them.
+
+    The key has what the checks look at besides values, so that calls which find something here need no other checks,
+    and no choice of tiles. Where there are too many all are dropped: a step makes those that it needs once more.
+    """
+    if key is not None:
+        if len(_KNOWN) >= _MAX_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = launches
+    return launches
+
+
+def forget_launches() -> None:
+    """Drop what is kept: for whoever changes what tiles or kernels are chosen."""
+    _KNOWN.clear()
+
+
 class Launch:
     """One kernel on one grid, launched again and again with tensors that differ in their addresses alone.
 
     Triton looks at each of 50 arguments anew to find the compiled kernel: the two launches of a decode step took 78 us
-    of host time, and take 12 from here (one core of an AMD EPYC, without the driver's share).
+    of host time, and take 12 from here (one core of an AMD EPYC, without the driver's share). It runs on the device of
+    its tensors, whichever is current.
     """
 
     def __init__(
@@ -67,19 +126,21 @@ class Launch:
         grid: tuple[int, ...],
         arguments: Mapping[str, Any],
         *,
-        boxes: Mapping[str, tuple[int, ...]] | None = None,
+        boxes: Mapping[str, Box] | None = None,
         **options: int,
     ) -> None:
-        """arguments: by name, as far as they stay the same. boxes: tensors that the kernel takes as descriptors, with
-        the shapes of their boxes. options: those of the compiler, as num_warps.
+        """arguments: by name, as far as they stay the same. boxes: tensors that the kernel takes as descriptors.
+        options: those of the compiler, as num_warps.
         """
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
         self._arguments = dict(arguments)
-        self._boxes = boxes or {}
+        self.boxes = boxes or {}
         self._options = options
+        self._device = -1
         self._ordered: list[Any] = []
         self._positions: list[tuple[int, str]] = []
+        self._descriptors: list[tuple[int, str, dict[str, Any]]] = []
         self._run: Any = None
 
     def __call__(self, tensors: Mapping[str, Any]) -> None:
@@ -87,24 +148,54 @@ class Launch:
 
         They have the signatures of those of the first call, and the same ones are None.
         """
-        if self._boxes:
-            tensors = {**tensors, **{name: _descriptor(tensors[name], box) for name, box in self._boxes.items()}}
-        if self._run is not None:
-            ordered = self._ordered.copy()
-            for position, name in self._positions:
-                ordered[position] = tensors[name]
-            self._run(*ordered)
+        if self._run is None:
+            self._launch_first(tensors)
             return
+        ordered = self._ordered.copy()
+        for position, name in self._positions:
+            ordered[position] = tensors[name]
+        for position, name, fields in self._descriptors:
+            ordered[position] = descriptor = object.__new__(TensorDescriptor)
+            descriptor.__dict__ = {**fields, "base": tensors[name]}  # its checks take 10 us
+        if self._device < 0 or torch.cuda.current_device() == self._device:
+            self._run(*ordered)
+        else:
+            with torch.cuda.device(self._device):
+                self._run(*ordered)
+
+    def _launch_first(self, tensors: Mapping[str, Any]) -> None:
         names = self._kernel.arg_names
-        self._positions = [(position, name) for position, name in enumerate(names) if name in tensors]
-        arguments = self._arguments | {name: tensors[name] for _, name in self._positions}
-        compiled = self._kernel[self._grid](**arguments, **self._options)
-        if compiled is not None:  # the interpreter has nothing to keep
-            # Without this call's tensors: a plan, which lives as long as its step, would keep its first layer's alive.
-            self._ordered = [None if name in tensors else arguments[name] for name in names]
-            self._run = compiled[self._grid]
+        arguments = self._arguments | {name: tensors[name] for name in names if name in tensors}
+        on = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
+        described = {name: box.describe(arguments[name]) for name, box in self.boxes.items()}
+        with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
+            compiled = self._kernel[self._grid](**arguments | described, **self._options)
+            if compiled is None:  # the interpreter has nothing to keep
+                return
+            run = compiled[self._grid]
+        self._device = on.get_device()
+        # Without this call's tensors: a plan, which lives as long as its step, would keep its first layer's alive.
+        self._ordered = [None if name in tensors else arguments[name] for name in names]
+        places = [(position, name) for position, name in enumerate(names) if name in tensors]
+        self._positions = [place for place in places if place[1] not in described]
+        self._descriptors = [
+            (position, name, {**vars(described[name]), "base": None}) for position, name in places if name in described
+        ]
+        self._run = run
 
 
-def _descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> Any:
-    """The whole tensor, fetched in such boxes; the copy engine fills with 0 what exceeds it."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box))
+class Box(NamedTuple):
+    """How a kernel fetches a tensor by the chip's copy engine: as one of this shape and these strides, in such boxes.
+    The engine fills with 0 what exceeds the tensor."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    size: Sequence[int]
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        return TensorDescriptor(tensor, *map(list, self))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Launch once, with these arguments, of the kernel and of the compiler."""
+    Launch(kernel, grid, arguments)({})

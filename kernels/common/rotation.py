@@ -94,11 +94,10 @@ def rotation_launch(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     interleaved: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and common arguments of the kernels that rotate: a program takes some heads of a token, q's or k's.
+    """Grid and common numbers of the kernels that rotate: a program takes some heads of a token, q's or k's.
 
     head_dim: elements that it takes of each.
     """
@@ -106,8 +105,6 @@ def rotation_launch(
     block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
     grid = (num_tokens, triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
     return grid, {
-        "positions_ptr": positions.contiguous(),
-        "cos_sin_cache_ptr": cos_sin_cache,
         **strides("position", cos_sin=cos_sin_cache),
         "NUM_Q_HEADS": num_q_heads,
         "NUM_KV_HEADS": num_kv_heads,

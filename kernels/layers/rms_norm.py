@@ -8,7 +8,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, ch
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import num_warps
+from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 from paged.kernels.layers.ops import ops
 
@@ -64,11 +64,20 @@ def rms_norm(
             return ops.rms_norm(x, weight, eps)
         ops.rms_norm_out(x, weight, out, eps)
         return out
-    hidden_size, eps = _check(x, weight), check_eps(eps)
-    out = output(out, x.shape, x)
-    if not use_triton(x):
-        return torch_op.rms_norm(x, weight, eps, out=out)
-    _launch(x.reshape(-1, hidden_size), None, weight, out.view(-1, hidden_size), eps)
+    eps = check_eps(eps)
+    key = call_key("rms_norm", (x, weight, out), eps)
+    launch = known(key)
+    if launch is None:
+        _check(x, weight)
+        out = output(out, x.shape, x)
+        if not use_triton(x):
+            return torch_op.rms_norm(x, weight, eps, out=out)
+        if x.numel() == 0:
+            return out
+        launch = keep(key, _prepare(rows_of(x), eps))
+    elif out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
     return out
 
 
@@ -88,44 +97,44 @@ def fused_add_rms_norm(
     if torch.compiler.is_dynamo_compiling():
         ops.fused_add_rms_norm(x, residual, weight, eps)
         return x, residual
-    hidden_size, eps = _check(x, weight), check_eps(eps)
-    check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
-    if not (x.is_contiguous() and residual.is_contiguous()):
-        raise InvalidInputError(f"x, residual: strides {x.stride()}, {residual.stride()}, expected contiguous tensors")
-    if not use_triton(x):
-        return torch_op.fused_add_rms_norm(x, residual, weight, eps)
-    rows = x.view(-1, hidden_size)
-    _launch(rows, residual.view(-1, hidden_size), weight, rows, eps)
+    eps = check_eps(eps)
+    key = call_key("fused_add_rms_norm", (x, residual, weight), eps)
+    launch = known(key)
+    if launch is None:
+        _check(x, weight)
+        check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
+        if not (x.is_contiguous() and residual.is_contiguous()):
+            strides = f"{x.stride()}, {residual.stride()}"
+            raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
+        if not use_triton(x):
+            return torch_op.fused_add_rms_norm(x, residual, weight, eps)
+        if x.numel() == 0:
+            return x, residual
+        launch = keep(key, _prepare(rows_of(x), eps))
+    launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
     return x, residual
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor) -> int:
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_dtype("x", x, *FLOAT_DTYPES)
     if x.dim() == 0:
         raise InvalidInputError("x: a scalar, expected [..., hidden_size]")
     check_tensor("weight", weight, (x.shape[-1],), FLOAT_DTYPES, x.device)
-    return x.shape[-1]
 
 
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-) -> None:
-    num_rows, hidden_size = x.shape
-    if x.numel() == 0:
-        return
-    if x.stride(1) != 1:
-        x = x.contiguous()
+def _prepare(rows: torch.Tensor, eps: float) -> Launch:
+    num_rows, hidden_size = rows.shape
     block_size = triton.next_power_of_2(hidden_size)
-    _rms_norm_kernel[(num_rows,)](
-        x_ptr=x,
-        residual_ptr=residual,
-        weight_ptr=weight.contiguous(),
-        out_ptr=out,
-        eps=eps,
-        stride_x_row=x.stride(0),
-        stride_residual_row=hidden_size,
-        stride_out_row=hidden_size,
-        HIDDEN_SIZE=hidden_size,
-        BLOCK_SIZE=block_size,
+    return Launch(
+        _rms_norm_kernel,
+        (num_rows,),
+        {
+            "eps": eps,
+            "stride_x_row": rows.stride(0),
+            "stride_residual_row": hidden_size,
+            "stride_out_row": hidden_size,
+            "HIDDEN_SIZE": hidden_size,
+            "BLOCK_SIZE": block_size,
+        },
         num_warps=num_warps(block_size),
     )

@@ -14,7 +14,7 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids
-from paged.kernels.common.launch import strides
+from paged.kernels.common.launch import Launch, call_key, keep, known, strides
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 from paged.kernels.common.torch_ops import rotary_embedding as torch_op
@@ -89,27 +89,30 @@ def rotary_embedding(
     if torch.compiler.is_dynamo_compiling():
         ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
         return query, key
-    check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
-    check_last_dim_contiguous("query", query)
-    check_writable("query", query)
-    num_tokens, num_q_heads, head_dim = query.shape
-    if key is not None:
-        check_tensor("key", key, (num_tokens, "num_kv_heads", head_dim), (query.dtype,), query.device)
-        check_last_dim_contiguous("key", key)
-        check_writable("key", key)
-    check_rotary(positions, cos_sin_cache, query)
     interleaved = as_bool("interleaved", interleaved)
-    if not use_triton(query):
-        torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
-        return query, key
+    signatures = call_key("rotary_embedding", (query, key, positions, cos_sin_cache), interleaved)
+    launch = known(signatures)
+    if launch is None:
+        check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
+        check_last_dim_contiguous("query", query)
+        check_writable("query", query)
+        num_tokens, num_q_heads, head_dim = query.shape
+        if key is not None:
+            check_tensor("key", key, (num_tokens, "num_kv_heads", head_dim), (query.dtype,), query.device)
+            check_last_dim_contiguous("key", key)
+            check_writable("key", key)
+        check_rotary(positions, cos_sin_cache, query)
+        if not use_triton(query):
+            torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
+            return query, key
     check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
-    num_kv_heads, rotary_dim = 0 if key is None else key.shape[1], cos_sin_cache.shape[1]
-    if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
-        return query, key
-    grid, arguments = rotation_launch(
-        num_tokens, num_q_heads, num_kv_heads, rotary_dim, positions, cos_sin_cache, interleaved
-    )
-    _rotary_embedding_kernel[grid](
-        query_ptr=query, key_ptr=key, **strides("token head", query=query, key=key), **arguments
-    )
+    if launch is None:
+        num_kv_heads, rotary_dim = 0 if key is None else key.shape[1], cos_sin_cache.shape[1]
+        if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
+            return query, key
+        grid, arguments = rotation_launch(num_tokens, num_q_heads, num_kv_heads, rotary_dim, cos_sin_cache, interleaved)
+        arguments |= strides("token head", query=query, key=key)
+        launch = keep(signatures, Launch(_rotary_embedding_kernel, grid, arguments))
+    tensors = {"query_ptr": query, "key_ptr": key}
+    launch({**tensors, "positions_ptr": positions.contiguous(), "cos_sin_cache_ptr": cos_sin_cache})
     return query, key

@@ -9,12 +9,12 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
-from paged.kernels.common.launch import num_warps, tile
+from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of, tile
 from paged.kernels.layers.ops import ops
 from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _silu_and_mul_kernel(
     x_ptr,  # [num_rows, 2 * SIZE], gate then up
     out_ptr,  # [num_rows, SIZE]
@@ -56,30 +56,38 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
         ops.silu_and_mul_out(x, out, activation)
         return out
     check_activation(activation)
-    check_dtype("x", x, *FLOAT_DTYPES)
-    if x.dim() == 0 or x.shape[-1] % 2:
-        raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
-    size = x.shape[-1] // 2
-    out = output(out, (*x.shape[:-1], size), x)
-    if not use_triton(x):
-        return torch_op.silu_and_mul(x, activation, out=out)
-    if out.numel() == 0:
-        return out
-    rows = x.reshape(-1, 2 * size)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    num_rows = rows.shape[0]
+    key = call_key("silu_and_mul", (x, out), activation)
+    launch = known(key)
+    if launch is None:
+        check_dtype("x", x, *FLOAT_DTYPES)
+        if x.dim() == 0 or x.shape[-1] % 2:
+            raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
+        out = output(out, (*x.shape[:-1], x.shape[-1] // 2), x)
+        if not use_triton(x):
+            return torch_op.silu_and_mul(x, activation, out=out)
+        if out.numel() == 0:
+            return out
+        launch = keep(key, _prepare(rows_of(x), activation))
+    elif out is None:
+        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+    launch({"x_ptr": rows_of(x), "out_ptr": out})
+    return out
+
+
+def _prepare(rows: torch.Tensor, activation: str) -> Launch:
+    num_rows, size = rows.shape[0], rows.shape[1] // 2
     block_rows, block_columns = tile(num_rows, size)
-    _silu_and_mul_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(size, block_columns))](
-        x_ptr=rows,
-        out_ptr=out,
-        num_rows=num_rows,
-        stride_x_row=rows.stride(0),
-        stride_out_row=size,
-        SIZE=size,
-        ACTIVATION=activation,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
+    return Launch(
+        _silu_and_mul_kernel,
+        (triton.cdiv(num_rows, block_rows), triton.cdiv(size, block_columns)),
+        {
+            "num_rows": num_rows,
+            "stride_x_row": rows.stride(0),
+            "stride_out_row": size,
+            "SIZE": size,
+            "ACTIVATION": activation,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_COLUMNS": block_columns,
+        },
         num_warps=num_warps(2 * block_rows * block_columns),
     )
-    return out

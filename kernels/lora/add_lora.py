@@ -17,7 +17,7 @@ from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids
-from paged.kernels.common.launch import Launch, signature
+from paged.kernels.common.launch import Launch, call_key
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.config import expand_tile, shrink_tile
@@ -167,9 +167,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
         stacks = weights.a, weights.b, weights.ranks, weights.scales
         ops.add_lora(out, x, *stacks, weights.part_sizes, batch.rows, batch.slots)
         return out
-    check_is_tensor("x", x)
-    check_is_tensor("out", out)
-    key = (signature(x), signature(out), weights.signature)
+    key = call_key("add_lora", (x, out), weights.signature)
     launches = batch.launches.get(key)
     if launches is None:
         _check(out, x, weights, batch)
@@ -186,7 +184,9 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
             return torch_op.add_lora(out, x, weights, batch)
         if batch.rows.numel() == 0:
             return out
-        launches = batch.launches[key] = _prepare(out, x, weights, batch)
+        launches = _prepare(out, x, weights, batch)
+        if key is not None:
+            batch.launches[key] = launches
     tensors = {
         "x_ptr": x,
         "out_ptr": out,
@@ -201,6 +201,8 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
 
 
 def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
+    check_is_tensor("x", x)
+    check_is_tensor("out", out)
     dtype, device, in_features = weights.a.dtype, weights.a.device, weights.a.shape[3]
     check_tensor("x", x, ("num_rows", in_features), (dtype,), device)
     check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +18,14 @@ class MoeAlignment(NamedTuple):
     def block_size(self) -> int:
         return self.sorted_token_ids.numel() // max(self.expert_ids.numel(), 1)
 
+    def pointers(self) -> dict[str, torch.Tensor]:
+        """The tensors as kernels take them."""
+        return {
+            "sorted_token_ids_ptr": self.sorted_token_ids,
+            "expert_ids_ptr": self.expert_ids,
+            "num_tokens_post_padded_ptr": self.num_tokens_post_padded,
+        }
+
 
 def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
     """Blocks that `num_entries` routed entries can need, however they are spread: every expert in use may leave
@@ -32,6 +40,6 @@ def new_alignment(num_entries: int, block_size: int, num_experts: int, device: t
     return MoeAlignment(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
 
-def map_arguments(expert_map: torch.Tensor | None) -> dict[str, Any]:
-    """The map as kernels take it."""
-    return {"expert_map_ptr": expert_map, "num_mapped": 0 if expert_map is None else expert_map.numel()}
+def num_mapped(expert_map: torch.Tensor | None) -> int:
+    """The experts that a map holds, as kernels take it."""
+    return 0 if expert_map is None else expert_map.numel()

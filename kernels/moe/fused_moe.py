@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from paged.kernels.common.checks import (
@@ -18,9 +20,10 @@ from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation
 from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks
-from paged.kernels.moe.config import MoeShape, moe_tiles, takes_gemv
+from paged.kernels.moe.config import MoeShape, MoeTiles, moe_tiles, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.gemv import moe_gemv
 from paged.kernels.moe.moe_align_block_size import check_expert_map, moe_align_block_size
@@ -88,48 +91,79 @@ def fused_moe(
             return ops.fused_moe(*inputs, *settings)
         ops.fused_moe_out(*inputs, out, *settings)
         return out
-    gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
-    _check(hidden_states, gate_up, down, topk_weights, topk_ids)
-    check_expert_map(expert_map, hidden_states.device)
     check_activation(activation)
+    interleaved = as_bool("interleaved", interleaved)
+    if aligned is not None and not isinstance(aligned, MoeAlignment):
+        raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
+    gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
+    tensors = (
+        hidden_states, w1, w2, topk_weights, topk_ids, expert_map, out, w1_bias, w2_bias, w1_scale, w2_scale,
+        *(aligned or ()),
+    )  # fmt: skip
+    key = call_key("fused_moe", tensors, activation, interleaved)
+    steps = known(key)
+    if steps is None:
+        _check(hidden_states, gate_up, down, topk_weights, topk_ids)
+        check_expert_map(expert_map, hidden_states.device)
+        if out is not None:
+            check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
+            check_last_dim_contiguous("out", out)
+            check_writable("out", out)
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
-    else:
-        check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
-        check_last_dim_contiguous("out", out)
-        check_writable("out", out)
-    interleaved = as_bool("interleaved", interleaved)
     call = MoeCall(hidden_states, gate_up, down, topk_weights, topk_ids, expert_map, out, activation, interleaved)
-    if hidden_states.numel() == 0:
-        return out
-    if not use_triton(hidden_states):
-        return torch_op.fused_moe(call)
-    num_tokens, top_k = topk_ids.shape
-    num_experts, hidden_size, intermediate_size = *w2.shape[:2], down.in_features
-    shape = _shape(num_tokens, top_k, down, hidden_states.dtype, expert_map)
-    if takes_gemv(shape, is_quantized=call.is_quantized):
-        moe_gemv(call)
-        return out
-    tiles = moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
+    if steps is None:
+        if hidden_states.numel() == 0:
+            return out
+        if not use_triton(hidden_states):
+            return torch_op.fused_moe(call)
+        shape = _shape(len(topk_ids), topk_ids.shape[1], down, hidden_states.dtype, expert_map)
+        is_few = takes_gemv(shape, is_quantized=call.is_quantized)
+        tiles = None if is_few else moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
+        steps = _Steps(tiles)
+    launches = (
+        moe_gemv(call, steps.launches) if steps.tiles is None else _grouped(call, aligned, steps.tiles, steps.launches)
+    )
+    if steps.launches is None:
+        keep(key, _Steps(steps.tiles, launches))
+    return out
+
+
+class _Steps(NamedTuple):
+    """How a call runs: its tiles, None for matrix-vector products, and its launches once there are any."""
+
+    tiles: MoeTiles | None
+    launches: tuple[Launch, ...] | None = None
+
+
+def _grouped(
+    call: MoeCall, aligned: MoeAlignment | None, tiles: MoeTiles, launches: tuple[Launch, ...] | None
+) -> tuple[Launch, ...]:
+    """Two grouped products and the sum, into `call.out`; `launches` as in `moe_gemv`."""
+    x, ids, (num_experts, hidden_size, _) = call.hidden_states, call.topk_ids, call.down.w.shape
     if aligned is None:
-        aligned = moe_align_block_size(topk_ids, tiles.gate_up.block_m, num_experts, expert_map=expert_map)
+        aligned = moe_align_block_size(ids, tiles.gate_up.block_m, num_experts, expert_map=call.expert_map)
     else:
-        _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, num_experts)
-    activated = hidden_states.new_empty((topk_ids.numel(), intermediate_size))
-    expert_gemm(
-        hidden_states,
-        gate_up,
+        if launches is None:
+            _check_aligned(aligned, ids, tiles.gate_up.block_m, num_experts)
+        _check_entries(aligned, ids.numel(), num_experts)
+    first, second, third = launches or (None, None, None)
+    activated = x.new_empty((ids.numel(), call.down.in_features))
+    first = expert_gemm(
+        x,
+        call.gate_up,
         activated,
         aligned,
         tiles.gate_up,
-        activation=activation,
-        interleaved=interleaved,
-        entries_per_row=top_k,
+        activation=call.activation,
+        interleaved=call.interleaved,
+        entries_per_row=ids.shape[1],
+        launch=first,
     )
-    parts = hidden_states.new_empty((topk_ids.numel(), hidden_size))
-    expert_gemm(activated, down, parts, aligned, tiles.down, entry_weights=topk_weights)
-    moe_sum(parts, topk_weights, topk_ids, num_experts, expert_map, out)
-    return out
+    parts, weights = x.new_empty((ids.numel(), hidden_size)), call.topk_weights
+    second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, launch=second)
+    third = moe_sum(parts, weights, ids, num_experts, call.expert_map, call.out, third)
+    return first, second, third
 
 
 def moe_block_size(
@@ -187,8 +221,6 @@ def _check(
 
 
 def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
-    if not isinstance(aligned, MoeAlignment):
-        raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
     num_entries, device = topk_ids.numel(), topk_ids.device
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
@@ -201,8 +233,11 @@ def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: in
             f"aligned: sizes {given}, expected {sizes}, those of {num_entries} entries of {num_experts} experts in "
             f"blocks of {block_size}"
         )
+
+
+def _check_entries(aligned: MoeAlignment, num_entries: int, num_experts: int) -> None:
     # num_entries stands for an empty slot of a block, -1 for a block that is not in use.
-    ranges = (0, num_entries), (-1, num_experts - 1), (0, sizes[0])
+    ranges = (0, num_entries), (-1, num_experts - 1), (0, aligned.sorted_token_ids.numel())
     ids = [
         Ids(f"aligned.{name}", each, *ends) for name, each, ends in zip(aligned._fields, aligned, ranges, strict=True)
     ]

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import TensorDescriptor, tl, triton
+from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.dot import dot
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3
 from paged.kernels.common.gated_activation import gated_activation
-from paged.kernels.common.launch import strides
+from paged.kernels.common.launch import Box, Launch, strides
 from paged.kernels.moe.alignment import MoeAlignment
 from paged.kernels.moe.config import MoeTile, quantized_tile
 from paged.kernels.moe.quantize_token_groups import quantize_token_groups
 from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _expert_gemm_kernel(
     x_ptr,  # [num_entries / ENTRIES_PER_ROW, K]
     x_scale_ptr,  # [num_entries / ENTRIES_PER_ROW, K / X_GROUP] float32, or None
@@ -170,55 +170,79 @@ def expert_gemm(
     interleaved: bool = False,
     entry_weights: torch.Tensor | None = None,
     entries_per_row: int = 1,
-) -> None:
+    launch: Launch | None = None,
+) -> Launch:
     """Fill the rows of `out` [num_entries, num_columns] whose entries are in a block of `aligned`; see the kernel.
 
-    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row.
+    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row. launch: what an earlier
+    call returned whose tensors had the same signatures, and all else was the same.
     """
-    num_entries, num_columns = out.shape
-    w, x_scale, (group_n, group_k) = linear.w, None, (1, 0)
+    w, x_scale = linear.w, None
     if linear.format == "e4m3":
         x, x_scale = quantize_token_groups(x)
         w = w if x.dtype == w.dtype else as_kernel_argument(w)
+    if launch is None:
+        numbers = {"ACTIVATION": activation, "INTERLEAVED": interleaved, "ENTRIES_PER_ROW": entries_per_row}
+        launch = _prepare(x, w, linear, out, aligned.expert_ids.numel(), tile, numbers)
+    launch(
+        {
+            "x_ptr": x,
+            "x_scale_ptr": x_scale,
+            "w_desc" if launch.boxes else "w_ptr": w,
+            "w_scale_ptr": linear.scale,
+            "bias_ptr": linear.bias,
+            "entry_weights_ptr": entry_weights,
+            "out_ptr": out,
+            **aligned.pointers(),
+        }
+    )
+    return launch
+
+
+def _prepare(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    linear: ExpertLinear,
+    out: torch.Tensor,
+    max_num_blocks: int,
+    tile: MoeTile,
+    numbers: dict[str, Any],
+) -> Launch:
+    num_entries, num_columns = out.shape
+    group_n, group_k = 1, 0
     if linear.scale is not None:
         group_n, group_k = linear.group
         step = FP8_GROUP if linear.format == "e4m3" else group_k
-        arch = device_of(x.device).arch
-        tile = quantized_tile(tile, step, arch, gated=bool(activation), is_native=x.dtype == linear.w.dtype)
+        arch, is_native = device_of(x.device).arch, x.dtype == linear.w.dtype
+        tile = quantized_tile(tile, step, arch, gated=bool(numbers["ACTIVATION"]), is_native=is_native)
         group_k = 0 if group_k == linear.in_features else group_k
     # vLLM reports wrong products from descriptors whose last step is not a whole one: those sizes go by pointers.
     is_even = x.shape[1] % tile.block_k == 0
     uses_tma = tile.tma and linear.scale is None and is_even and _fits_tma(w)
-    _expert_gemm_kernel[(aligned.expert_ids.numel() * triton.cdiv(num_columns, tile.block_n),)](
-        x_ptr=x,
-        x_scale_ptr=x_scale,
-        w_ptr=None if uses_tma else w,
-        w_desc=_descriptor(w, num_columns, interleaved, tile) if uses_tma else None,
-        w_scale_ptr=linear.scale,
-        bias_ptr=linear.bias,
-        entry_weights_ptr=entry_weights,
-        out_ptr=out,
-        sorted_token_ids_ptr=aligned.sorted_token_ids,
-        expert_ids_ptr=aligned.expert_ids,
-        num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
-        num_entries=num_entries,
-        **strides("row", x=x),
-        **strides("expert row", w=w),
-        K=x.shape[1],
-        N=num_columns,
-        EVEN_K=is_even,
-        ENTRIES_PER_ROW=entries_per_row,
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
-        FORMAT=linear.format,
-        X_GROUP=FP8_GROUP,
-        GROUP_N=group_n,
-        GROUP_K=group_k,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m,
-        SWAP_AB=tile.swap_ab,
+    return Launch(
+        _expert_gemm_kernel,
+        (max_num_blocks * triton.cdiv(num_columns, tile.block_n),),
+        {
+            "w_ptr": None,
+            "w_desc": None,
+            "num_entries": num_entries,
+            **strides("row", x=x),
+            **strides("expert row", w=w),
+            "K": x.shape[1],
+            "N": num_columns,
+            "EVEN_K": is_even,
+            "FORMAT": linear.format,
+            "X_GROUP": FP8_GROUP,
+            "GROUP_N": group_n,
+            "GROUP_K": group_k,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "GROUP_M": tile.group_m,
+            "SWAP_AB": tile.swap_ab,
+            **numbers,
+        },
+        boxes={"w_desc": _box(w, num_columns, numbers["INTERLEAVED"], tile)} if uses_tma else {},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -229,11 +253,10 @@ def _fits_tma(w: torch.Tensor) -> bool:
     return all(step * w.element_size() % 16 == 0 for step in w.stride()[:2]) and w.data_ptr() % 16 == 0
 
 
-def _descriptor(w: torch.Tensor, num_columns: int, interleaved: bool, tile: MoeTile) -> Any:
+def _box(w: torch.Tensor, num_columns: int, interleaved: bool, tile: MoeTile) -> Box:
     """Blocks of block_n columns by block_k, of gate and up at once where there are both."""
     num_experts, num_rows, depth = w.shape
     parts = num_rows // num_columns
     row = w.stride(1)
     strides = (w.stride(0), row, parts * row, 1) if interleaved else (w.stride(0), num_columns * row, row, 1)
-    shape = (num_experts, parts, num_columns, depth)
-    return TensorDescriptor(w, list(shape), list(strides), [1, parts, tile.block_n, tile.block_k])
+    return Box((num_experts, parts, num_columns, depth), strides, (1, parts, tile.block_n, tile.block_k))

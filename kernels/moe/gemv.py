@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.gated_activation import gated_activation
-from paged.kernels.common.launch import strides
-from paged.kernels.moe.alignment import map_arguments
+from paged.kernels.common.launch import Launch, strides
+from paged.kernels.moe.alignment import num_mapped
 from paged.kernels.moe.moe_align_block_size import expert_rows
 from paged.kernels.moe.weights import MoeCall
 
@@ -114,54 +114,63 @@ def _down_gemv_kernel(
     tl.store(out_ptr + token * stride_out_token + columns, out, mask=columns < N)
 
 
-def moe_gemv(call: MoeCall) -> None:
-    """`fused_moe` of a few tokens, into `call.out`."""
+def moe_gemv(call: MoeCall, launches: tuple[Launch, ...] | None = None) -> tuple[Launch, ...]:
+    """`fused_moe` of a few tokens, into `call.out`.
+
+    launches: what an earlier call returned whose tensors had the same signatures, and all else was the same.
+    """
+    gate_up, down = call.gate_up, call.down
+    activated = call.hidden_states.new_empty((call.topk_ids.numel(), down.w.shape[2]))
+    first, second = launches = _prepare(call) if launches is None else launches
+    routes = {"ids_ptr": call.topk_ids, "expert_map_ptr": call.expert_map}
+    weights = {"w_ptr": gate_up.w, "bias_ptr": gate_up.bias}
+    first({"x_ptr": call.hidden_states, "out_ptr": activated, **weights, **routes})
+    weights = {"w_ptr": down.w, "bias_ptr": down.bias, "weights_ptr": call.topk_weights}
+    second({"x_ptr": activated, "out_ptr": call.out, **weights, **routes})
+    return launches
+
+
+def _prepare(call: MoeCall) -> tuple[Launch, Launch]:
     gate_up, down, (num_tokens, top_k) = call.gate_up, call.down, call.topk_ids.shape
     num_experts, hidden_size, intermediate_size = down.w.shape
-    activated = call.hidden_states.new_empty((num_tokens * top_k, intermediate_size))
-    routes = {
-        "ids_ptr": call.topk_ids,
-        **map_arguments(call.expert_map),
-        "NUM_EXPERTS": num_experts,
-        "TOP_K": top_k,
-    }
+    routes = {"num_mapped": num_mapped(call.expert_map), "NUM_EXPERTS": num_experts, "TOP_K": top_k}
     # 64 elements a thread of 4 warps, 16 KB of bfloat16 in flight: at 3 programs an SM (127 registers) more than the
     # 33 KB that 4.3 TB/s at a microsecond of latency require of each of 132 SMs. One token of Qwen3-30B-A3B makes 768
     # programs here and 512 below, each of which has few steps: splitting the depth has nothing to add.
-    _gate_up_gemv_kernel[(num_tokens * top_k, triton.cdiv(intermediate_size, 8))](
-        x_ptr=call.hidden_states,
-        w_ptr=gate_up.w,
-        bias_ptr=gate_up.bias,
-        out_ptr=activated,
-        **strides("token", x=call.hidden_states),
-        **strides("expert row", w=gate_up.w),
-        K=hidden_size,
-        N=intermediate_size,
-        ACTIVATION=call.activation,
-        INTERLEAVED=call.interleaved,
-        BLOCK_N=8,
-        BLOCK_K=512,
-        **routes,
+    first = Launch(
+        _gate_up_gemv_kernel,
+        (num_tokens * top_k, triton.cdiv(intermediate_size, 8)),
+        {
+            **strides("token", x=call.hidden_states),
+            **strides("expert row", w=gate_up.w),
+            "K": hidden_size,
+            "N": intermediate_size,
+            "ACTIVATION": call.activation,
+            "INTERLEAVED": call.interleaved,
+            "BLOCK_N": 8,
+            "BLOCK_K": 512,
+            **routes,
+        },
         num_warps=4,
     )
     block_e = triton.next_power_of_2(top_k)
     block_n, block_k, num_warps = down_gemv_tile(block_e)
-    _down_gemv_kernel[(num_tokens, triton.cdiv(hidden_size, block_n))](
-        x_ptr=activated,
-        w_ptr=down.w,
-        bias_ptr=down.bias,
-        weights_ptr=call.topk_weights,
-        out_ptr=call.out,
-        **strides("expert row", w=down.w),
-        **strides("token", out=call.out),
-        K=intermediate_size,
-        N=hidden_size,
-        BLOCK_E=block_e,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        **routes,
+    second = Launch(
+        _down_gemv_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block_n)),
+        {
+            **strides("expert row", w=down.w),
+            **strides("token", out=call.out),
+            "K": intermediate_size,
+            "N": hidden_size,
+            "BLOCK_E": block_e,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            **routes,
+        },
         num_warps=num_warps,
     )
+    return first, second
 
 
 def down_gemv_tile(block_e: int) -> tuple[int, int, int]:

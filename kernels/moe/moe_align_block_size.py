@@ -8,8 +8,9 @@ from paged.kernels.common.checks import check_contiguous, check_dtype, check_ten
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, map_arguments, max_num_blocks, new_alignment
+from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment, num_mapped
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import MAX_EXPERTS
 from paged.kernels.moe.torch_ops import moe_align_block_size as torch_op
@@ -29,7 +30,7 @@ def expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "max_num_tokens_padded", "max_num_blocks", "chunk_size"])
 def _count_kernel(
     topk_ids_ptr,  # [num_entries]
     expert_map_ptr,  # [num_mapped], or None
@@ -61,7 +62,7 @@ def _count_kernel(
         tl.store(expert_ids_ptr + offsets, -1, mask=offsets < max_num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_chunks", "chunk_size"])
 def _place_kernel(
     topk_ids_ptr,  # [num_entries]
     expert_map_ptr,  # [num_mapped], or None
@@ -140,45 +141,59 @@ def moe_align_block_size(
     """
     if torch.compiler.is_dynamo_compiling():
         return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
-    check_dtype("topk_ids", topk_ids, torch.int32)
-    check_contiguous("topk_ids", topk_ids)
     block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
-    check_sizes("num_experts", block_size, num_experts)
-    num_entries, device = topk_ids.numel(), topk_ids.device
-    check_expert_map(expert_map, device)
-    if num_entries == 0 or not use_triton(topk_ids):
-        num_blocks = max_num_blocks(num_entries, block_size, num_experts)
-        rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)
-        return MoeAlignment(*torch_op.moe_align_block_size(rows, block_size, num_experts, num_blocks))
-    num_tiles = triton.cdiv(num_entries, _TILE)
-    chunk_size = triton.cdiv(num_tiles, _MAX_CHUNKS) * _TILE
-    num_chunks = triton.cdiv(num_entries, chunk_size)
-    counts = torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device)
-    aligned = new_alignment(num_entries, block_size, num_experts, device)
-    arguments = {
+    key = call_key("moe_align_block_size", (topk_ids, expert_map), block_size, num_experts)
+    launches = known(key)
+    if launches is None:
+        check_dtype("topk_ids", topk_ids, torch.int32)
+        check_contiguous("topk_ids", topk_ids)
+        check_sizes("num_experts", block_size, num_experts)
+        num_entries, device = topk_ids.numel(), topk_ids.device
+        check_expert_map(expert_map, device)
+        if num_entries == 0 or not use_triton(topk_ids):
+            num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+            rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)
+            return MoeAlignment(*torch_op.moe_align_block_size(rows, block_size, num_experts, num_blocks))
+    num_chunks, _ = _chunks(topk_ids.numel())
+    aligned = new_alignment(topk_ids.numel(), block_size, num_experts, topk_ids.device)
+    if launches is None:
+        launches = keep(key, _prepare(topk_ids.numel(), aligned, num_experts, num_mapped(expert_map)))
+    tensors = {
         "topk_ids_ptr": topk_ids,
-        **map_arguments(expert_map),
-        "counts_ptr": counts,
-        "sorted_token_ids_ptr": aligned.sorted_token_ids,
-        "expert_ids_ptr": aligned.expert_ids,
+        "expert_map_ptr": expert_map,
+        "counts_ptr": torch.empty((num_chunks, num_experts), dtype=torch.int32, device=topk_ids.device),
+        **aligned.pointers(),
+    }
+    for launch in launches:
+        launch(tensors)
+    return aligned
+
+
+def _chunks(num_entries: int) -> tuple[int, int]:
+    """How many chunks the entries are cut into, of how many entries."""
+    chunk_size = triton.cdiv(triton.cdiv(num_entries, _TILE), _MAX_CHUNKS) * _TILE
+    return triton.cdiv(num_entries, chunk_size), chunk_size
+
+
+def _prepare(num_entries: int, aligned: MoeAlignment, num_experts: int, num_mapped: int) -> tuple[Launch, Launch]:
+    num_chunks, chunk_size = _chunks(num_entries)
+    numbers = {
         "num_entries": num_entries,
+        "num_mapped": num_mapped,
         "chunk_size": chunk_size,
         "NUM_EXPERTS": num_experts,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "TILE": _TILE,
-        "num_warps": 4,
     }
-    _count_kernel[(num_chunks,)](
-        **arguments, max_num_tokens_padded=aligned.sorted_token_ids.numel(), max_num_blocks=aligned.expert_ids.numel()
+    filled = {
+        "max_num_tokens_padded": aligned.sorted_token_ids.numel(),
+        "max_num_blocks": aligned.expert_ids.numel(),
+    }
+    placed = {"num_chunks": num_chunks, "BLOCK_SIZE": aligned.block_size, "BLOCK_C": _MAX_CHUNKS}
+    return (
+        Launch(_count_kernel, (num_chunks,), numbers | filled, num_warps=4),
+        Launch(_place_kernel, (num_experts, num_chunks), numbers | placed, num_warps=4),
     )
-    _place_kernel[(num_experts, num_chunks)](
-        **arguments,
-        num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
-        num_chunks=num_chunks,
-        BLOCK_SIZE=block_size,
-        BLOCK_C=_MAX_CHUNKS,
-    )
-    return aligned
 
 
 def check_sizes(name: str, block_size: int, num_experts: int) -> None:

@@ -6,10 +6,11 @@ import torch
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
+from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.moe.weights import FP8_GROUP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_token_groups_kernel(
     x_ptr,  # [num_rows, SIZE]
     q_ptr,  # [num_rows, SIZE], contiguous; uint8 holds codes, other types their values
@@ -49,16 +50,18 @@ def quantize_token_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_groups = triton.cdiv(size, FP8_GROUP)
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn if multiplies else x.dtype, device=x.device)
     scale = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
-    _quantize_token_groups_kernel[(triton.cdiv(num_rows, 8), num_groups)](
-        x_ptr=x,
-        q_ptr=as_kernel_argument(q),
-        scale_ptr=scale,
-        num_rows=num_rows,
-        stride_x_row=x.stride(0),
-        SIZE=size,
-        GROUP=FP8_GROUP,
-        BLOCK_ROWS=8,
-        NATIVE=native,
-        num_warps=4,
-    )
+    key = call_key("quantize_token_groups", (x,))
+    launch = known(key)
+    if launch is None:
+        numbers = {
+            "num_rows": num_rows,
+            "stride_x_row": x.stride(0),
+            "SIZE": size,
+            "GROUP": FP8_GROUP,
+            "BLOCK_ROWS": 8,
+            "NATIVE": native,
+        }
+        grid = (triton.cdiv(num_rows, 8), num_groups)
+        launch = keep(key, Launch(_quantize_token_groups_kernel, grid, numbers, num_warps=4))
+    launch({"x_ptr": x, "q_ptr": as_kernel_argument(q), "scale_ptr": scale})
     return q, scale

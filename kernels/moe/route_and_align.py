@@ -8,8 +8,9 @@ from paged.kernels.common.checks import check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, map_arguments, new_alignment
+from paged.kernels.moe.alignment import MoeAlignment, new_alignment, num_mapped
 from paged.kernels.moe.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.route_tokens import route_tokens
@@ -22,7 +23,7 @@ _BLOCK_T = 16
 _MAX_TILES = MAX_FUSED_TOKENS // _BLOCK_T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "max_num_tokens_padded", "max_num_blocks"])
 def _route_and_align_kernel(
     logits_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE]
     bias_ptr,  # [NUM_GROUPS * GROUP_SIZE] float32, or None
@@ -156,38 +157,50 @@ def route_and_align(
             router_logits, block_size, expert_map, num_local_experts, ticket, **vars(routing)
         )
         return weights, ids, MoeAlignment(*aligned)
-    check_routing(router_logits, routing)
+    block_size = as_int("block_size", block_size, None)
+    if num_local_experts is not None:
+        num_local_experts = as_int("num_local_experts", num_local_experts, None)
+    inputs = router_logits, expert_map, ticket, routing.correction_bias
+    key = call_key("route_and_align", inputs, block_size, num_local_experts, *routing.numbers)
+    launch = known(key)
+    if launch is None:
+        check_routing(router_logits, routing)
     num_tokens, num_routed = router_logits.shape
     num_columns, device = num_routed + routing.num_shared_experts, router_logits.device
-    check_expert_map(expert_map, device)
-    num_experts = num_columns if num_local_experts is None else as_int("num_local_experts", num_local_experts, None)
-    block_size = as_int("block_size", block_size, None)
-    check_sizes("num_local_experts", block_size, num_experts)
-    if ticket is not None:
-        check_tensor("ticket", ticket, (1,), (torch.int32,), device)
-    if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
-        weights, ids = route_tokens(router_logits, **vars(routing))
-        return weights, ids, moe_align_block_size(ids, block_size, num_experts, expert_map=expert_map)
+    num_experts = num_columns if num_local_experts is None else num_local_experts
+    if launch is None:
+        check_expert_map(expert_map, device)
+        check_sizes("num_local_experts", block_size, num_experts)
+        if ticket is not None:
+            check_tensor("ticket", ticket, (1,), (torch.int32,), device)
+        if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
+            weights, ids = route_tokens(router_logits, **vars(routing))
+            return weights, ids, moe_align_block_size(ids, block_size, num_experts, expert_map=expert_map)
     weights, ids = new_routes(router_logits, routing)
     aligned = new_alignment(ids.numel(), block_size, num_experts, device)
     num_programs = triton.cdiv(num_tokens, _BLOCK_T)
-    _route_and_align_kernel[(num_programs,)](
-        **routing.arguments(router_logits, weights, ids),
-        **map_arguments(expert_map),
-        ranks_ptr=torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
-        counts_ptr=torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
-        sorted_token_ids_ptr=aligned.sorted_token_ids,
-        expert_ids_ptr=aligned.expert_ids,
-        num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
-        ticket_ptr=torch.zeros(1, dtype=torch.int32, device=device) if ticket is None else ticket,
-        max_num_tokens_padded=aligned.sorted_token_ids.numel(),
-        max_num_blocks=aligned.expert_ids.numel(),
-        NUM_EXPERTS=num_experts,
-        BLOCK_SIZE=block_size,
-        BLOCK_T=_BLOCK_T,
-        BLOCK_C=triton.next_power_of_2(num_columns),
-        MAX_TILES=_MAX_TILES,
-        TILE=1024,
-        num_warps=8,
+    if launch is None:
+        arguments = {
+            **routing.arguments(router_logits),
+            "num_mapped": num_mapped(expert_map),
+            "max_num_tokens_padded": aligned.sorted_token_ids.numel(),
+            "max_num_blocks": aligned.expert_ids.numel(),
+            "NUM_EXPERTS": num_experts,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_T": _BLOCK_T,
+            "BLOCK_C": triton.next_power_of_2(num_columns),
+            "MAX_TILES": _MAX_TILES,
+            "TILE": 1024,
+        }
+        launch = keep(key, Launch(_route_and_align_kernel, (num_programs,), arguments, num_warps=8))
+    launch(
+        {
+            **routing.tensors(router_logits, weights, ids),
+            "expert_map_ptr": expert_map,
+            "ranks_ptr": torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
+            "counts_ptr": torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
+            **aligned.pointers(),
+            "ticket_ptr": torch.zeros(1, dtype=torch.int32, device=device) if ticket is None else ticket,
+        }
     )
     return weights, ids, aligned

@@ -7,12 +7,13 @@ import torch
 from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
+from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.moe.torch_ops import route_tokens as torch_op
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_tokens_kernel(
     logits_ptr,  # [num_tokens, NUM_GROUPS * GROUP_SIZE]
     bias_ptr,  # [NUM_GROUPS * GROUP_SIZE] float32, or None
@@ -87,14 +88,20 @@ def route_tokens(
     if torch.compiler.is_dynamo_compiling():
         return ops.route_tokens(router_logits, top_k, *options)
     routing = Routing(top_k, *options)
-    check_routing(router_logits, routing)
-    if not use_triton(router_logits):
-        return torch_op.route_tokens(router_logits, routing)
+    key = call_key("route_tokens", (router_logits, routing.correction_bias), *routing.numbers)
+    launch = known(key)
+    if launch is None:
+        check_routing(router_logits, routing)
+        if not use_triton(router_logits):
+            return torch_op.route_tokens(router_logits, routing)
     weights, ids = new_routes(router_logits, routing)
-    if len(router_logits) == 0:
-        return weights, ids
-    arguments = routing.arguments(router_logits, weights, ids)
-    # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
-    block_t = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
-    _route_tokens_kernel[(triton.cdiv(len(router_logits), block_t),)](**arguments, BLOCK_T=block_t, num_warps=4)
+    if launch is None:
+        if len(router_logits) == 0:
+            return weights, ids
+        arguments = routing.arguments(router_logits)
+        # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
+        arguments["BLOCK_T"] = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
+        grid = (triton.cdiv(len(router_logits), arguments["BLOCK_T"]),)
+        launch = keep(key, Launch(_route_tokens_kernel, grid, arguments, num_warps=4))
+    launch(routing.tensors(router_logits, weights, ids))
     return weights, ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +64,25 @@ class Routing:
             "BLOCK_K": triton.next_power_of_2(self.width),
         }
 
-    def arguments(self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
-        """The arguments of a kernel that routes into `new_routes`."""
+    @property
+    def numbers(self) -> tuple[Hashable, ...]:
+        """All but the bias, for a `call_key`."""
+        return tuple([value for name, value in vars(self).items() if name != "correction_bias"])
+
+    def tensors(
+        self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> dict[str, torch.Tensor | None]:
+        """The tensors that a kernel takes which routes into `new_routes`."""
         return {
             "logits_ptr": router_logits,
             "bias_ptr": self.correction_bias,
             "weights_ptr": weights,
             "ids_ptr": ids,
+        }
+
+    def arguments(self, router_logits: torch.Tensor) -> dict[str, Any]:
+        """The other arguments of such a kernel."""
+        return {
             "num_tokens": router_logits.shape[0],
             "scaling_factor": self.routed_scaling_factor,
             **strides("token expert", logits=router_logits),

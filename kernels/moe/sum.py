@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.moe.alignment import map_arguments
+from paged.kernels.common.launch import Launch
+from paged.kernels.moe.alignment import num_mapped
 from paged.kernels.moe.moe_align_block_size import expert_rows
 
 
@@ -46,21 +47,29 @@ def moe_sum(
     num_experts: int,
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
-) -> None:
-    """out[token] = sum of its parts [num_tokens * top_k, hidden_size], which carry their weights already."""
-    num_tokens, top_k = topk_ids.shape
-    hidden_size = out.shape[1]
-    block_size = min(triton.next_power_of_2(hidden_size), 1024)
-    _moe_sum_kernel[(num_tokens, triton.cdiv(hidden_size, block_size))](
-        parts_ptr=parts,
-        weights_ptr=topk_weights,
-        ids_ptr=topk_ids,
-        **map_arguments(expert_map),
-        out_ptr=out,
-        stride_out_token=out.stride(0),
-        HIDDEN_SIZE=hidden_size,
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        BLOCK_SIZE=block_size,
-        num_warps=4,
-    )
+    launch: Launch | None = None,
+) -> Launch:
+    """out[token] = sum of its parts [num_tokens * top_k, hidden_size], which carry their weights already.
+
+    launch: what an earlier call returned whose tensors had the same signatures, of as many experts.
+    """
+    if launch is None:
+        num_tokens, top_k = topk_ids.shape
+        hidden_size = out.shape[1]
+        block_size = min(triton.next_power_of_2(hidden_size), 1024)
+        launch = Launch(
+            _moe_sum_kernel,
+            (num_tokens, triton.cdiv(hidden_size, block_size)),
+            {
+                "num_mapped": num_mapped(expert_map),
+                "stride_out_token": out.stride(0),
+                "HIDDEN_SIZE": hidden_size,
+                "NUM_EXPERTS": num_experts,
+                "TOP_K": top_k,
+                "BLOCK_SIZE": block_size,
+            },
+            num_warps=4,
+        )
+    tensors = {"parts_ptr": parts, "weights_ptr": topk_weights, "ids_ptr": topk_ids}
+    launch({**tensors, "expert_map_ptr": expert_map, "out_ptr": out})
+    return launch

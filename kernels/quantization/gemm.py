@@ -7,6 +7,7 @@ import torch
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument
+from paged.kernels.common.launch import launch
 from paged.kernels.quantization.config import GROUP_M, LinearShape, linear_tile
 from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
 from paged.kernels.quantization.pieces import SUM_COLUMNS, _sum_pieces_kernel
@@ -55,7 +56,9 @@ def quantized_gemm(
     }
     pieces = out if num_splits == 1 else out.new_empty((num_splits, num_rows, columns), dtype=torch.float32)
     blocks = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
-    _quantized_linear_kernel[(blocks, num_splits)](
+    launch(
+        _quantized_linear_kernel,
+        (blocks, num_splits),
         x_ptr=x,
         w_ptr=values,
         zero_point_ptr=weight.zero_point,
@@ -89,7 +92,9 @@ def quantized_gemm(
         at_the_end["scale_ptr"] = None
     if x_scale is not None and x_scale.shape[1] > 1:
         at_the_end["x_scale_ptr"] = None
-    _sum_pieces_kernel[(triton.cdiv(columns, SUM_COLUMNS), num_rows)](
+    launch(
+        _sum_pieces_kernel,
+        (triton.cdiv(columns, SUM_COLUMNS), num_rows),
         pieces_ptr=pieces,
         out_ptr=out,
         stride_out_row=out.stride(0),

@@ -6,6 +6,7 @@ import torch
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
+from paged.kernels.common.launch import launch
 from paged.kernels.quantization.weight import FP8_BLOCK
 
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 beside it has steps of 1, rounded to even
@@ -84,7 +85,9 @@ def quantize_rows(
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(size, group))
     q = torch.empty(x.shape, dtype=dtype if multiplies else x.dtype, device=x.device)
     scales = torch.empty(num_rows, grid[1], dtype=torch.float32, device=x.device)
-    _quantize_rows_kernel[grid](
+    launch(
+        _quantize_rows_kernel,
+        grid,
         x_ptr=x,
         given_scale_ptr=scale,
         q_ptr=as_kernel_argument(q),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import num_warps, strides
+from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps
 from paged.kernels.sampling.ops import ops
 from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
+
+_T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 # Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)
 # through one multiprocessor. 4,096 tokens a program give 38 programs a row there, and 64 partial results at 256k.
@@ -96,51 +100,70 @@ def greedy_argmax(
     refuse_gradients("greedy_argmax", logits, repetition_penalty)
     if torch.compiler.is_dynamo_compiling():
         return ops.greedy_argmax(logits, token_mask, repetition_penalty)
-    check_tensor("logits", logits, ("num_rows", "vocab_size"), FLOAT_DTYPES)
-    num_rows, vocab_size = logits.shape
-    if token_mask is not None:
-        token_mask = _per_row("token_mask", token_mask, torch.bool, logits)
-    if repetition_penalty is not None:
-        repetition_penalty = _per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
-    out = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
-    if logits.numel() == 0:
-        return out
-    if not use_triton(logits):
-        return torch_op.greedy_argmax(logits, token_mask, repetition_penalty)
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    num_chunks = triton.cdiv(vocab_size, BLOCK_TOKENS)
-    best = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    token = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
-    _greedy_argmax_chunk_kernel[(num_rows, num_chunks)](
-        logits_ptr=logits,
-        token_mask_ptr=token_mask,
-        repetition_penalty_ptr=repetition_penalty,
-        best_ptr=best,
-        token_ptr=token,
-        vocab_size=vocab_size,
-        num_chunks=num_chunks,
-        **strides("row", logits=logits, token_mask=token_mask, repetition_penalty=repetition_penalty),
-        BLOCK_TOKENS=BLOCK_TOKENS,
-        num_warps=num_warps(BLOCK_TOKENS),
-    )
-    block_chunks = triton.next_power_of_2(num_chunks)
-    _greedy_argmax_reduce_kernel[(num_rows,)](
-        best_ptr=best,
-        token_ptr=token,
-        out_ptr=out,
-        num_chunks=num_chunks,
-        BLOCK_CHUNKS=block_chunks,
-        num_warps=num_warps(block_chunks),
-    )
+    key = call_key("greedy_argmax", (logits, token_mask, repetition_penalty))
+    launches = known(key)
+    if launches is None:
+        check_tensor("logits", logits, ("num_rows", "vocab_size"), FLOAT_DTYPES)
+        _check_per_row("token_mask", token_mask, torch.bool, logits)
+        _check_per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
+        if logits.numel() == 0:
+            return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+        if not use_triton(logits):
+            return torch_op.greedy_argmax(logits, token_mask, repetition_penalty)
+    num_rows, num_chunks = len(logits), triton.cdiv(logits.shape[1], BLOCK_TOKENS)
+    logits, token_mask = _contiguous_rows(logits), _contiguous_rows(token_mask)
+    repetition_penalty = _contiguous_rows(repetition_penalty)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    tensors = {
+        "logits_ptr": logits,
+        "token_mask_ptr": token_mask,
+        "repetition_penalty_ptr": repetition_penalty,
+        "best_ptr": torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device),
+        "token_ptr": torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device),
+        "out_ptr": out,
+    }
+    if launches is None:
+        launches = keep(key, _prepare(logits, token_mask, repetition_penalty, num_chunks))
+    for launch in launches:
+        launch(tensors)
     return out
 
 
-def _per_row(name: str, tensor: torch.Tensor, dtype: torch.dtype, logits: torch.Tensor) -> torch.Tensor:
-    """`tensor`, one row or a row for each of logits, checked, as [num_rows, vocab_size] with contiguous rows."""
-    check_is_tensor(name, tensor)
-    expected = logits.shape[1:] if tensor.dim() == 1 else logits.shape
-    check_tensor(name, tensor, expected, (dtype,), logits.device)
-    if tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
-    return tensor.expand(logits.shape)
+def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, logits: torch.Tensor) -> None:
+    """Raise InvalidInputError unless it is one row, or a row for each of logits."""
+    if tensor is not None:
+        check_is_tensor(name, tensor)
+        expected = logits.shape[1:] if tensor.dim() == 1 else logits.shape
+        check_tensor(name, tensor, expected, (dtype,), logits.device)
+
+
+def _contiguous_rows(tensor: _T) -> _T:
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _row_stride(tensor: torch.Tensor | None) -> int:
+    """0 where one row serves all."""
+    return 0 if tensor is None or tensor.dim() == 1 else tensor.stride(0)
+
+
+def _prepare(
+    logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None, num_chunks: int
+) -> tuple[Launch, Launch]:
+    """The launches that find the best of every chunk, and of the chunks."""
+    num_rows, vocab_size = logits.shape
+    block_chunks = triton.next_power_of_2(num_chunks)
+    chunk = Launch(
+        _greedy_argmax_chunk_kernel,
+        (num_rows, num_chunks),
+        {
+            "vocab_size": vocab_size,
+            "num_chunks": num_chunks,
+            "stride_logits_row": _row_stride(logits),
+            "stride_token_mask_row": _row_stride(token_mask),
+            "stride_repetition_penalty_row": _row_stride(repetition_penalty),
+            "BLOCK_TOKENS": BLOCK_TOKENS,
+        },
+        num_warps=num_warps(BLOCK_TOKENS),
+    )
+    numbers = {"num_chunks": num_chunks, "BLOCK_CHUNKS": block_chunks}
+    return chunk, Launch(_greedy_argmax_reduce_kernel, (num_rows,), numbers, num_warps=num_warps(block_chunks))

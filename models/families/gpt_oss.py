@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from paged.models.families.llama import DecoderLayer, Llama
+from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import (
     decoder_config,
@@ -14,11 +12,8 @@ from paged.models.layers.decoder_config import (
     require,
     weights_dtype,
 )
-from paged.models.layers.rope import rope_config
-from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.mxfp4 import mxfp4_slots
-from paged.models.loading.weights import WeightSlots
 
 # What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
 _BUILT_IN: dict[str, float | str | bool] = {
@@ -38,46 +33,10 @@ _YARN = {
 }
 
 
-class _TransposedExperts:
-    """Takes matrices of all experts that are stored with the rows and columns of `weight` exchanged."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.shape, self.dtype = weight, weight.mT.shape, weight.dtype
-
-    def copy_(self, stored: torch.Tensor) -> None:
-        # One by one: for a transposed copy to a GPU torch makes a temporary there.
-        for mine, theirs in zip(self.weight, stored, strict=True):
-            mine.T.copy_(theirs)
-
-
-class GptOssMoe(SparseMoe):
-    """Experts of a layer in one tensor a projection, plain or in MXFP4."""
-
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        experts = f"{prefix}.mlp.experts"
-        assert self.w1_bias is not None
-        assert self.w2_bias is not None
-        slots: WeightSlots = {
-            **self.router.weight_slots(f"{prefix}.mlp"),
-            f"{experts}.gate_up_proj_bias": self.w1_bias,
-            f"{experts}.down_proj_bias": self.w2_bias,
-        }
-        for name, weight in ((f"{experts}.gate_up_proj", self.w1), (f"{experts}.down_proj", self.w2)):
-            slots |= mxfp4_slots(name, weight) if self.config.is_mxfp4 else {name: _TransposedExperts(weight)}
-        return slots
-
-
-class GptOssLayer(DecoderLayer):
-    """Attention and experts, each behind a norm."""
-
-    moe_class = GptOssMoe
-
-
 class GptOss(Llama):
     """Beginning with the first, every second layer has a window."""
 
     model_type = "gpt_oss"
-    layer_class = GptOssLayer
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -90,6 +49,7 @@ class GptOss(Llama):
             bias=True,
             interleaved=True,
             stacked=True,
+            transposed=True,
             router_name="router",
             is_mxfp4=is_packed(hf, "mxfp4"),
         )
@@ -97,8 +57,8 @@ class GptOss(Llama):
         return decoder_config(
             hf,
             quant_method="mxfp4",
-            windows=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
-            ropes=rope_config(hf, theta=150000.0, default=_YARN),
+            window=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
+            rope=rope_config(hf, theta=150000.0, default=_YARN),
             qkv_bias=has_bias,
             o_bias=has_bias,
             sinks=True,

@@ -1,8 +1,9 @@
-"""Llama (Touvron et al., 2023; Dubey et al., 2024) and Mistral (Jiang et al., 2023), the same with a sliding window."""
+"""Llama (Touvron et al., 2023; Dubey et al., 2024), and what all families share with it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -12,8 +13,9 @@ from torch.nn import functional
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.metadata import AttentionMetadata
+from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Attention, GatedMlp, Linear, RmsNorm, empty_parameter
+from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
@@ -22,17 +24,18 @@ from paged.models.loading.weights import WeightSlots
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm, on one residual stream."""
-
-    moe_class: type[SparseMoe] = SparseMoe
+    """Attention and MLP on one residual stream, each between the norms that the configuration names."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config)
-        self.self_attn = Attention(config, config.windows[index])
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config)
-        moe = config.moe[index]
-        self.mlp = GatedMlp(config) if moe is None else self.moe_class(config, moe)
+        norms, moe = config.norms, config.moe[index]
+        self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
+        self.self_attn = Attention(config, index)
+        self.mlp = GatedMlp(config, config.intermediate_size) if moe is None else SparseMoe(config, moe)
+        self.norm_names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else stream_norm(config) for name in self.norm_names
+        )
 
     def forward(
         self,
@@ -40,28 +43,48 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, positions, metadata)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden, metadata.lora), residual
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(what is yet to be added to the residual stream, the residual stream), of the layer before and of this; or
+        (the residual stream, None)."""
+        hidden, residual = _enter(self.before_attention, hidden, residual)
+        hidden = self._leave(self.after_attention, self.self_attn(hidden, positions, metadata))
+        hidden, residual = _enter(self.before_mlp, hidden, residual)
+        return self._leave(self.after_mlp, self.mlp(hidden, metadata.lora)), residual
+
+    def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
+        if norm is not None:
+            hidden, _ = norm(hidden)
+        return hidden if self.residual_scale == 1 else hidden.mul_(self.residual_scale)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        return {
-            **self.input_layernorm.weight_slots(f"{prefix}.input_layernorm"),
-            **self.self_attn.weight_slots(f"{prefix}.self_attn"),
-            **self.post_attention_layernorm.weight_slots(f"{prefix}.post_attention_layernorm"),
-            **self.mlp.weight_slots(prefix),
-        }
+        norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        slots = self.self_attn.weight_slots(f"{prefix}.self_attn") | self.mlp.weight_slots(f"{prefix}.{self.mlp_name}")
+        for name, norm in zip(self.norm_names, norms, strict=True):
+            if norm is not None:
+                slots |= norm.weight_slots(f"{prefix}.{name}")
+        return slots
+
+
+def _enter(
+    norm: RmsNorm | None, hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention or an MLP gets of the residual stream, once `hidden` is added to that, and the stream."""
+    if norm is not None:
+        hidden, residual = norm(hidden, residual)
+        return hidden, residual
+    residual = hidden if residual is None else residual.add_(hidden)
+    return residual.clone(), residual  # an MLP may write over what it gets
 
 
 class Llama(nn.Module):
     """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json.
 
     model_type: what transformers calls the family; another family's name in a config.json contradicts `architectures`.
+    renames: patterns in names of a checkpoint's tensors, and what stands in their place in the names here.
     """
 
     model_type = "llama"
+    renames: Mapping[str, str] = MappingProxyType({})
     layer_class: type[DecoderLayer] = DecoderLayer
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -70,7 +93,7 @@ class Llama(nn.Module):
         self.embed_tokens = empty_parameter(config.vocab_size, config.hidden_size)
         layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_layers))
         self.layers = cast("Sequence[DecoderLayer]", layers)
-        self.norm = RmsNorm(config.hidden_size, config)
+        self.norm = stream_norm(config)
         self._packed_embedding: torch.Tensor | None = None
         self.lm_head = None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size)
 
@@ -81,18 +104,25 @@ class Llama(nn.Module):
         return decoder_config(hf, mlp_bias=hf.flag("mlp_bias"))
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Give the weights a type, but for those of norms that are to stay float32."""
+        """Give the weights a type, but for those of norms and routers that are to stay float32."""
         self.to(dtype)
         for module in self.modules():
-            if isinstance(module, RmsNorm) and module.is_zero_centred:
+            if isinstance(module, SparseMoe):
+                module.keep_float32()
+            elif isinstance(module, RmsNorm) and module.is_zero_centred:
                 module.float()
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""
         config, device = self.config, self.embed_tokens.device
-        tables = {rope: rope_table(rope, config.head_dim, max_seq_len, device) for rope in set(config.ropes)}
-        for index, (layer, rope) in enumerate(zip(self.layers, config.ropes, strict=True)):
-            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rope])
+        rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
+        tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
+        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rotation])
+            if isinstance(layer.mlp, SparseMoe):
+                layer.mlp.bind()
+        # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Give every layer the k_scale and v_scale of its cache; one that is not there stands for 1."""
@@ -114,7 +144,8 @@ class Llama(nn.Module):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states before the first layer, [num_tokens, hidden_size]."""
-        return functional.embedding(input_ids, self.embed_tokens)
+        hidden = functional.embedding(input_ids, self.embed_tokens)
+        return hidden if self.embedding_scale == 1 else hidden.mul_(self.embedding_scale)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""
@@ -130,9 +161,14 @@ class Llama(nn.Module):
         tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
         weight = tied if self.lm_head is None else self.lm_head
         if out is not None and not weight.is_mkldnn:
-            return torch.mm(hidden, weight.T, out=out)
-        logits = linear(hidden, weight)
-        return logits if out is None else out.copy_(logits)
+            logits = torch.mm(hidden, weight.T, out=out)
+        else:
+            logits = linear(hidden, weight)
+        if self.config.logits_scale != 1:
+            logits.mul_(self.config.logits_scale)
+        if softcap := self.config.logits_softcap:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        return logits if out is None or logits is out else out.copy_(logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size]."""
@@ -146,14 +182,3 @@ class Llama(nn.Module):
         if self.lm_head is not None:
             slots["lm_head.weight"] = self.lm_head
         return slots
-
-
-class Mistral(Llama):
-    """Llama whose layers all see the last `sliding_window` tokens; null there means all of them."""
-
-    model_type = "mistral"
-
-    @classmethod
-    def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        # transformers takes an absent key for 4096, as the first Mistral published it.
-        return decoder_config(hf, windows=hf.optional_integer("sliding_window", 4096), qkv_bias=False, o_bias=False)

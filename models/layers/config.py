@@ -10,23 +10,106 @@ from paged.models.layers.rope import RopeConfig
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + weight * ln(1 + floor((p + offset) / period))."""
+
+    weight: float
+    period: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A layer's attention: grouped queries over a KV cache.
+
+    v_head_dim: of the values, where they are not of the size of the keys.
+    rope: the rotation of queries and keys; None for none.
+    window: how many tokens are seen, the own one included; None for all.
+    shares_kv_with: the layer whose keys and values are read in place of own ones.
+    softmax_scale: what products of queries and keys are multiplied by.
+    softcap: scores become softcap * tanh(score / softcap); 0 for none.
+    qkv_bias, o_bias: of the projections before and after attention.
+    qk_norm: RMS norm of queries and keys before they are rotated, of every "head" or over their whole "width"; "unit"
+        for one of every head without weights.
+    v_norm: RMS norm of every value head, without weights. k_eq_v: values are the keys before their norm and rotation.
+    query_growth: makes queries longer with their position; None for none.
+    chunk_size: tokens of the own chunk of this many alone are seen; None for no chunks.
+    fused: projections of query, key and value are one tensor in a checkpoint, `qkv_proj`.
+    sinks: every query head has one more score that takes its share of the softmax and adds nothing.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rope: RopeConfig | None
+    window: int | None
+    shares_kv_with: int | None
+    softmax_scale: float
+    softcap: float
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: str | None
+    v_norm: bool
+    k_eq_v: bool
+    query_growth: QueryGrowth | None
+    chunk_size: int | None
+    fused: bool
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The norms on the residual stream.
+
+    eps: added to the mean square. zero_centred: weights are stored less 1. subtracts_mean: before it is squared, in a
+    layer norm. The others are the names of a layer's norms in a checkpoint; None where there is none.
+    """
+
+    eps: float
+    zero_centred: bool
+    subtracts_mean: bool
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+@dataclass(frozen=True)
 class MoeConfig:
     """A mixture of experts: each token takes top_k of num_experts gated MLPs.
 
-    renormalize: the weights of the top_k sum to 1. bias: router and experts have biases. interleaved: gate and up rows
-    alternate. stacked: a projection of all experts is one tensor in a checkpoint; is_mxfp4: and that in MXFP4. The
-    names are those of the weights in a checkpoint.
+    renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
+    correction_bias: the name of its tensor in a checkpoint; None for none.
+    float32_router: the router multiplies in float32.
+    weighs_inputs: the weights multiply what experts get, not what they give; with top_k of 1 alone.
+    shared_size: intermediate size of an MLP that every token takes; 0 for none. shared_gate: its weight is the sigmoid
+        of a projection of this name; None for 1.
+    bias: router and experts have biases. interleaved: gate and up rows alternate.
+    stacked: a projection of all experts is one tensor in a checkpoint; transposed: with rows and columns exchanged;
+        is_mxfp4: and that in MXFP4.
+    The names are those of the weights in a checkpoint.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     renormalize: bool
+    scoring: str = "softmax"
+    num_expert_groups: int = 1
+    topk_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    correction_bias: str | None = None
+    float32_router: bool = False
+    weighs_inputs: bool = False
+    shared_size: int = 0
+    shared_gate: str | None = None
     bias: bool = False
     interleaved: bool = False
     stacked: bool = False
+    transposed: bool = False
     is_mxfp4: bool = False
-    block_name: str = "mlp"
+    shared_name: str = "shared_experts"
     router_name: str = "gate"
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
@@ -35,40 +118,57 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A Llama-like decoder: RMS norms, rotary grouped-query attention, gated MLP or a mixture of them.
+    """A Llama-like decoder: norms, rotary grouped-query attention, gated MLP or a mixture of them.
 
-    ropes: each layer's rotation.
-    windows: how many tokens each layer's attention sees, itself included; None for all.
-    softmax_scale: what products of queries and keys are multiplied by.
-    qkv_bias, o_bias: of the projections before and after attention.
-    qk_norm: RMS norm of every query and key head before it is rotated.
-    sinks: every query head has one more score that takes its share of the softmax and adds nothing.
-    zero_centred_norms: weights of norms are stored less 1.
-    activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
-    dtype: of the weights as published.
+    attention: of each layer.
     moe: each layer's mixture of experts; None for a plain MLP.
+    mlp_name: of MLPs and experts in a checkpoint. fused_mlp: gate and up are one tensor there, `gate_up_proj`.
+    activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
+    embedding_scale, residual_scale, logits_scale: what embeddings, all that is added to them, and logits are multiplied
+        by.
+    logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
+    dtype: of the weights as published.
+    num_mtp_layers: behind the others, for tokens further ahead; they are not loaded.
     """
 
     model_type: str
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    ropes: tuple[RopeConfig, ...]
-    windows: tuple[int | None, ...]
-    softmax_scale: float
-    qkv_bias: bool
-    o_bias: bool
+    attention: tuple[AttentionConfig, ...]
+    norms: NormConfig
+    moe: tuple[MoeConfig | None, ...]
+    mlp_name: str
     mlp_bias: bool
+    fused_mlp: bool
     activation: str
+    embedding_scale: float
+    residual_scale: float
+    logits_scale: float
+    logits_softcap: float
     tie_word_embeddings: bool
     dtype: torch.dtype
-    moe: tuple[MoeConfig | None, ...]
-    qk_norm: bool = False
-    sinks: bool = False
-    zero_centred_norms: bool = False
+    num_mtp_layers: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Of the first layer, as of every layer of most models; likewise `num_kv_heads` and `head_dim`."""
+        return self.attention[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention[0].head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, see `AttentionConfig`."""
+        return tuple(layer.window for layer in self.attention)

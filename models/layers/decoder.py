@@ -6,18 +6,15 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
+from torch.nn import functional
 
-from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.kernels.lora.add_lora import add_lora
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
-from paged.metadata import AttentionMetadata
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import WeightSlots
 
 # Rows of an MLP at once on a CPU: what lies between the products of 2,048 rows comes as fresh pages in every layer,
@@ -28,12 +25,6 @@ _CPU_ROWS = 512
 def empty_parameter(*shape: int) -> nn.Parameter:
     """Memory for a weight that is loaded, never trained."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
-
-
-def _in_storage_of_its_own(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory for compilers: a cache that is a part of a larger storage, inductor copies out of it and back
-    before and after every write."""
-    return from_dlpack(cache.view(torch.uint8)).view(cache.dtype)  # not every DLPack knows 8-bit floats
 
 
 class Linear(nn.Module):
@@ -93,10 +84,10 @@ class RmsNorm(nn.Module):
     multiplies by, bit for bit.
     """
 
-    def __init__(self, size: int, config: DecoderConfig) -> None:
+    def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
         self.weight = empty_parameter(size)
-        self.eps, self.is_zero_centred = config.rms_norm_eps, config.zero_centred_norms
+        self.eps, self.is_zero_centred = config.eps, config.zero_centred
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed, residual). With a residual both arguments are changed in place; without, x becomes it."""
@@ -108,91 +99,29 @@ class RmsNorm(nn.Module):
         return {f"{prefix}.weight": _OnePlus(self.weight) if self.is_zero_centred else self.weight}
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1."""
+class LayerNorm(RmsNorm):
+    """A norm that subtracts the mean, without a bias (Ba et al., 2016)."""
 
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    cos_sin_cache: torch.Tensor
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x if residual is None else residual.add_(x)
+        wide = functional.layer_norm(residual.float(), self.weight.shape, self.weight.float(), eps=self.eps)
+        return wide.to(x.dtype), residual
 
-    def __init__(self, config: DecoderConfig, window: int | None) -> None:
-        super().__init__()
-        self.head_dim, self.eps, self.softmax_scale = config.head_dim, config.rms_norm_eps, config.softmax_scale
-        self.sizes = {
-            "q_proj": config.num_attention_heads * config.head_dim,
-            "k_proj": config.num_kv_heads * config.head_dim,
-            "v_proj": config.num_kv_heads * config.head_dim,
-        }
-        self.qkv_proj = Linear(config.hidden_size, self.sizes, bias=config.qkv_bias)
-        self.o_proj = Linear(self.sizes["q_proj"], {"o_proj": config.hidden_size}, bias=config.o_bias)
-        self.q_norm = RmsNorm(config.head_dim, config) if config.qk_norm else None
-        self.k_norm = RmsNorm(config.head_dim, config) if config.qk_norm else None
-        self.sinks = empty_parameter(config.num_attention_heads) if config.sinks else None
-        # A window of W tokens is the token itself and W - 1 before it.
-        self.window_size = (-1, -1) if window is None else (window - 1, -1)
 
-    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-        """Give the layer its cache, and the rotary table that layers of its kind share."""
-        self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
-        self.cos_sin_cache = cos_sin_cache
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        q = qk_norm_rope_and_cache(
-            q,
-            k,
-            v,
-            self.k_cache,
-            self.v_cache,
-            metadata.slot_mapping,
-            positions,
-            self.cos_sin_cache,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            eps=self.eps,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-        )
-        out = q.new_empty(q.shape)
-        paged_attention(
-            q,
-            self.k_cache,
-            self.v_cache,
-            block_table=metadata.block_table,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            seq_lens=metadata.seq_lens,
-            max_seqlen_q=metadata.max_seqlen_q,
-            softmax_scale=self.softmax_scale,
-            window_size=self.window_size,
-            sinks=self.sinks,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            plan=metadata.plan,
-            out=out,
-        )
-        projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)
-        return projected
-
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            slots |= self.q_norm.weight_slots(f"{prefix}.q_norm") | self.k_norm.weight_slots(f"{prefix}.k_norm")
-        if self.sinks is not None:
-            slots[f"{prefix}.sinks"] = self.sinks
-        return slots
+def stream_norm(config: DecoderConfig) -> RmsNorm:
+    """A norm of hidden states."""
+    return (LayerNorm if config.norms.subtracts_mean else RmsNorm)(config.hidden_size, config.norms)
 
 
 class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, size: int) -> None:
+        """size: of what lies between the products."""
         super().__init__()
-        size, self.activation = config.intermediate_size, config.activation
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
+        self.activation = config.activation
+        parts = {"gate_up_proj": 2 * size} if config.fused_mlp else {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
@@ -210,4 +139,4 @@ class GatedMlp(nn.Module):
         return projected
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        return self.gate_up_proj.weight_slots(f"{prefix}.mlp") | self.down_proj.weight_slots(f"{prefix}.mlp")
+        return self.gate_up_proj.weight_slots(prefix) | self.down_proj.weight_slots(prefix)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields as fields_of
 from typing import Any
 
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
+from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
+from paged.models.layers.rope import MAX_FACTOR, check_rope
+from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
 
@@ -23,10 +25,11 @@ _MAX_HEAD_DIM = 4096
 
 
 def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: Any) -> DecoderConfig:
-    """Read every field of DecoderConfig as `_FIELDS` says, but for those that the family gives in `fields`.
+    """Read every field of DecoderConfig, AttentionConfig and NormConfig as `_FIELDS` says, but for those that the
+    family gives in `fields`.
 
-    Of `ropes`, `windows` and `moe`, which have an entry for every layer, a family may give the one that all share.
-    quant_method: a way to pack weights that the family unpacks.
+    Of `moe` and the fields of AttentionConfig a family gives a tuple with an entry for every layer, or the one value
+    that all share. quant_method: a way to pack weights that the family unpacks.
 
     Raises:
         CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
@@ -35,33 +38,57 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
     quantization = hf.section("quantization_config")
     if not _is_unquantised(quantization) and not (quant_method and is_packed(hf, quant_method)):
         raise UnsupportedError(f"{hf.source}: quantised weights (quantization_config), known are plain floating point")
+    num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
-    for name in ("ropes", "windows", "moe"):
-        if not isinstance(values[name], tuple):
-            values[name] = (values[name],) * values["num_layers"]
-    config = DecoderConfig(**values)
-    if config.num_attention_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{hf.source}: num_attention_heads {config.num_attention_heads} is no multiple of num_key_value_heads "
-            f"{config.num_kv_heads}"
-        )
-    if config.softmax_scale > MAX_FACTOR:
-        raise CheckpointError(f"{hf.source}: scores times {config.softmax_scale:.3g}, expected at most {MAX_FACTOR}")
-    for rope in set(config.ropes):
-        check_rope(rope, config.head_dim, config.max_position_embeddings, hf.source)
+    values.setdefault("v_head_dim", values["head_dim"])
+    norms = NormConfig(**{field.name: values.pop(field.name) for field in fields_of(NormConfig)})
+    layers = {field.name: _per_layer(values.pop(field.name), num_layers) for field in fields_of(AttentionConfig)}
+    attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
+    values["moe"] = _per_layer(values["moe"], num_layers)
+    config = DecoderConfig(attention=attention, norms=norms, **values)
+    for layer in set(attention):
+        _check_attention(layer, config.max_position_embeddings, hf)
     return config
 
 
-def moe_config(hf: HfConfig, *, size_key: str = "intermediate_size", **fields: Any) -> MoeConfig:
+def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,) * num_layers
+
+
+def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
+    """Raise CheckpointError unless the numbers make sense together, and UnsupportedError for chunks."""
+    if layer.chunk_size is not None:
+        raise UnsupportedError(
+            f"{hf.source}: attention_chunk_size = {layer.chunk_size}, known is attention to all tokens"
+        )
+    if layer.num_heads % layer.num_kv_heads:
+        raise CheckpointError(
+            f"{hf.source}: num_attention_heads {layer.num_heads} is no multiple of num_key_value_heads "
+            f"{layer.num_kv_heads}"
+        )
+    if layer.softmax_scale > MAX_FACTOR:
+        raise CheckpointError(f"{hf.source}: scores times {layer.softmax_scale:.3g}, expected at most {MAX_FACTOR}")
+    if layer.rope is not None:
+        check_rope(layer.rope, layer.head_dim, max_positions, hf.source)
+
+
+def moe_config(
+    hf: HfConfig, *, size_key: str = "intermediate_size", count_key: str = "num_experts", **fields: Any
+) -> MoeConfig:
     """Read the sizes of a mixture of experts; a family gives the other fields of MoeConfig.
 
-    size_key: the key of an expert's intermediate size.
+    size_key: the key of an expert's intermediate size. count_key: of how many there are, beside `num_local_experts`, as
+        transformers 5 writes it.
 
     Raises:
-        CheckpointError: a size is missing or malformed, or there are fewer experts than a token takes.
+        CheckpointError: a size is missing or malformed, there are fewer experts than a token takes, or groups of them
+            do not fit.
     """
-    num_experts = _count_experts(hf)
-    top_k = hf.integer("num_experts_per_tok", most=num_experts)
+    num_experts = _count_experts(hf, count_key)
+    groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
+    if num_experts % groups or topk_groups > groups:
+        raise CheckpointError(f"{hf.source}: {topk_groups} of {groups} groups of {num_experts} experts")
+    top_k = hf.integer("num_experts_per_tok", most=num_experts // groups * topk_groups)
     return MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=hf.integer(size_key), **fields)
 
 
@@ -74,17 +101,17 @@ def count_layers(hf: HfConfig) -> int:
     return hf.integer("num_hidden_layers", most=_MAX_LAYERS)
 
 
-def _count_experts(hf: HfConfig) -> int:
-    """`num_local_experts`, as transformers 5 writes it, or `num_experts`, as some publish it.
+def _count_experts(hf: HfConfig, published_key: str) -> int:
+    """`num_local_experts`, as transformers 5 writes it, or as published.
 
     Raises:
         CheckpointError: it is missing or malformed.
     """
-    local, published = (hf.optional_integer(key) for key in ("num_local_experts", "num_experts"))
+    local, published = (hf.optional_integer(key) for key in ("num_local_experts", published_key))
     if local is None and published is None:
         raise CheckpointError(f"{hf.source}: num_local_experts is missing, expected a positive integer")
     if local is not None and published is not None and local != published:
-        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but num_experts {published}")
+        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but {published_key} {published}")
     return local or published or 0
 
 
@@ -143,6 +170,20 @@ def layer_windows(hf: HfConfig, window: int | None, is_sliding: Callable[[int], 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def rotating_layers(hf: HfConfig) -> list[int]:
+    """1 for each layer that rotates queries and keys, 0 for the others: `no_rope_layers`, or all but every
+    `no_rope_layer_interval`-th.
+
+    Raises:
+        CheckpointError: there are fewer entries than layers, or one is neither 0 nor 1.
+    """
+    num_layers, interval = count_layers(hf), hf.integer("no_rope_layer_interval", 4)
+    rotates = hf.items("no_rope_layers", int) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
+        raise CheckpointError(f"{hf.source}: no_rope_layers {shown(rotates)}, expected 0 or 1 for {num_layers} layers")
+    return rotates[:num_layers]
+
+
 def is_packed(hf: HfConfig, quant_method: str) -> bool:
     """Whether the weights are quantised in this way."""
     quantization = hf.section("quantization_config")
@@ -159,10 +200,14 @@ def _is_unquantised(quantization: HfConfig | None) -> bool:
     return quantization.text("quant_method", "") == "compressed-tensors" and scheme.text("type", "") == "float"
 
 
-def _head_dim(hf: HfConfig) -> int:
-    head_dim = hf.integer(
-        "head_dim", hf.integer("hidden_size") // hf.integer("num_attention_heads"), most=_MAX_HEAD_DIM
-    )
+def read_head_dim(hf: HfConfig) -> int:
+    """The size of heads.
+
+    Raises:
+        CheckpointError, UnsupportedError: it is malformed, odd, or not known here.
+    """
+    default = hf.integer("hidden_size") // hf.integer("num_attention_heads")
+    head_dim = hf.integer("head_dim", default, most=_MAX_HEAD_DIM)
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"{hf.source}: head_dim {head_dim}, expected an even number: rotation takes pairs")
     if head_dim > 256:
@@ -170,27 +215,50 @@ def _head_dim(hf: HfConfig) -> int:
     return head_dim
 
 
-# Field of DecoderConfig -> how it is read where the family does not give it. Without biases of its own, a family has
-# none but for `attention_bias`.
+# Field -> how it is read where the family does not give it. Without biases of its own, a family has none but for
+# `attention_bias`.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "model_type": lambda hf: hf.text("model_type"),
     "hidden_size": lambda hf: hf.integer("hidden_size"),
     "intermediate_size": lambda hf: hf.integer("intermediate_size"),
-    "num_layers": count_layers,
-    "num_attention_heads": lambda hf: hf.integer("num_attention_heads"),
-    "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
-    "head_dim": _head_dim,
     "vocab_size": lambda hf: hf.integer("vocab_size"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
-    "rms_norm_eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
-    "ropes": rope_config,
-    "windows": lambda hf: None,
-    "softmax_scale": lambda hf: _head_dim(hf) ** -0.5,
-    "qkv_bias": lambda hf: hf.flag("attention_bias"),
-    "o_bias": lambda hf: hf.flag("attention_bias"),
+    "moe": lambda hf: None,
+    "mlp_name": lambda hf: "mlp",
     "mlp_bias": lambda hf: False,
+    "fused_mlp": lambda hf: False,
+    "embedding_scale": lambda hf: 1.0,
+    "residual_scale": lambda hf: 1.0,
+    "logits_scale": lambda hf: 1.0,
+    "logits_softcap": lambda hf: 0.0,
     "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
-    "moe": lambda hf: None,
+    "num_mtp_layers": lambda hf: 0,
+    # of attention
+    "num_heads": lambda hf: hf.integer("num_attention_heads"),
+    "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
+    "head_dim": read_head_dim,
+    "rope": rope_config,
+    "window": lambda hf: None,
+    "shares_kv_with": lambda hf: None,
+    "softmax_scale": lambda hf: read_head_dim(hf) ** -0.5,
+    "softcap": lambda hf: 0.0,
+    "qkv_bias": lambda hf: hf.flag("attention_bias"),
+    "o_bias": lambda hf: hf.flag("attention_bias"),
+    "qk_norm": lambda hf: None,
+    "query_growth": lambda hf: None,
+    "v_norm": lambda hf: False,
+    "k_eq_v": lambda hf: False,
+    "chunk_size": lambda hf: None,
+    "fused": lambda hf: False,
+    "sinks": lambda hf: False,
+    # of norms
+    "eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
+    "zero_centred": lambda hf: False,
+    "subtracts_mean": lambda hf: False,
+    "before_attention": lambda hf: "input_layernorm",
+    "after_attention": lambda hf: None,
+    "before_mlp": lambda hf: "post_attention_layernorm",
+    "after_mlp": lambda hf: None,
 }

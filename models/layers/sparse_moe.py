@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -11,37 +13,84 @@ from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.decoder import Linear, empty_parameter
+from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
+from paged.models.loading.mxfp4 import mxfp4_slots
 from paged.models.loading.weights import WeightSlots
 
 
+class _Transposed:
+    """Takes matrices of all experts that are stored with the rows and columns of `weight` exchanged."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.shape, self.dtype = weight, weight.mT.shape, weight.dtype
+
+    def copy_(self, stored: torch.Tensor) -> None:
+        # One by one: for a transposed copy to a GPU torch makes a temporary there.
+        for mine, theirs in zip(self.weight, stored, strict=True):
+            mine.T.copy_(theirs)
+
+
 class SparseMoe(nn.Module):
-    """A router that sends every token to a few of many gated MLPs, which take no adapters."""
+    """A router that sends every token to a few of many gated MLPs, which take no adapters, and beside them one that
+    every token takes."""
+
+    routing: Routing
+    ticket: torch.Tensor
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.config, self.activation = moe, config.activation
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
         self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
+        self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
         self.w1 = empty_parameter(num_experts, 2 * size, hidden_size)
         self.w2 = empty_parameter(num_experts, hidden_size, size)
         self.w1_bias = empty_parameter(num_experts, 2 * size) if moe.bias else None
         self.w2_bias = empty_parameter(num_experts, hidden_size) if moe.bias else None
-        self.routing = Routing(moe.top_k, moe.renormalize)
-        self.ticket: torch.Tensor | None = None
+        if moe.shared_size:
+            self.add_module(moe.shared_name, GatedMlp(config, moe.shared_size))
+        self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
+
+    @property
+    def shared(self) -> GatedMlp | None:
+        """The MLP that every token takes, under its name in a checkpoint, as adapters are found by that."""
+        return cast("GatedMlp", getattr(self, self.config.shared_name)) if self.config.shared_size else None
+
+    def keep_float32(self) -> None:
+        """Give the parameters that are float32 in models of any type that type back."""
+        if self.correction_bias is not None:
+            self.correction_bias.data = self.correction_bias.float()
+        if self.config.float32_router:
+            self.router.float()
+
+    def bind(self) -> None:
+        """Make what a forward needs beside the weights; the weights are where they will be."""
+        moe = self.config
+        self.routing = Routing(
+            moe.top_k,
+            moe.renormalize,
+            moe.scoring,
+            self.correction_bias,
+            moe.num_expert_groups,
+            moe.topk_groups,
+            moe.routed_scaling_factor,
+        )
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.w1.device)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        logits = self.router(x)
+        """May write over x."""
+        logits = self.router(x.to(self.router.weight.dtype))
         block_size = moe_block_size(len(x), self.routing.top_k, self.w2)
         aligned = None
         if block_size is None:
             topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
         else:
-            if self.ticket is None:  # made with the weights it would be memory without a value
-                self.ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
             topk_weights, topk_ids, aligned = route_and_align(logits, self.routing, block_size, ticket=self.ticket)
-        return fused_moe(
-            x,
+        routed = x
+        if self.config.weighs_inputs:
+            routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
+        out = fused_moe(
+            routed,
             self.w1,
             self.w2,
             topk_weights,
@@ -52,14 +101,42 @@ class SparseMoe(nn.Module):
             interleaved=self.config.interleaved,
             aligned=aligned,
         )
+        shared = self.shared
+        if shared is None:
+            return out
+        if self.shared_gate is None:
+            return out.add_(shared(x, lora))
+        weight = self.shared_gate(x).sigmoid()
+        return out.addcmul_(shared(x, lora), weight)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        names = self.config
-        slots = self.router.weight_slots(f"{prefix}.{names.block_name}")
-        for expert in range(names.num_experts):
-            expert_prefix = f"{prefix}.{names.block_name}.experts.{expert}"
+        moe, slots = self.config, self.router.weight_slots(prefix)
+        if self.correction_bias is not None:
+            slots[f"{prefix}.{moe.correction_bias}"] = self.correction_bias
+        if self.shared is not None:
+            slots |= self.shared.weight_slots(f"{prefix}.{moe.shared_name}")
+        if self.shared_gate is not None:
+            slots |= self.shared_gate.weight_slots(prefix)
+        return slots | (self._stacked_slots(prefix) if moe.stacked else self._expert_slots(prefix))
+
+    def _stacked_slots(self, prefix: str) -> WeightSlots:
+        moe, slots = self.config, WeightSlots()
+        for name, weight, bias in (("gate_up_proj", self.w1, self.w1_bias), ("down_proj", self.w2, self.w2_bias)):
+            name = f"{prefix}.experts.{name}"
+            if moe.is_mxfp4:
+                slots |= mxfp4_slots(name, weight)
+            else:
+                slots[name] = _Transposed(weight) if moe.transposed else weight
+            if bias is not None:
+                slots[f"{name}_bias"] = bias
+        return slots
+
+    def _expert_slots(self, prefix: str) -> WeightSlots:
+        moe, slots = self.config, WeightSlots()
+        for expert in range(moe.num_experts):
+            expert_prefix = f"{prefix}.experts.{expert}"
             gate, up = self.w1[expert].chunk(2)
-            slots[f"{expert_prefix}.{names.gate_name}.weight"] = gate
-            slots[f"{expert_prefix}.{names.up_name}.weight"] = up
-            slots[f"{expert_prefix}.{names.down_name}.weight"] = self.w2[expert]
+            slots[f"{expert_prefix}.{moe.gate_name}.weight"] = gate
+            slots[f"{expert_prefix}.{moe.up_name}.weight"] = up
+            slots[f"{expert_prefix}.{moe.down_name}.weight"] = self.w2[expert]
         return slots

@@ -71,6 +71,15 @@ class HfConfig:
             raise self._wrong(key, given, expected)
         return value
 
+    def optional_number(self, key: str, default: float) -> float | None:
+        """A number of at least 0; None where null, the default where absent."""
+        return None if key in self.values and self.value(key) is None else self.number(key, default, may_be_zero=True)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers that are finite."""
+        values = self._get(key, _REQUIRED, "a list of positive numbers", list)
+        return tuple(HfConfig({key: value}, self.source).number(key) for value in values)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """true or false."""
         return bool(self._get(key, default, "true or false", bool))

@@ -85,7 +85,8 @@ class LoadOptions:
         where None or "auto".
     num_blocks: size of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU enough
         for four sequences of full length, at most 1 GiB.
-    block_size: tokens a block.
+    block_size: tokens a block; where None those that attention is fastest with on the device: 64 on GPUs of Hopper and
+        Blackwell that have a server's shared memory, 16 elsewhere.
     max_seq_len: longest sequence; the model's own limit where None.
     num_swap_blocks: blocks of host memory that sequences can be swapped to.
     enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
@@ -104,7 +105,7 @@ class LoadOptions:
     device: torch.device = field(default_factory=partial(as_device, "device", None))
     dtype: torch.dtype | None = None
     num_blocks: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     max_seq_len: int | None = None
     num_swap_blocks: int = 0
     enable_prefix_cache: bool = True
@@ -122,7 +123,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "device": as_device,
     "dtype": as_dtype,
     "num_blocks": _as_optional_size,
-    "block_size": _as_size,
+    "block_size": _as_optional_size,
     "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # its range is the model's own
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "enable_prefix_cache": as_bool,

@@ -51,12 +51,13 @@ WeightSlots = dict[str, Slot]
 class StoredTensor:
     """What the header of a file says of a tensor; dtype as safetensors names it."""
 
+    name: str
     file: Path
     shape: list[int]
     dtype: str
 
 
-# Checkpoint name -> where it is.
+# Name -> where it is; the name is that in the file, or the one that a family has for it.
 StoredTensors = dict[str, StoredTensor]
 
 
@@ -86,7 +87,9 @@ def read_header(file: Path) -> StoredTensors:
     """
     with open_tensors(file) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
-        return {name: StoredTensor(file, part.get_shape(), str(part.get_dtype())) for name, part in slices.items()}
+        return {
+            name: StoredTensor(name, file, part.get_shape(), str(part.get_dtype())) for name, part in slices.items()
+        }
 
 
 def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path) -> None:
@@ -127,7 +130,7 @@ def load_weights(stored: StoredTensors, slots: Mapping[str, Slot]) -> None:
     for file, names in by_file.items():
         with open_tensors(file) as tensors:
             for name in names:
-                slots[name].copy_(tensors.get_tensor(name))
+                slots[name].copy_(tensors.get_tensor(stored[name].name))
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
@@ -137,7 +140,7 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
         CheckpointError: its file became unreadable.
     """
     with open_tensors(stored[name].file) as tensors:
-        tensor: torch.Tensor = tensors.get_tensor(name)
+        tensor: torch.Tensor = tensors.get_tensor(stored[name].name)
         return tensor
 
 

@@ -16,7 +16,10 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, check_dtype, open_tensors, plain, read_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGET_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 # Settings that are read here, or that say nothing about what the adapter computes. Any other that is set would.

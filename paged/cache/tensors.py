@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.host_blocks import HostBlocks
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import InvalidInputError
-from paged.kernels.cache.copy_blocks import copy_blocks
+from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.torch_ops.reshape_and_cache import scaled_cast
 from paged.kernels.common.checks import check_is_tensor, check_shape
 from paged.kernels.common.scalars import as_int, shown
+from paged.staging import to_device
 
 
 class KvCacheTensors:
@@ -30,23 +32,18 @@ class KvCacheTensors:
         shape = config.num_layers, 2, config.num_blocks + 1, *per_block
         try:
             self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
-            self._host = torch.empty(
-                (config.num_layers, 2, config.num_swap_blocks + 1, *per_block),
-                dtype=dtype,
-                device="cpu",
-                pin_memory=self.storage.is_cuda and config.num_swap_blocks > 0,
-            )
+            if self.storage.is_meta:
+                raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
+            self.host_blocks = HostBlocks(self.storage.flatten(0, 1), config.num_swap_blocks)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
             where = "" if config.device is None else f" on {shown(config.device)}"
             raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
-        if self.storage.is_meta:
-            raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
-        self._swap_stream = torch.cuda.Stream(self.storage.device) if self.storage.is_cuda else None
         # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
         self._bytes = self.storage.view(torch.uint8)
         self._caches: list[torch.Tensor] = [cache for layer in self.storage for cache in layer]
+        self._copy_blocks = BlockCopy(self._caches, self._caches)
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
@@ -71,36 +68,15 @@ class KvCacheTensors:
         return self._bytes.numel() // self.storage.shape[2]
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block `source` to `destination` for every pair, K and V of all layers."""
+        """Copy block `source` to `destination` for every pair, K and V of all layers, without a wait of the host."""
         if block_pairs:
-            copy_blocks(self._caches, block_pairs)
+            (pairs,) = to_device((np.array(block_pairs, np.int64),), self.storage.device)
+            self._copy_blocks(pairs)
 
     def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
         """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""
         if start < end:
             self._bytes.flatten(2, 3).index_fill_(2, self._slots(blocks, start, end), 0)
-
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device block to host block for every pair, K and V of all layers."""
-        self._swap(self.storage, self._host, pairs)
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy host block to device block for every pair."""
-        self._swap(self._host, self.storage, pairs)
-
-    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """One asynchronous copy for each run of neighbouring blocks, cache and layer, on a stream of its own.
-
-        That stream begins after the forward in flight, and the next forward after it: the blocks may be written again.
-        """
-        if self._swap_stream is None:
-            _copy_runs(source, target, pairs)
-            return
-        computing = torch.cuda.current_stream(self.storage.device)
-        self._swap_stream.wait_stream(computing)
-        with torch.cuda.stream(self._swap_stream):
-            _copy_runs(source, target, pairs)
-        computing.wait_stream(self._swap_stream)
 
     def layer(self, layer: int) -> int:
         """`layer` as an int; InvalidInputError unless there is such a layer."""
@@ -152,22 +128,3 @@ class KvCacheTensors:
         indices, within = np.divmod(np.arange(start, end), self.block_size)
         slots = np.array(blocks, np.int64)[indices] * self.block_size + within
         return torch.from_numpy(slots).to(self.storage.device)
-
-
-def _copy_runs(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    for first_source, first_target, length in _runs(pairs):
-        for from_layer, to_layer in zip(source, target, strict=True):
-            for from_cache, to_cache in zip(from_layer, to_layer, strict=True):
-                run = from_cache[first_source : first_source + length]
-                to_cache[first_target : first_target + length].copy_(run, non_blocking=True)
-
-
-def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Pairs as (source, target, length) wherever both ids rise by one together."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in sorted(pairs):
-        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((source, target, 1))
-    return runs

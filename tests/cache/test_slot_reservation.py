@@ -10,9 +10,9 @@ import torch
 
 from paged import InvalidInputError, OutOfBlocksError, SequenceTooLongError
 from paged.batch import KvSlotRequest
-from paged.cache import tensors as tensors_module
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.cache.copy_blocks import BlockCopy
 
 
 @pytest.fixture
@@ -188,13 +188,13 @@ def test_all_copies_of_a_call_are_one_launch(manager: PagedKvCacheManager, monke
     a, _ = forked(manager)
     manager.fork(a, "c")
     calls: list[int] = []
-    real = tensors_module.copy_blocks
+    real = BlockCopy.__call__
 
-    def counted(caches: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
+    def counted(copy: BlockCopy, pairs: torch.Tensor) -> None:
         calls.append(len(pairs))
-        real(caches, pairs)
+        real(copy, pairs)
 
-    monkeypatch.setattr(tensors_module, "copy_blocks", counted)
+    monkeypatch.setattr(BlockCopy, "__call__", counted)
     manager.reserve([KvSlotRequest(name, 7) for name in "abc"]).commit()
     manager.reserve([KvSlotRequest(name, 8) for name in "abc"]).commit()
     assert calls == [3]

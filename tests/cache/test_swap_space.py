@@ -22,7 +22,6 @@ from paged import (
     UnifiedBatchItem,
 )
 from paged.batch import KvSlotRequest
-from paged.cache.tensors import _runs
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.cache.snapshot import snapshot
 
@@ -224,7 +223,7 @@ def test_device_pool_too_small(cache: Cache) -> None:
 def test_failing_copy_changes_nothing(cache: Cache, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = cache.run("a", range(11))
     cache.run("b", [*range(4), 60])
-    manager, copy = cache.manager, getattr(cache.manager._tensors, direction)
+    manager, copy = cache.manager, getattr(cache.manager._tensors.host_blocks, direction)
     if direction == "swap_in":
         manager.swap_out(handle)
 
@@ -234,7 +233,7 @@ def test_failing_copy_changes_nothing(cache: Cache, direction: str, monkeypatch:
 
     before = snapshot(cache.manager)
     with monkeypatch.context() as patch:
-        patch.setattr(manager._tensors, direction, fail)
+        patch.setattr(manager._tensors.host_blocks, direction, fail)
         with pytest.raises(RuntimeError, match="the copy broke"):
             getattr(manager, direction)(handle)
     if direction == "swap_out":
@@ -260,21 +259,6 @@ def test_free_while_out(cache: Cache) -> None:
     with pytest.raises(StaleHandleError, match="freed"):
         cache.manager.swap_in(handle)
     cache.check()
-
-
-@pytest.mark.parametrize(
-    ("pairs", "runs"),
-    [
-        ([], []),
-        ([(1, 4), (2, 5), (3, 6)], [(1, 4, 3)]),
-        ([(3, 6), (1, 4), (2, 5)], [(1, 4, 3)]),
-        ([(1, 4), (2, 5), (4, 6), (5, 7)], [(1, 4, 2), (4, 6, 2)]),
-        ([(1, 4), (2, 6), (3, 7)], [(1, 4, 1), (2, 6, 2)]),
-        ([(1, 3), (2, 2), (3, 1)], [(1, 3, 1), (2, 2, 1), (3, 1, 1)]),
-    ],
-)
-def test_neighbours_are_copied_together(pairs: list[tuple[int, int]], runs: list[tuple[int, int, int]]) -> None:
-    assert _runs(pairs) == runs
 
 
 def test_metrics_are_ready_for_json(cache: Cache) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import paged.staging
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.kernels.cache.copy_blocks import BlockCopy
 from tests.cache.random_kv import make_manager
 from tests.emulated_device.emulator.device import EmulatedCuda
-from tests.emulated_device.emulator.order import Stream
+from tests.emulated_device.emulator.order import Event, Stream
 from tests.emulated_device.test_cache import swap
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
@@ -44,12 +48,53 @@ def test_a_staging_buffer_is_used_again_too_early(
         assert kinds(cuda) == ({"host memory in flight"} if is_planted else set())
 
 
-@pytest.mark.parametrize("is_planted", [False, True])
-def test_nobody_waits_for_the_swap(is_planted: bool, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
-    if is_planted:
-        monkeypatch.setattr(Stream, "wait_stream", lambda stream, other: None)
+def never_waits(is_computing: bool, patch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
+    wait = Stream.wait_event
+
+    def wait_unless(stream: Stream, event: Event) -> None:
+        if (stream is cuda.defaults[0]) != is_computing:
+            wait(stream, event)
+
+    patch.setattr(Stream, "wait_event", wait_unless)
+
+
+def gathers_elsewhere(patch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
+    """Into staged memory that the copy before may still be reading."""
+    copy = BlockCopy.__call__
+
+    def copy_there(blocks: BlockCopy, pairs: torch.Tensor) -> None:
+        with cuda.stream(cuda.defaults[0]):
+            copy(blocks, pairs)
+
+    patch.setattr(BlockCopy, "__call__", copy_there)
+
+
+SWAP_FAULTS: dict[str, Callable[[pytest.MonkeyPatch, EmulatedCuda], None]] = {
+    "none": lambda patch, cuda: None,
+    "the swap does not wait for the forward": partial(never_waits, False),
+    "the forward does not wait for the swap": partial(never_waits, True),
+    "staged memory is overwritten": gathers_elsewhere,
+}
+
+
+@pytest.mark.parametrize("fault", SWAP_FAULTS)
+def test_swap_faults(fault: str, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
+    SWAP_FAULTS[fault](monkeypatch, cuda)
     swap(make_manager(device="cuda", num_swap_blocks=6), lambda: None)
-    assert kinds(cuda) == ({"unordered streams"} if is_planted else set())
+    assert ("unordered streams" in kinds(cuda)) == (fault != "none")
+    assert fault != "none" or not kinds(cuda)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_pairs_of_copies_are_overwritten(is_planted: bool, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
+    monkeypatch.setattr(paged.staging, "_NUM_BUFFERS", 1)
+    if is_planted:
+        monkeypatch.setattr(paged.staging._StreamEvent, "synchronize", lambda event: None)
+    tensors = make_manager(device="cuda")._tensors
+    for pairs in ([(1, 2), (1, 3)], [(4, 5)]):
+        tensors.copy(pairs)
+    torch.cuda.synchronize()
+    assert kinds(cuda) == ({"host memory in flight"} if is_planted else set())
 
 
 @pytest.mark.parametrize("is_planted", [False, True])

@@ -8,13 +8,10 @@ import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from tests.emulated_device.emulator.device import EmulatedCuda
-from tests.emulated_device.known import xfailing
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
-KNOWN = dict.fromkeys(("llama", "qwen3_moe"), "launches go to the current device, not to that of their tensors")
 
-
-@pytest.mark.parametrize("family", xfailing(KNOWN, KNOWN))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_work_goes_to_the_device_of_its_tensors(family: str, tmp_path: Path) -> None:
     save_checkpoint(FAMILIES[family], tmp_path)
     with EmulatedCuda(num_devices=2, executes=False) as cuda:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
 
-from paged.bench.compilation.case import TARGETS, CompileCase
+from paged.bench.compilation.case import EVERY_CASE, TARGETS, CompileCase
 from paged.bench.compilation.compile import SHARED_LIMIT, Report, problems
 from paged.bench.compilation.machine_code import count, occupancy, read_code
 
@@ -33,6 +33,8 @@ def test_every_configuration_compiles(target: str, tmp_path: Path) -> None:
     assert min(report["occupancy"] for report in reports) >= 1
     assert any(report["loop"] for report in reports)
     assert {report["target"] for report in reports} == {target}
+    if target not in EVERY_CASE:
+        return
     kernels = {name for path in KERNELS.rglob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", path.read_text())}
     assert len(kernels) > 10
     assert kernels == {report["kernel"] for report in reports}
@@ -90,6 +92,8 @@ def test_instructions_and_loop_of_amd_assembly() -> None:
         ("sm_90", {"num_warps": 1, "registers": 16, "shared": 0}, 32),  # programs
         ("sm_90", {"num_warps": 4, "registers": 16, "shared": 0}, 16),  # 64 warps
         ("sm_80", {"num_warps": 4, "registers": 64, "shared": 81_920}, 2),  # 164 KB hold two of 80 + 1 KB
+        ("sm_89", {"num_warps": 8, "registers": 80, "shared": 39_168}, 2),  # 100 KB by 38.25 + 1 KB
+        ("sm_120", {"num_warps": 8, "registers": 64, "shared": 0}, 4),  # 512 // 64 = 8 warps a scheduler
         ("sm_100", {"num_warps": 4, "registers": 64, "shared": 1024, "tensor_columns": 256}, 2),
         ("gfx942", {"num_warps": 4, "registers": 164, "shared": 16_384}, 3),  # 512 // 168 waves a SIMD
         ("gfx942", {"num_warps": 4, "registers": 100, "shared": 32_768}, 2),  # 64 KB

@@ -263,7 +263,17 @@ def test_nothing_is_captured_before_prepare(llama_folder: Path) -> None:
     assert model.num_graph_replays == 1, "a capture that failed leaves no graphs"
 
 
-def test_sizes() -> None:
+def test_no_graphs_of_pytorch_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    assert graph_sizes([1, 2], gpu, 9) == (1, 2)
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    assert graph_sizes(None, gpu, 9) == graph_sizes([1, 2], gpu, 9) == ()
+    assert graph_sizes([1, 2], torch.device("cpu"), 9) == (1, 2)
+
+
+def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
     cpu = torch.device("cpu")
     assert graph_sizes(True, cpu, 1000) == (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16)) == DEFAULT_SIZES
     assert graph_sizes(None, torch.device("cuda"), 1000) == DEFAULT_SIZES

@@ -17,7 +17,7 @@ from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.families.llama import Llama
-from paged.models.layers.decoder import Attention
+from paged.models.layers.attention import Attention
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.models.layers import decoder as layers
 from paged.models.registry import load_model
-from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+from tests.models.families import FAMILIES, VARIANTS, Case, assert_same_logits, save_checkpoint, tokens
 
 # Every option of the kernels once: the interpreter takes about a second a forward.
 IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_normalised")
+# Of families beside them that give the kernels other options or shapes, in one forward.
+ONCE_IN_INTERPRETER = [
+    "cohere2",
+    "gemma2",
+    "glm4_moe",
+    "llama4",
+    "minimax_m2",
+    "ministral3",
+    "olmo2",
+    "phi3",
+    "smollm3",
+]
 
 ON_TORCH = [(name, "torch") for name in FAMILIES]
 on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)
@@ -27,7 +40,7 @@ PROMPT = tokens(40)
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = save_checkpoint(FAMILIES[request.param], folder)
+    theirs = save_checkpoint((FAMILIES | VARIANTS)[request.param], folder)
     return Case(theirs, load_model(folder, block_size=8, num_blocks=64))
 
 
@@ -75,6 +88,24 @@ def test_whole_prompt_then_decode(case: Case) -> None:
 def test_verify_gives_a_row_a_token(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:7])
     assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
+
+
+@pytest.mark.parametrize(
+    ("loaded", "backend"),
+    [(name, "triton") for name in ONCE_IN_INTERPRETER] + [(name, "torch") for name in VARIANTS],
+    indirect=True,
+)
+def test_other_options_and_shapes(case: Case) -> None:
+    assert_same_logits(case.ours.forward_verify("a", PROMPT[:12]), case.expected(PROMPT[:12]))
+
+
+@on_torch
+def test_greedy_tokens(case: Case) -> None:
+    expected = case.theirs.generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False, eos_token_id=None)
+    found = [int(case.ours.prefill("a", PROMPT).argmax())]
+    while len(found) < 32:
+        found.append(int(case.ours.decode("a", found[-1], len(PROMPT) + len(found) - 1).argmax()))
+    assert found == expected[0, len(PROMPT) :].tolist()
 
 
 def _check_chunks(case: Case, chunk: int) -> None:

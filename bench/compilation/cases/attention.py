@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.kernels.attention.config import decode_tile, padded_head_dim, prefill_tile
 from paged.kernels.attention.mask import _pack_mask_kernel
 from paged.kernels.attention.plan_kernel import PLAN_LANES, PLAN_WARPS, _plan_kernel
@@ -12,7 +12,8 @@ from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_split
 from paged.kernels.common.device import LARGE_SHARED_MEMORY
 
 _ELEMENT_SIZE = {"bf16": 2, "fp32": 4}
-_TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
+_TENSOR_CORES = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_103": "UTCHMMA", "gfx942": "v_mfma"}
+_TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_89", "sm_120"), "HMMA")
 _ALIGNED = ("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head")
 _TABLES = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "counts_ptr", "first_padding_ptr")
 _KINDS = dict.fromkeys((*_TABLES, "split_tiles_ptr", "tile_starts_ptr"), "*i32")
@@ -51,12 +52,14 @@ def cases() -> list[CompileCase]:
         boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
         for kind in ("decode", "prefill"):
             for box in boxes:
-                found += [_attention_case(target, kind, head_dim, box=box) for head_dim in (64, 80, 128, 256)]
+                dims = (64, 80, 128, 256) if target in EVERY_CASE else (128, 256)
+                found += [_attention_case(target, kind, head_dim, box=box) for head_dim in dims]
                 found.append(_attention_case(target, kind, 128, cache="u8", box=box))
             found += [
                 *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),
                 _attention_case(target, kind, 128, window=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
+                _attention_case(target, kind, 128, dtype="fp32", softcap=True),
                 *(_attention_case(target, kind, dim, window=True, options=tuple(_OPTIONS)) for dim in (128, 256, 512)),
                 *(_attention_case(target, kind, head_dim) for head_dim in (384, 512)),
                 _attention_case(target, kind, 512, cache="u8"),
@@ -113,7 +116,7 @@ def _attention_case(
         "SAME_STRIDES": v_head_dim == head_dim,
         "SHARED_KV": shared,
         "FP8": cache == "u8",
-        "NATIVE_FP8": target in ("sm_90", "sm_100"),
+        "NATIVE_FP8": target in NATIVE_FP8,
         "CLEAR_PADDING": True,
     }
     copies = ("UTMALDG" if by_tma else "LDGSTS.128",) if target.startswith("sm") else ("load_dwordx4",)

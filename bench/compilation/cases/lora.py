@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, CompileCase, kernel_case
 from paged.kernels.common.device import Device
 from paged.kernels.lora.add_lora import _lora_expand_kernel, _lora_shrink_kernel
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS
@@ -22,7 +22,9 @@ def cases() -> list[CompileCase]:
     found = []
     for dtype in ("bf16", "fp32"):
         for block_m in (FEW_ROWS, MANY_ROWS):
-            found += [_shrink(target, dtype, block_m, *layer) for target in TARGETS for layer in (QKV, GATE_UP, DOWN)]
+            found += [
+                _shrink(target, dtype, block_m, *layer) for target in EVERY_CASE for layer in (QKV, GATE_UP, DOWN)
+            ]
             found.append(_shrink("sm_90", dtype, block_m, 4100, (4096,)))  # with a last step that is a tail
             for num_splits in (1, 2, 4, 8) if block_m == FEW_ROWS else (1, 2):
                 found.append(_expand(dtype, block_m, num_splits, QKV[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
@@ -15,7 +15,7 @@ from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
 # Streaming multiprocessors or compute units.
-NUM_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+NUM_SMS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 170, "gfx942": 304}
 
 
 def cases() -> list[CompileCase]:
@@ -25,6 +25,8 @@ def cases() -> list[CompileCase]:
         for (gated, dtype, tile), shape in _fallbacks(target).items():
             found.append(gemm_case(target, tile, shape, gated, dtype))
         found += [gemm_case(target, tile, shape, gated, "bf16") for gated, tile, shape in _tuned(target)]
+        if target not in EVERY_CASE:
+            continue
         # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
         # one off the 16-byte grid.
         for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
@@ -79,7 +81,7 @@ def gemm_case(
     if not gated:
         columns, depth = depth, columns
     kind, group_n, group_k = layout
-    is_native = kind == "e4m3" and target in ("sm_90", "sm_100")
+    is_native = kind == "e4m3" and target in NATIVE_FP8
     weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
     constexprs: dict[str, Any] = {
         "N": columns,
@@ -114,7 +116,7 @@ def gemm_case(
     has_wgmma = tile.block_m >= 64 or tile.swap_ab
     copies = ("LDGSTS",) if depth % 16 == 0 else ()
     tensor_cores = {
-        "sm_80": ("HMMA", *copies),
+        **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", *copies)),
         "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies, *["UTMALDG"] * uses_tma),
         "gfx942": ("v_mfma",),
     }
@@ -137,7 +139,7 @@ def gemm_case(
 def _quantized(target: str) -> list[CompileCase]:
     """Blocks of 128 x 128 in e4m3 at every number of rows; int8 and int4, which differ in how a register is decoded, in
     groups of 128 columns at the fewest and the most."""
-    found, is_native = [], target in ("sm_90", "sm_100")
+    found, is_native = [], target in NATIVE_FP8
     e4m3, int8, int4 = (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128))
     for tokens, layouts in ((64, (e4m3, int8)), (256, (e4m3, int4)), (512, (e4m3,)), (4096, (e4m3, int8, int4))):
         shape = MoeShape(8 * tokens, *QWEN3_30B_A3B[:1], *QWEN3_30B_A3B[2:], 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from paged.bench.compilation.case import CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, CompileCase, kernel_case
 from paged.kernels.attention.merge_attn_states import _merge_attn_states_kernel
 from paged.kernels.cache.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
@@ -25,8 +25,6 @@ _FLOATS = ("k_scale_ptr", "v_scale_ptr", "cos_sin_cache_ptr", "lse_a_ptr", "lse_
 KINDS = {"eps": "fp32"}
 KINDS |= dict.fromkeys(_FLOATS, "*fp32")
 KINDS |= dict.fromkeys(("positions_ptr", "slot_mapping_ptr", "cache_ptrs_ptr", "block_pairs_ptr"), "*i64")
-# Those that convert e4m3 by themselves, and the others.
-NATIVE_FP8 = {True: ("sm_90", "sm_100"), False: ("sm_80", "gfx942")}
 
 
 def cases() -> list[CompileCase]:
@@ -101,12 +99,13 @@ def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: di
     if one_alone:
         found.append(_case(f"{name} scaled", kernel, num_elements, plain))
     kinds = KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
-    for native, targets in NATIVE_FP8.items():
+    for native in (True, False):
         fp8 = constexprs | {"NATIVE_FP8": native}
         fp8_name = f"{name} fp8{' native' if native else ''}"
         cases = [_case(f"{fp8_name} scaled", kernel, num_elements, fp8, kinds)]
         if one_alone:
             cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, kinds))
+        targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         found += [replace(case, targets=targets) for case in cases]
     return found
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, OutOfBlocksError
-from paged.cache import tensors as tensors_module
 from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.cache.copy_blocks import BlockCopy
 from tests.cache.random_kv import assert_holds, grow, random_rows
 from tests.cache.snapshot import snapshot
 
@@ -77,7 +77,7 @@ def test_a_failed_copy_changes_nothing(manager: PagedKvCacheManager, monkeypatch
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensors_module, "copy_blocks", fail)
+        patch.setattr(BlockCopy, "__call__", fail)
         with pytest.raises(RuntimeError, match="device lost"):
             manager.extend(child, 3)
     assert snapshot(manager) == before

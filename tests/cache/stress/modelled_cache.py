@@ -60,8 +60,9 @@ class ModelledCache(RuleBasedStateMachine):
         self.numbers: dict[tuple[str | None, tuple[int, ...]], int] = {}
         self.steps = -1  # the invariants are checked once before the first step
         self.is_armed = False
-        for name in ("copy", "swap_out", "swap_in"):
-            setattr(self.manager._tensors, name, self.failing(getattr(self.manager._tensors, name)))
+        tensors = self.manager._tensors
+        for owner, name in ((tensors, "copy"), (tensors.host_blocks, "swap_out"), (tensors.host_blocks, "swap_in")):
+            setattr(owner, name, self.failing(getattr(owner, name)))
         self.found: set[int | bytes] = set()
         self.manager.subscribe(self.note_event)
         self.level = MemoryPressure.LOW

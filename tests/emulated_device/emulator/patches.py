@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paged.kernels.common.launch import forget_launches
 from tests.emulated_device.emulator.graphs import Pool
 from tests.emulated_device.emulator.tensor import Capsule, CudaTensor
 
@@ -150,3 +151,4 @@ def clear_caches() -> None:
                 clear = getattr(value, "cache_clear", None)
                 if callable(clear):
                     clear()
+    forget_launches()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
-from paged.kernels.common.launch import Launch, signature
+from paged.kernels.common.launch import Box, Launch, signature
 
 
 class _Kernel:
@@ -48,3 +51,66 @@ def test_signature_tells_apart_what_compiles_differently() -> None:
     assert all(signature(other) != signature(base) for other in others)
     unaligned = torch.zeros(65)[1:].view(8, 8)
     assert signature(unaligned) != signature(base)
+
+
+class _OnSecond(torch.Tensor):
+    """A tensor that says it lies on the second GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+    def get_device(self) -> int:
+        return 1
+
+
+def test_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, entered = [0], []
+
+    @contextmanager
+    def enter(device: torch.device | int) -> Iterator[None]:
+        before = current[0]
+        current[0] = device.index if isinstance(device, torch.device) else device
+        entered.append(device)
+        yield
+        current[0] = before
+
+    class Kernel(_Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            run = super().__getitem__(grid)
+
+            def noted(*arguments: Any, **named: Any) -> Any:
+                devices.append(current[0])
+                return run(*arguments, **named)
+
+            return noted
+
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    launch = Launch(Kernel(), (3,), {"n": 7, "BLOCK": 16})
+    x = torch.zeros(2).as_subclass(_OnSecond)
+    for _ in range(2):
+        launch({"x_ptr": x, "y_ptr": None})
+    assert devices == [1, 1]
+    assert current == [0]
+    current[0], entered[:] = 1, []
+    launch({"x_ptr": x, "y_ptr": None})
+    assert devices == [1, 1, 1]
+    assert entered == [], "nothing to enter where it is current"
+
+
+def test_a_descriptor_repeats_with_another_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Descriptor:
+        def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], size: list[int]) -> None:
+            self.base, self.shape, self.strides, self.block_shape = base, shape, strides, size
+
+    monkeypatch.setattr("paged.kernels.common.launch.TensorDescriptor", Descriptor)
+    kernel = _Kernel()
+    launch = Launch(kernel, (3,), {"n": 7, "BLOCK": 16, "y_ptr": None}, boxes={"x_ptr": Box((4, 8), (8, 1), (2, 8))})
+    tensors = [torch.zeros(4, 8) for _ in range(3)]
+    for x in tensors:
+        launch({"x_ptr": x})
+    described = [run[1] for run in kernel.runs]
+    assert [each.base is x for each, x in zip(described, tensors, strict=True)] == [True] * 3
+    assert {(*each.shape, *each.strides, *each.block_shape) for each in described} == {(4, 8, 8, 1, 2, 8)}
+    assert not any(isinstance(kept, torch.Tensor) for _, _, fields in launch._descriptors for kept in fields.values())

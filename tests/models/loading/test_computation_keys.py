@@ -12,12 +12,29 @@ import torch
 from paged.errors import UnsupportedError
 from paged.models.computation_keys import COMPUTATION_KEYS, refuse_unread
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import config_of, load_model, network_class_of
+from paged.models.registry import ARCHITECTURES, config_of, load_model, network_class_of
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 
 PROMPT = tokens(40)
 # One of every family.
-NAMES = ("gemma3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+NAMES = (
+    *("cohere2", "gemma2", "gemma3", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_moe_shared", "llama"),
+    *(
+        "gemma4",
+        "llama4",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+    ),
+    *("qwen3", "qwen3_moe", "smollm3"),
+)
 
 
 def read(name: str, **values: Any) -> HfConfig:
@@ -27,12 +44,8 @@ def read(name: str, **values: Any) -> HfConfig:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_honoured_or_refused(name: str) -> None:
-    architectures = {
-        "gemma3": "Gemma3ForCausalLM",
-        "gpt_oss": "GptOssForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-    }
-    family = architectures.get(name, f"{name.title()}ForCausalLM")
+    model_type = FAMILIES[name].model_type
+    [family] = [name for name, one in ARCHITECTURES.items() if one.model_type == model_type]
     hf = read(name, architectures=[family])
     network_class = network_class_of(hf)
     config = config_of(network_class, hf)
@@ -61,7 +74,7 @@ def test_every_key_is_honoured_or_refused(name: str) -> None:
         ("llama", {"no_rope_layers": [1, 0]}),
         ("qwen2", {"mlp_bias": True}),
         ("qwen3", {"n_routed_experts": 4}),
-        ("gemma3", {"final_logit_softcapping": 30.0}),
+        ("gemma3", {"num_kv_shared_layers": 1}),
         ("gpt_oss", {"n_shared_experts": 1}),
         ("mixtral", {"scoring_func": "sigmoid"}),
     ],
@@ -103,6 +116,28 @@ def test_values_that_are_refused(name: str, values: dict[str, Any], tmp_path: Pa
         ("qwen2", {"use_sliding_window": True, "sliding_window": None, "layer_types": None}),
         ("qwen2", {"attention_bias": True}),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "rope_theta": 60.0}),
+        ("gemma3", {"final_logit_softcapping": 3.0}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}),
+        ("granite", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+        ("glm4_moe", {"rope_parameters": None, "rope_theta": 100.0, "partial_rotary_factor": 0.25}),
+        ("olmo3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 16,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [1.0 + pair for pair in range(8)],
+                    "original_max_position_embeddings": 16,
+                },
+            },
+        ),
+        ("smollm3", {"no_rope_layers": None, "layer_types": None, "no_rope_layer_interval": 1}),
+        ("ministral3", {"rope_parameters": None}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}),
         ("gpt_oss", {"rope_parameters": None, "max_position_embeddings": 8192}),
     ],
 )

@@ -11,6 +11,8 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
+from paged.kernels.common.device import Device
+from paged.models import registry
 from paged.models.registry import load_model
 
 
@@ -30,6 +32,18 @@ def test_auto_is_what_the_checkpoint_says(llama_folder: Path) -> None:
     assert model.dtype == model.kv_manager.k_cache(0).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("arch", "expected"), [("cpu", 16), ("sm_80", 16), ("sm_89", 16), ("sm_90", 64), ("sm_103", 64), ("sm_120", 16)]
+)
+def test_block_size_of_the_device(
+    arch: str, expected: int, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "device_of", lambda _: Device(arch, 100))
+    for given, block_size in ((None, expected), (32, 32)):
+        model = load_model(llama_folder, device="cpu", num_blocks=4, block_size=given)
+        assert model.kv_manager.config.block_size == block_size
+
+
 def test_integers_of_any_library(llama_folder: Path) -> None:
     model = load_model(llama_folder, num_blocks=np.int64(5), block_size=torch.tensor(8), max_loras=np.uint8(2))
     assert (model.kv_manager.config.num_blocks, model.kv_manager.config.block_size) == (5, 8)
@@ -43,7 +57,7 @@ def test_integers_of_any_library(llama_folder: Path) -> None:
         ("dtype", ["half", "fp8", "int8", "float64", torch.int8, torch.float8_e4m3fn, 16, {}, "Tensor"]),
         ("kv_cache_dtype", ["fp7", torch.int8, 8, "bfloat16"]),
         ("num_blocks", ["12", 1.0, 0, -1, True, {}, [4], 2**31, float("nan")]),
-        ("block_size", ["16", 16.0, 0, None, True, {}, 2**40]),
+        ("block_size", ["16", 16.0, 0, True, {}, 2**40]),
         ("max_seq_len", ["12", 1.5, 0, -1, True, 129, {}]),
         ("num_swap_blocks", ["0", 0.0, -1, None, False]),
         ("enable_prefix_cache", ["yes", 1, 0, None, []]),

@@ -20,6 +20,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {
     "gemma3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
     "gpt_oss": ATTENTION,
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen2": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
 }
 

@@ -1,0 +1,79 @@
+"""Runs tests in many processes, a few each, so that one that crashes, hangs or loses the GPU takes little with it.
+
+    python -m bench.suite PATH ... [--processes N] [--limit SECONDS] [PYTEST OPTIONS]
+
+Needs pytest alone. What a process printed is passed on when it ends, of a process without failures its last line.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from paged.bench.benchmark import option_parser
+
+_PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header"]
+_NO_TESTS = 5
+
+
+def collected(options: Sequence[str]) -> tuple[list[str], str]:
+    """The ids of the tests that pytest finds by `options`, in its order, and what it says of files it cannot read."""
+    command = [*_PYTEST, *options, "--collect-only", "-q", "--continue-on-collection-errors"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    ids = [line for line in found.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", " "))]
+    return ids, "" if found.returncode in (0, _NO_TESTS) else found.stdout + found.stderr
+
+
+def groups(ids: Sequence[str], most: int) -> list[list[str]]:
+    """At most `most` tests of one file each, as what a file sets up is shared by its tests."""
+    by_file = defaultdict(list)
+    for one in ids:
+        by_file[one.partition("::")[0]].append(one)
+    return [tests[start : start + most] for tests in by_file.values() for start in range(0, len(tests), most)]
+
+
+def run_group(ids: Sequence[str], limit: float) -> tuple[int, str]:
+    """The exit code of a process that runs these tests, and its output; -9 where it was killed at `limit` seconds."""
+    with tempfile.NamedTemporaryFile("w+", suffix=".txt") as file:
+        file.write("\n".join(ids))
+        file.flush()
+        # Verbose, so that the last line of a process that was killed is the test it was at.
+        command = [*_PYTEST, "-v", "-rf", "--tb=short", f"@{file.name}"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            text, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, _ = process.communicate()
+        return process.returncode, text
+
+
+def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
+    """The exit code is 1 where a test failed, a process did not end by itself, or a file cannot be read."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds a process; %(default)s by default")
+    args, options = parser.parse_known_args(argv)
+    ids, errors = collected(options)
+    write(errors)
+    # Several groups a process, so that none waits long for the last, and so few that starting them is little work.
+    parts = groups(ids, max(20, len(ids) // (6 * args.processes)))
+    counts: dict[str, int] = {"groups passed": 0, "groups failed": 0}
+    with ThreadPoolExecutor(args.processes) as pool:
+        futures = {pool.submit(run_group, part, args.limit): part for part in parts}
+        for future in as_completed(futures):
+            code, text = future.result()
+            failed, name = code not in (0, _NO_TESTS), futures[future][0].partition("::")[0]
+            counts["groups failed" if failed else "groups passed"] += 1
+            lines = [line for line in text.splitlines() if " PASSED" not in line]
+            write("\n".join([*(lines if failed else lines[-1:]), f"{name}: exit code {code}"]))
+    write(f"{len(ids)} tests, " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    return int(bool(errors or counts["groups failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

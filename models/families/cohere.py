@@ -1,0 +1,53 @@
+"""Command R7B and Command A (Cohere, 2024 and 2025): attention and MLP side by side behind one layer norm."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.metadata import AttentionMetadata
+from paged.models.families.llama import DecoderLayer, Llama
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder_config import decoder_config, layer_windows
+from paged.models.layers.rope_config import rope_config
+from paged.models.loading.hf_config import HfConfig
+
+
+class ParallelLayer(DecoderLayer):
+    """Attention and MLP read the same, and both are added."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.before_attention is not None
+        hidden, residual = self.before_attention(hidden, residual)
+        attended = self.self_attn(hidden, positions, metadata)
+        return attended.add_(self.mlp(hidden, metadata.lora)), residual
+
+
+class Cohere2(Llama):
+    """Three of four layers have a window and rotate, every fourth sees everything and rotates nothing."""
+
+    model_type = "cohere2"
+    layer_class = ParallelLayer
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        period = hf.integer("sliding_window_pattern", 4)
+        windows = layer_windows(
+            hf, hf.optional_integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0
+        )
+        rope = rope_config(hf, interleaved=True)
+        return decoder_config(
+            hf,
+            window=windows,
+            rope=tuple(None if window is None else rope for window in windows),
+            logits_scale=hf.number("logit_scale", 0.0625),
+            tie_word_embeddings=hf.flag("tie_word_embeddings", True),
+            eps=hf.number("layer_norm_eps", 1e-5),
+            subtracts_mean=True,
+            before_mlp=None,
+        )

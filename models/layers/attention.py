@@ -1,0 +1,123 @@
+"""Attention of a decoder's layer over a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
+from paged.kernels.layers.rms_norm import rms_norm
+from paged.metadata import AttentionMetadata
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
+from paged.models.loading.weights import WeightSlots
+
+
+def _in_storage_of_its_own(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory for compilers: a cache that is a part of a larger storage, inductor copies out of it and back
+    before and after every write."""
+    return from_dlpack(cache.view(torch.uint8)).view(cache.dtype)  # not every DLPack knows 8-bit floats
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    cos_sin_cache: torch.Tensor
+    unit_weight: torch.Tensor | None = None
+    query_factors: torch.Tensor | None = None
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.config = layer = config.attention[index]
+        self.eps = config.norms.eps
+        self.sizes = {
+            "q_proj": layer.num_heads * layer.head_dim,
+            "k_proj": layer.num_kv_heads * layer.head_dim,
+            **({} if layer.k_eq_v else {"v_proj": layer.num_kv_heads * layer.v_head_dim}),
+        }
+        parts = {"qkv_proj": sum(self.sizes.values())} if layer.fused else self.sizes
+        self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
+        self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
+        widths = {"head": (layer.head_dim, layer.head_dim), "width": (self.sizes["q_proj"], self.sizes["k_proj"])}
+        q_width, k_width = widths.get(layer.qk_norm or "", (0, 0))
+        self.q_norm = RmsNorm(q_width, config.norms) if q_width else None
+        self.k_norm = RmsNorm(k_width, config.norms) if k_width else None
+        self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
+        # A window of W tokens is the token itself and W - 1 before it.
+        self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
+
+    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+        """Give the layer its cache, and the rotary table that layers of its kind share."""
+        self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
+        self.cos_sin_cache, device = cos_sin_cache, cos_sin_cache.device
+        if self.config.qk_norm == "unit" or self.config.v_norm:
+            self.unit_weight = torch.ones(self.config.head_dim, device=device)
+        if (growth := self.config.query_growth) is not None:
+            positions = torch.arange(len(cos_sin_cache), dtype=torch.float32, device=device)
+            periods = torch.floor((positions + growth.offset) / growth.period)
+            self.query_factors = (1 + growth.weight * torch.log1p(periods))[:, None, None]
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        layer = self.config
+        q, k, *rest = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
+        v = (rest[0] if rest else k).unflatten(-1, (-1, layer.v_head_dim))
+        if layer.v_norm and self.unit_weight is not None:
+            v = rms_norm(v, self.unit_weight, self.eps)
+        q_weight = k_weight = self.unit_weight if layer.qk_norm == "unit" else None
+        if self.q_norm is not None and self.k_norm is not None:
+            if layer.qk_norm == "width":
+                (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
+            else:
+                q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        q = qk_norm_rope_and_cache(
+            q.unflatten(-1, (-1, layer.head_dim)),
+            k.unflatten(-1, (-1, layer.head_dim)),
+            v,
+            self.k_cache,
+            self.v_cache,
+            metadata.slot_mapping,
+            positions,
+            self.cos_sin_cache,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=self.eps,
+            interleaved=layer.rope is not None and layer.rope.interleaved,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+        if self.query_factors is not None:
+            q = (q * self.query_factors[positions]).to(q.dtype)
+        out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
+        paged_attention(
+            q,
+            self.k_cache,
+            self.v_cache,
+            block_table=metadata.block_table,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+            max_seqlen_q=metadata.max_seqlen_q,
+            softmax_scale=layer.softmax_scale,
+            window_size=self.window_size,
+            softcap=layer.softcap,
+            sinks=self.sinks,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            plan=metadata.plan,
+            out=out,
+        )
+        projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)
+        return projected
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            slots |= self.q_norm.weight_slots(f"{prefix}.q_norm") | self.k_norm.weight_slots(f"{prefix}.k_norm")
+        if self.sinks is not None:
+            slots[f"{prefix}.sinks"] = self.sinks
+        return slots
