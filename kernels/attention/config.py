@@ -172,6 +172,7 @@ def _widest_prefill_tile(element_size: int, arch: str, *, is_lean: bool) -> Atte
         return AttentionTile(16, 16, 4, 1) if arch.startswith("gfx") else AttentionTile(16, 16, 8, 2)
     if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10
         return AttentionTile(64, 16, 4, 1)
-    if not is_lean:  # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches. 200 registers, 98 KB
+    # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches, 14 on sm_120; these take 200 registers, 98 KB.
+    if not is_lean or arch in SMALL_SHARED_MEMORY:
         return AttentionTile(32, 32, 8, 2)
     return AttentionTile(64, 16, 8, 3 if arch in LARGE_SHARED_MEMORY else 2)  # 252 registers, 128 KB; 253 and 98 KB
