@@ -18,7 +18,6 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.copy_blocks import BlockCopy
 from tests.cache.random_kv import assert_holds, grow, make_manager
 from tests.emulated_device.emulator.device import EmulatedCuda
-from tests.emulated_device.known import xfailing
 from tests.emulated_device.planted import captured, kinds
 
 Rows = dict[str, tuple[KvCacheHandle, tuple[object, object]]]
