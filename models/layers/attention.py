@@ -104,6 +104,7 @@ class Attention(nn.Module):
             max_seqlen_q=metadata.max_seqlen_q,
             softmax_scale=layer.softmax_scale,
             window_size=self.window_size,
+            attention_chunk_size=layer.chunk_size or 0,
             softcap=layer.softcap,
             sinks=self.sinks,
             k_scale=self.k_scale,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.common.scalars import shown
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.rope import MAX_FACTOR, check_rope
@@ -56,11 +57,7 @@ def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
 
 
 def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
-    """Raise CheckpointError unless the numbers make sense together, and UnsupportedError for chunks."""
-    if layer.chunk_size is not None:
-        raise UnsupportedError(
-            f"{hf.source}: attention_chunk_size = {layer.chunk_size}, known is attention to all tokens"
-        )
+    """Raise CheckpointError unless the numbers make sense together."""
     if layer.num_heads % layer.num_kv_heads:
         raise CheckpointError(
             f"{hf.source}: num_attention_heads {layer.num_heads} is no multiple of num_key_value_heads "
@@ -210,8 +207,8 @@ def read_head_dim(hf: HfConfig) -> int:
     head_dim = hf.integer("head_dim", default, most=_MAX_HEAD_DIM)
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"{hf.source}: head_dim {head_dim}, expected an even number: rotation takes pairs")
-    if head_dim > 256:
-        raise UnsupportedError(f"{hf.source}: head_dim {head_dim}, known are 2 to 256")
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedError(f"{hf.source}: head_dim {head_dim}, known are 2 to {MAX_HEAD_DIM}")
     return head_dim
 
 

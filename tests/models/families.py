@@ -241,6 +241,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **_SIZES,
         pad_token_id=0,
         intermediate_size_mlp=80,
+        attention_chunk_size=8,
         num_local_experts=4,
         interleave_moe_layer_step=2,
         no_rope_layer_interval=2,

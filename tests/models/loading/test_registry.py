@@ -259,12 +259,6 @@ def test_configurations_that_are_refused(
         ("gemma4", {"hidden_size_per_layer_input": 8}, UnsupportedError, "hidden_size_per_layer_input = 8 is not supp"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 64}}}, UnsupportedError, "known is one for all"),
         ("gemma4", {"per_layer_config": {"1": {"taste": 1}}}, UnsupportedError, "per_layer_config: 'taste', known are"),
-        (
-            "llama4",
-            {"attention_chunk_size": 8},
-            UnsupportedError,
-            "attention_chunk_size = 8, known is attention to all",
-        ),
         ("glm4_moe", {"topk_group": 5}, CheckpointError, "5 of 4 groups of 8 experts"),
         ("glm4_moe", {"num_experts_per_tok": 5}, CheckpointError, "num_experts_per_tok = 5, expected at most 4"),
         ("minimax_m2", {"scoring_func": "softmax"}, UnsupportedError, "scoring_func 'softmax', only sigmoid is known"),
