@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paged.cache.groups import CacheGroup
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
@@ -114,14 +116,15 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, block_size, max_seq_len),
         num_swap_blocks=given.num_swap_blocks,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
         device=given.device,
         max_seq_len=max_seq_len,
-        sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,
+        groups=cache_groups(config),
     )
+    num_blocks = given.num_blocks or _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len)
+    kv_config = replace(kv_config, num_blocks=num_blocks)
     return PagedCausalLM(
         network,
         PagedKvCacheManager(kv_config),
@@ -129,6 +132,14 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         max_lora_rank=given.max_lora_rank,
         cuda_graphs=given.cuda_graphs,
     )
+
+
+def cache_groups(config: DecoderConfig) -> list[CacheGroup]:
+    """A model's layers by what they see."""
+    layers: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(config.windows):
+        layers.setdefault(window, []).append(layer)
+    return [CacheGroup(tuple(found), sliding_window=window) for window, found in layers.items()]
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
@@ -202,12 +213,10 @@ def _lacking(hf: HfConfig) -> str:
     return f"; beyond a Llama: {beyond}" if beyond else ""
 
 
-def _num_blocks(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_size: int, max_seq_len: int
-) -> int:
-    block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:
+    block_bytes = cache.elements_per_block * dtype.itemsize
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return max(1, int(free_bytes * GPU_FRACTION) // block_bytes)
-    wanted = _CPU_SEQUENCES * -(-max_seq_len // block_size)
+    wanted = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
     return max(1, min(wanted, _CPU_BYTES // block_bytes))

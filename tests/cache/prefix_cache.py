@@ -47,7 +47,7 @@ class Cache:
         with forward_step(self.manager, [item]) as step:
             for layer in range(self.manager.config.num_layers):
                 rows = self.expected(handle.namespace, layer, known)[handle.num_tokens :]
-                slots = step.metadata.slot_mapping
+                _, slots = step.metadata.table(self.manager.table_of(layer))
                 self.manager.k_cache(layer).flatten(0, 1)[slots] = rows.to(slots.device)
                 self.manager.v_cache(layer).flatten(0, 1)[slots] = -rows.to(slots.device)
         self.tokens[handle] = known
@@ -67,10 +67,12 @@ class Cache:
     def check(self, *handles: KvCacheHandle) -> None:
         """The sequences, or all, hold their own data; of what lies behind a sliding window nothing is asked."""
         for handle in handles or self.tokens:
-            start = handle.blocks.count(0) * BLOCK if self.manager.config.sliding_window else 0
-            count = handle.num_tokens
+            count, tables = handle.num_tokens, self.manager.config.tables
             assert count == len(self.tokens[handle])
             for layer in range(self.manager.config.num_layers):
+                table = self.manager.table_of(layer)
+                has_window = tables[table].sliding_window is not None
+                start = handle.blocks[table :: len(tables)][: -(-count // BLOCK)].count(0) * BLOCK if has_window else 0
                 key, value = self.manager.read_kv(handle, layer, start, count - start)
                 expected = self.expected(handle.namespace, layer, self.tokens[handle])[start:]
                 assert torch.equal(key.cpu(), expected)

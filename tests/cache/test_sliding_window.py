@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError
-from paged.cache.sliding_window import ROLLBACK_SLACK
+from paged.cache.groups import ROLLBACK_SLACK
 from paged.models.registry import load_model
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.cache.snapshot import snapshot

@@ -188,7 +188,7 @@ def test_a_call_within_a_call_fails_alone(outer: str, cache: Cache) -> None:
         threads.append(not other.is_alive())
         before = snapshot(manager)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(manager._sequences.table, "add", _fail)
+            patch.setattr(manager._sequences.tables, "add", _fail)
             with pytest.raises(ArithmeticError):
                 manager.allocate("b", token_ids=list(range(13)))
         assert snapshot(manager) == before
