@@ -66,7 +66,8 @@ class PagedCausalLM(DecoderOnlyLLM):
         )
         # Rotations of the positions that a cache has room for: 10 million positions of a small model are 2.5 GB.
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
-        sizes = graph_sizes(cuda_graphs, self.device, kv_manager.config.num_blocks)
+        cache = kv_manager.config
+        sizes = graph_sizes(cuda_graphs, self.device, cache.num_blocks // len(cache.tables))
         self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
         self.num_graph_replays = 0
         self._preparer = StepPreparer(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)

@@ -111,20 +111,18 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
     has_fp8_cache = kv_cache_dtype == torch.float8_e4m3fn
     network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
-    kv_config = PagedKvCacheConfig(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+    kv_config = cache_config(
+        config,
         block_size=block_size,
-        num_swap_blocks=given.num_swap_blocks,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
         device=given.device,
         max_seq_len=max_seq_len,
-        groups=cache_groups(config),
     )
-    num_blocks = given.num_blocks or _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len)
-    kv_config = replace(kv_config, num_blocks=num_blocks)
+    num_tables = len(kv_config.tables)
+    num_blocks = (given.num_blocks or 0) * num_tables
+    num_blocks = num_blocks or _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len)
+    kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
     return PagedCausalLM(
         network,
         PagedKvCacheManager(kv_config),
@@ -134,12 +132,16 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
     )
 
 
-def cache_groups(config: DecoderConfig) -> list[CacheGroup]:
-    """A model's layers by what they see."""
+def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
+    """The cache of a model, its layers grouped by what they see; `fields` are others of PagedKvCacheConfig."""
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         layers.setdefault(window, []).append(layer)
-    return [CacheGroup(tuple(found), sliding_window=window) for window, found in layers.items()]
+    if len(layers) > 1:
+        fields["groups"] = [CacheGroup(tuple(found), sliding_window=window) for window, found in layers.items()]
+    else:
+        fields["sliding_window"] = config.windows[0]
+    return PagedKvCacheConfig(config.num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
