@@ -102,16 +102,14 @@ class KvSlotAllocator:
             if target > start:
                 if target > len(blocks) // num_tables * block_size:
                     unready.append((state, start, target))
+                elif num_tables > 1:
+                    first, end = start // block_size * num_tables, -(-target // block_size) * num_tables
+                    tail = blocks[first : first + num_tables]
+                    if 0 in blocks[first:end] or not (shared.isdisjoint(tail) and published.isdisjoint(tail)):
+                        unready.append((state, start, target))
                 elif state.reservation is None:  # an open one has seen to it
-                    first = start // block_size * num_tables
-                    if num_tables == 1:
-                        is_ready = blocks[first] not in shared and blocks[first] not in published
-                    else:
-                        tail = blocks[first : first + num_tables]
-                        is_ready = shared.isdisjoint(tail) and published.isdisjoint(tail)
-                        end = -(-target // block_size) * num_tables
-                        is_ready = is_ready and 0 not in blocks[first:end]
-                    if not is_ready:
+                    last = blocks[start // block_size]
+                    if last in shared or last in published:
                         unready.append((state, start, target))
         return unready
 

@@ -278,3 +278,10 @@ def test_a_group_that_is_none() -> None:
             CacheGroup((0,), **{name: 0})
     with pytest.raises(InvalidInputError, match="where groups have their own"):
         PagedKvCacheConfig(5, 1, 8, groups=GROUPS, sliding_window=4)
+
+
+def test_an_open_reservation_has_not_seen_to_what_lies_behind_it(cache: GroupedCache) -> None:
+    handle = cache.manager.allocate("a", 8)
+    cache.manager.reserve([KvSlotRequest("a", 2)])
+    cache.manager.extend(handle, 7)
+    assert 0 not in handle.blocks
