@@ -133,14 +133,17 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """The cache of a model, its layers grouped by what they see; `fields` are others of PagedKvCacheConfig."""
-    layers: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(config.windows):
-        layers.setdefault(window, []).append(layer)
-    if len(layers) > 1:
-        fields["groups"] = [CacheGroup(tuple(found), sliding_window=window) for window, found in layers.items()]
-    else:
+    """The cache of a model, its layers grouped by the shape of their K/V and what they see; `fields` are others of
+    PagedKvCacheConfig."""
+    kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
+    for index, layer in enumerate(config.attention):
+        if layer.shares_kv_with is None:
+            kinds.setdefault((layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.window), []).append(index)
+    sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0])
+    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
         fields["sliding_window"] = config.windows[0]
+    else:
+        fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
     return PagedKvCacheConfig(config.num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
