@@ -153,12 +153,13 @@ class PagedAttentionExecutor(UnifiedExecutor):
         metadata = step.metadata
         for layer in range(self.config.num_layers):
             k_cache, v_cache = self.kv_manager.k_cache(layer), self.kv_manager.v_cache(layer)
-            reshape_and_cache(embedding, embedding, k_cache, v_cache, metadata.slot_mapping)
+            block_table, slot_mapping = metadata.table(self.kv_manager.table_of(layer))
+            reshape_and_cache(embedding, embedding, k_cache, v_cache, slot_mapping)
             paged_attention(
                 query,
                 k_cache,
                 v_cache,
-                block_table=metadata.block_table,
+                block_table=block_table,
                 cu_seqlens_q=metadata.cu_seqlens_q,
                 seq_lens=metadata.seq_lens,
                 max_seqlen_q=metadata.max_seqlen_q,

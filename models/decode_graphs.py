@@ -21,12 +21,6 @@ from paged.staging import staged_size, to_device
 
 # Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
-# Token ids, positions, slots, lengths and query offsets of no sequences.
-_NO_SEQUENCES: tuple[NDArray[Any], ...] = (
-    *[np.empty(0, np.int64)] * 3,
-    np.empty(0, np.int32),
-    np.zeros(1, np.int32),
-)
 # Entries of a row of the block table come in lines of 64 bytes, so that every row is aligned.
 _TABLE_LINE = 16
 
@@ -67,7 +61,12 @@ class DecodeGraphs:
         """sizes: rising batch sizes. Nothing is captured, and no memory taken, before `capture`."""
         self._network = network
         self._device = next(network.parameters()).device
-        self._longest = min(max_seq_len, cache.num_blocks * cache.block_size)
+        self._longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
+        self._num_tables = len(cache.tables)
+        # Token ids, positions, slots, lengths and query offsets.
+        none = np.empty(0, np.int64)
+        slots = np.empty((self._num_tables, 0), np.int64)
+        self._no_sequences: tuple[NDArray[Any], ...] = none, none, slots, np.empty(0, np.int32), np.zeros(1, np.int32)
         self._table_width = -(-self._longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
         self._sizes = tuple(sizes)
         self._replays: dict[int, Callable[[], None]] = {}
@@ -89,8 +88,8 @@ class DecodeGraphs:
         if not self._sizes:
             return
         most, dtype = self._sizes[-1], next(self._network.parameters()).dtype
-        empty_table = np.empty((most, self._table_width), np.int32)
-        num_bytes = staged_size((*_padded(_NO_SEQUENCES, most), empty_table))
+        empty_table = np.empty((self._num_tables, most, self._table_width), np.int32)
+        num_bytes = staged_size((*_padded(self._no_sequences, most), empty_table))
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._table = torch.zeros(empty_table.shape, dtype=torch.int32, device=self._device)
         self._product = torch.empty(most, self._network.config.vocab_size, dtype=dtype, device=self._device)
@@ -111,11 +110,11 @@ class DecodeGraphs:
     def load(self, step: ForwardStep) -> None:
         """Fill the static inputs for a step that `takes` has approved; for its `logits` its tokens may be others."""
         num_seqs, size = len(step.handles), self._size(step)
-        table = step.host.block_table[:, : self._table_width]
+        tables = step.host.block_tables[:, :, : self._table_width]
         # Of the table's rows as much goes as the batch has: all of 256 rows for 40,000 tokens are 2.6 MB a step.
         rows = _padded((step.token_ids, *step.host.arrays[:-1]), size)
-        *_, there = to_device((*rows, table), self._device, out=self._inputs)
-        self._table[:num_seqs, : table.shape[1]].copy_(there)
+        *_, there = to_device((*rows, tables), self._device, out=self._inputs)
+        self._table[:, :num_seqs, : tables.shape[2]].copy_(there)
         self._loaded = step
 
     def logits(self, step: ForwardStep) -> torch.Tensor:
@@ -133,8 +132,8 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Callable[[], None]:
         """The forward of `size` rows over the static inputs, all of them padding as yet."""
-        input_ids, *rest = to_device(_padded(_NO_SEQUENCES, size), self._device, out=self._inputs)
-        tensors, product = (*rest, self._table[:size]), self._product[:size]
+        input_ids, *rest = to_device(_padded(self._no_sequences, size), self._device, out=self._inputs)
+        tensors, product = (*rest, self._table[:, :size]), self._product[:size]
 
         def run() -> None:
             metadata = AttentionMetadata.over(tensors, max_seqlen_q=1, max_seqlen_k=self._longest)
@@ -153,6 +152,6 @@ def _padded(arrays: Sequence[NDArray[Any]], size: int) -> list[NDArray[Any]]:
 
 
 def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
-    result = np.full(length, fill, array.dtype)
-    result[: len(array)] = array
+    result = np.full((*array.shape[:-1], length), fill, array.dtype)
+    result[..., : array.shape[-1]] = array
     return result

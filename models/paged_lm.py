@@ -64,12 +64,10 @@ class PagedCausalLM(DecoderOnlyLLM):
             vocab_size=network.config.vocab_size,
             max_seq_len=max_seq_len,
         )
-        # Rotations of the positions that a cache has room for: 10 million positions of a small model are 2.5 GB. Where
-        # blocks out of reach are given back, a sequence may be longer than the cache.
+        # Rotations of the positions that a cache has room for: 10 million positions of a small model are 2.5 GB.
+        network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
-        room = max_seq_len if cache.sliding_window else cache.num_blocks * cache.block_size
-        network.bind(kv_manager, min(max_seq_len, room))
-        sizes = graph_sizes(cuda_graphs, self.device, kv_manager.config.num_blocks)
+        sizes = graph_sizes(cuda_graphs, self.device, cache.num_blocks // len(cache.tables))
         self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
         self.num_graph_replays = 0
         self._preparer = StepPreparer(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
@@ -140,7 +138,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         self.graphs.capture(track)
 
     def kv_capacity(self) -> int:
-        return self.kv_manager.config.num_blocks * self.kv_manager.config.block_size
+        return self.kv_manager.config.capacity_tokens
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         return self.kv_manager.metrics_snapshot()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paged.cache.groups import CacheGroup
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
@@ -109,19 +111,18 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
     has_fp8_cache = kv_cache_dtype == torch.float8_e4m3fn
     network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
-    kv_config = PagedKvCacheConfig(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+    kv_config = cache_config(
+        config,
         block_size=block_size,
-        num_blocks=given.num_blocks or _num_blocks(config, kv_cache_dtype, given.device, block_size, max_seq_len),
-        num_swap_blocks=given.num_swap_blocks,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
         device=given.device,
         max_seq_len=max_seq_len,
-        sliding_window=config.windows[0] if len(set(config.windows)) == 1 else None,
     )
+    num_tables = len(kv_config.tables)
+    num_blocks = (given.num_blocks or 0) * num_tables
+    num_blocks = num_blocks or _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len)
+    kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
     return PagedCausalLM(
         network,
         PagedKvCacheManager(kv_config),
@@ -129,6 +130,21 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         max_lora_rank=given.max_lora_rank,
         cuda_graphs=given.cuda_graphs,
     )
+
+
+def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
+    """The cache of a model, its layers grouped by the shape of their K/V and what they see; `fields` are others of
+    PagedKvCacheConfig."""
+    kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
+    for index, layer in enumerate(config.attention):
+        if layer.shares_kv_with is None:
+            kinds.setdefault((layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.window), []).append(index)
+    sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0])
+    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
+        fields["sliding_window"] = config.windows[0]
+    else:
+        fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
+    return PagedKvCacheConfig(config.num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
@@ -202,12 +218,10 @@ def _lacking(hf: HfConfig) -> str:
     return f"; beyond a Llama: {beyond}" if beyond else ""
 
 
-def _num_blocks(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_size: int, max_seq_len: int
-) -> int:
-    block_bytes = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:
+    block_bytes = cache.elements_per_block * dtype.itemsize
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return max(1, int(free_bytes * GPU_FRACTION) // block_bytes)
-    wanted = _CPU_SEQUENCES * -(-max_seq_len // block_size)
+    wanted = _CPU_SEQUENCES * cache.blocks_for(max_seq_len)
     return max(1, min(wanted, _CPU_BYTES // block_bytes))

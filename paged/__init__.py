@@ -81,6 +81,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.sampling.penalties": ("Penalties",),
     "paged.kernels.sampling.sample_tokens": ("sample_tokens",),
     "paged.kernels.layers.silu_and_mul": ("silu_and_mul",),
+    "paged.cache.groups": ("CacheGroup",),
     "paged.cache.kv_cache": ("KvCacheHandle", "PagedKvCacheConfig"),
     "paged.cache.manager": ("PagedKvCacheManager",),
     "paged.cache.slot_reservation": ("KvSlotReservation",),

@@ -22,6 +22,7 @@ class AttentionMetadata:
     seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
     block_table: int32 [num_seqs, max_blocks_per_seq], padded with block 0.
     slot_mapping: int64 [num_tokens], block_id * block_size + offset of each new token.
+    others: block_table and slot_mapping of further tables of the cache, where it has layers of several kinds.
     positions: int64 [num_tokens].
     max_seqlen_q: longest query.
     plan: how attention cuts the batch into tiles and splits, made once a step and shared by all layers.
@@ -36,38 +37,49 @@ class AttentionMetadata:
     max_seqlen_q: int
     plan: AttentionPlan
     lora: LoraBatch | None = None
+    others: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     @classmethod
     def over(cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int) -> AttentionMetadata:
         """The tensors of `HostMetadata.arrays`, and a plan for them; the two maxima are upper bounds."""
-        positions, slot_mapping, seq_lens, cu_seqlens_q, block_table = tensors
+        positions, slot_mappings, seq_lens, cu_seqlens_q, block_tables = tensors
+        block_table, *other_tables = block_tables.unbind()
+        slot_mapping, *other_mappings = slot_mappings.unbind()
         return cls(
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
             block_table=block_table,
             slot_mapping=slot_mapping,
+            others=tuple(zip(other_tables, other_mappings, strict=True)),
             positions=positions,
             max_seqlen_q=max_seqlen_q,
             plan=AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k),
         )
 
+    def table(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """block_table and slot_mapping for layers of one of the cache's tables, see `PagedKvCacheManager.table_of`."""
+        return self.others[index - 1] if index else (self.block_table, self.slot_mapping)
+
 
 @dataclass(frozen=True)
 class HostMetadata:
-    """`AttentionMetadata` before it is on the device: the same arrays, and the longest KV length."""
+    """`AttentionMetadata` before it is on the device: the same arrays, and the longest KV length.
+
+    slot_mappings, block_tables: of all tables, along the first axis.
+    """
 
     positions: NDArray[np.int64]
-    slot_mapping: NDArray[np.int64]
+    slot_mappings: NDArray[np.int64]
     seq_lens: NDArray[np.int32]
     cu_seqlens_q: NDArray[np.int32]
-    block_table: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
     max_seqlen_q: int
     max_seqlen_k: int
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """What goes to the device, the block table last."""
-        return self.positions, self.slot_mapping, self.seq_lens, self.cu_seqlens_q, self.block_table
+        """What goes to the device, the block tables last."""
+        return self.positions, self.slot_mappings, self.seq_lens, self.cu_seqlens_q, self.block_tables
 
     @property
     def is_one_token_each(self) -> bool:
@@ -82,12 +94,12 @@ class HostMetadata:
 def make_host_metadata(
     lengths: NDArray[np.int64],
     query_lens: NDArray[np.int64],
-    table: NDArray[np.int32],
+    tables: NDArray[np.int32],
     block_size: int,
 ) -> HostMetadata:
     """A forward of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
 
-    table: block ids [num_seqs, max_blocks_per_seq], which have room for the new tokens.
+    tables: block ids [tables, num_seqs, max_blocks_per_seq], which have room for the new tokens.
     """
     seq_lens = lengths + query_lens
     max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))
@@ -100,13 +112,13 @@ def make_host_metadata(
         rows = np.repeat(np.arange(len(lengths)), query_lens)
         positions = np.arange(offsets[-1]) + np.repeat(lengths - offsets[:-1], query_lens)
     blocks = positions // block_size
-    slots = (table[rows, blocks] - blocks) * block_size + positions
+    slots = (tables[:, rows, blocks] - blocks) * block_size + positions
     return HostMetadata(
         positions=positions,
-        slot_mapping=slots,
+        slot_mappings=slots,
         seq_lens=seq_lens.astype(np.int32),
         cu_seqlens_q=offsets.astype(np.int32),
-        block_table=table,
+        block_tables=tables,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )

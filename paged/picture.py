@@ -124,14 +124,16 @@ class CachePicture:
 def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
     """The cache as it stands. Take it while no other call changes the cache: it is read in several calls."""
     handles, stats, block_size = manager.handles(), manager.stats(), manager.config.block_size
+    num_tables = len(manager.config.tables)
     cached = set(manager.cached_blocks())
     holders: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
     is_next: set[int] = set()  # blocks that some sequence's next token goes into
     for index, handle in enumerate(handles):
-        for logical, block in enumerate(handle.blocks):
+        for entry, block in enumerate(handle.blocks):
             if block == 0:  # swapped out, or behind the sliding window
                 continue
+            logical = entry // num_tables
             holders.setdefault(block, []).append(index)
             tokens = min(max(handle.num_tokens - logical * block_size, 0), block_size)
             filled[block] = max(filled.get(block, 0), tokens)
@@ -153,7 +155,7 @@ def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
             num_tokens=handle.num_tokens,
             num_cached_tokens=handle.num_cached_tokens,
             num_blocks=sum(block > 0 for block in handle.blocks),
-            num_swapped=handle.blocks.count(0) if handle.is_swapped else 0,
+            num_swapped=handle.stats().swapped_blocks,
         )
         for index, handle in enumerate(handles)
     ]

@@ -16,7 +16,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import read_header
 from paged.models.network_loader import meta_network
-from paged.models.registry import GPU_FRACTION, config_of, network_class_of, text_part
+from paged.models.registry import GPU_FRACTION, cache_config, config_of, network_class_of, text_part
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,13 @@ def summarize(
         dtype = config.dtype if dtype is None else dtype
         cache_dtype = torch.float8_e4m3fn if fp8_cache else dtype
         parameters, weight_bytes = _loaded(network_class, config, dtype)
-        kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+        cache = cache_config(config, block_size=block_size)
+        block_bytes = cache.elements_per_block * cache_dtype.itemsize
+        kv_bytes = block_bytes * len(cache.tables) // block_size
         if device_bytes is not None:
             left = int((device_bytes - weight_bytes) * GPU_FRACTION)
-            kv_tokens = max(0, left // (kv_bytes * block_size)) * block_size
+            num_blocks = max(0, left // block_bytes)
+            kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks else 0
     moe = next((one for one in config.moe if one is not None), None) if config is not None else None
     return CheckpointSummary(
         folder=str(folder),

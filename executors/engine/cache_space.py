@@ -78,7 +78,8 @@ class BlockSpace:
             target = completion.longest
         else:
             target = min(completion.num_tokens + self._admission_tokens, completion.longest)
-        return max(0, self._manager.config.blocks_for(target) - len(completion.handle.blocks))
+        handle = completion.handle
+        return self._manager.config.blocks_to_grow(handle.num_tokens, handle.capacity, target)
 
 
 class TokenSpace:

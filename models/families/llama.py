@@ -118,7 +118,8 @@ class Llama(nn.Module):
         rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
         for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
-            layer.self_attn.bind(kv_manager.k_cache(index), kv_manager.v_cache(index), tables[rotation])
+            caches = kv_manager.k_cache(index), kv_manager.v_cache(index)
+            layer.self_attn.bind(*caches, kv_manager.table_of(index), tables[rotation])
             if isinstance(layer.mlp, SparseMoe):
                 layer.mlp.bind()
         # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.

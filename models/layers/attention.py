@@ -28,6 +28,7 @@ class Attention(nn.Module):
     v_cache: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    table: int
     cos_sin_cache: torch.Tensor
     unit_weight: torch.Tensor | None = None
     query_factors: torch.Tensor | None = None
@@ -52,10 +53,12 @@ class Attention(nn.Module):
         # A window of W tokens is the token itself and W - 1 before it.
         self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
 
-    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
-        """Give the layer its cache, and the rotary table that layers of its kind share."""
+    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+        """Give the layer its cache, the table of the metadata that says where it is written, and the rotary table that
+        layers of its kind share.
+        """
         self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
-        self.cos_sin_cache, device = cos_sin_cache, cos_sin_cache.device
+        self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
         if self.config.qk_norm == "unit" or self.config.v_norm:
             self.unit_weight = torch.ones(self.config.head_dim, device=device)
         if (growth := self.config.query_growth) is not None:
@@ -75,13 +78,14 @@ class Attention(nn.Module):
                 (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
             else:
                 q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        block_table, slot_mapping = metadata.table(self.table)
         q = qk_norm_rope_and_cache(
             q.unflatten(-1, (-1, layer.head_dim)),
             k.unflatten(-1, (-1, layer.head_dim)),
             v,
             self.k_cache,
             self.v_cache,
-            metadata.slot_mapping,
+            slot_mapping,
             positions,
             self.cos_sin_cache,
             q_weight=q_weight,
@@ -98,7 +102,7 @@ class Attention(nn.Module):
             q,
             self.k_cache,
             self.v_cache,
-            block_table=metadata.block_table,
+            block_table=block_table,
             cu_seqlens_q=metadata.cu_seqlens_q,
             seq_lens=metadata.seq_lens,
             max_seqlen_q=metadata.max_seqlen_q,

@@ -88,7 +88,8 @@ class LoadOptions:
     block_size: tokens a block; where None those that attention is fastest with on the device: 64 on GPUs of Hopper and
         Blackwell that have a server's shared memory, 16 elsewhere.
     max_seq_len: longest sequence; the model's own limit where None.
-    num_swap_blocks: blocks of host memory that sequences can be swapped to.
+    num_swap_blocks: blocks of host memory that sequences can be swapped to. Where layers have several block tables both
+        numbers are those of each, so that they stand for as much memory.
     enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
     kv_cache_dtype: that of the weights where None or "auto", or torch.float8_e4m3fn, half of 16 bits: then with the
         scales that the checkpoint holds for it, else with 1.

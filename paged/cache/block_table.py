@@ -1,4 +1,4 @@
-"""Every live sequence's block ids as rows of one array, from which a step's table is gathered."""
+"""Every live sequence's block ids as rows of an array, from which a step's tables are gathered."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from numpy.typing import NDArray
 from paged.cache.slot_reservation import SequenceState
 
 
-class BlockTable:
+class BlockTables:
     """Rows are brought up to date when they are read: in a decode step one sequence in block_size has a new block, and
     converting all ids of 256 sequences of 512 blocks would take milliseconds.
     """
 
-    def __init__(self) -> None:
-        self._rows = np.zeros((16, 16), np.int32)
-        self._num_blocks = np.zeros(len(self._rows), np.int64)
+    def __init__(self, num_tables: int) -> None:
+        self._num_tables = num_tables
+        self._rows = np.zeros((num_tables, 16, 16), np.int32)
+        self._num_blocks = np.zeros(16, np.int64)
         # Rows without a sequence, each with the blocks it still holds.
-        self._free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(len(self._rows))]
+        self._free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(16)]
         # The sequence of each row, None for none; the last entry is what row -1 of removed sequences leads to.
-        self._owners: list[SequenceState | None] = [None] * (len(self._rows) + 1)
+        self._owners: list[SequenceState | None] = [None] * 17
         # A decode step mostly has the sequences of the one before: comparing 256 takes 1 us, looking them up 20.
         self._last: list[SequenceState] = []
         self._last_rows = np.empty(0, np.int64)
@@ -27,8 +28,8 @@ class BlockTable:
     def add(self, state: SequenceState) -> None:
         """Give a sequence a row."""
         if not self._free:
-            count = len(self._rows)
-            rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+            count = len(self._num_blocks)
+            rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
             num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
             owners = [*self._owners, *[None] * count]
             free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(count, 2 * count)]
@@ -55,22 +56,39 @@ class BlockTable:
         return True
 
     def gather(self, states: list[SequenceState]) -> NDArray[np.int32]:
-        """int32 [len(states), most blocks of one], padded with block 0; for states that `owns` has just approved."""
+        """int32 [tables, len(states), most blocks of one], padded with block 0; for states that `owns` has just
+        approved.
+        """
         for state in states:
             if state.row_blocks is not state.blocks:
                 self._update(state)
         width = int(self._num_blocks[self._last_rows].max(initial=0))
-        return self._rows[self._last_rows, :width]
+        return self._rows[:, self._last_rows, :width]
 
     def _update(self, state: SequenceState) -> None:
-        new, old, row = state.blocks, state.row_blocks, state.row
-        while len(new) > self._rows.shape[1]:
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
-        same = len(old) if new[: len(old)] == old else 0
-        if same == len(old) == len(new) - 1:  # mostly: writing one number takes a fifth of the time of writing a slice
-            self._rows[row, same] = new[same]
+        new, old, row, count = state.blocks, state.row_blocks, state.row, self._num_tables
+        length = len(new) // count
+        while length > self._rows.shape[2]:
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=2)
+        same = _same(new, old) // count
+        if same * count == len(old) and same == length - 1:
+            # Mostly: writing one number takes a fifth of the time of writing a slice.
+            for table, block in enumerate(new[same * count :]):
+                self._rows[table, row, same] = block
         else:
-            self._rows[row, same : len(new)] = new[same:]
-            self._rows[row, len(new) : len(old)] = 0
-        self._num_blocks[row] = len(new)
+            for table in range(count):
+                self._rows[table, row, same:length] = new[same * count + table :: count]
+            self._rows[:, row, length : len(old) // count] = 0
+        self._num_blocks[row] = length
         state.row_blocks = new
+
+
+def _same(new: tuple[int, ...], old: tuple[int, ...]) -> int:
+    """How many blocks at least, of those at the beginning, are as they were: a sequence mostly changes at its end."""
+    tail = 0
+    while tail < len(old):
+        same = len(old) - tail
+        if new[:same] == old[:same]:
+            return same
+        tail = max(32, 8 * tail)
+    return 0

@@ -29,14 +29,14 @@ class KvInspection:
     def write(self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """`PagedKvCacheManager.write_kv`."""
         layer, position = self.tensors.layer(layer), as_int("position", position)
-        key, value = self.tensors.rows(key, value)
+        key, value = self.tensors.rows(layer, key, value)
         with self.guard:
             state = self.sequences.state(handle)
             end = position + len(key)
             undo = self.guard.undo
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
-            self.window.check_seen(state, position, end)
+            self.window.check_seen(state, self.tensors.table_of(layer), position, end)
             self.slots.make_exclusive([(state, position, end)])
             state.remember(undo)
             if position < state.num_tokens:  # a rollback must not bring back what stood here
@@ -57,5 +57,5 @@ class KvInspection:
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)
             if end > readable:
                 raise InvalidInputError(f"num_tokens: positions {start}..{end}, expected within the {readable} written")
-            self.window.check_seen(state, start, end)
+            self.window.check_seen(state, self.tensors.table_of(layer), start, end)
             return self.tensors.read(layer, state.blocks, start, end)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paged.cache.blocks.pool import BlockPool
+from paged.cache.groups import CacheGroup, split_evenly
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
@@ -24,6 +25,8 @@ _MAX_SIZE = (1 << 31) - 2
 class PagedKvCacheConfig:
     """Shape and policy of a cache.
 
+    num_kv_heads, head_dim: of layers whose group has none of its own.
+    block_size: positions in a block, of all layers of a table.
     num_blocks: blocks that can be handed out; storage holds one more, block 0.
     num_swap_blocks: blocks of host memory that sequences can be swapped to.
     dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made. The kernels take float32,
@@ -34,10 +37,13 @@ class PagedKvCacheConfig:
     sliding_window: tokens that any token can see, itself included, where that holds for every layer: blocks out of
         later tokens' reach are given back. None keeps all.
     prefix_hash: "fast", a polynomial modulo 2^64, or "sha256"; token ids are compared on every hit with either.
+    groups: layers of several shapes or windows; None for one group of all. A layer in none has no K/V of its own.
+    tables: the groups that have a block table each, see `split_evenly`; those without a window come first.
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
-            enable_prefix_cache is not a bool, or the hash is another.
+        enable_prefix_cache is not a bool, the hash is another, or groups are not CacheGroups, share a layer, have
+        one beyond num_layers, or come with a sliding_window beside their own.
     """
 
     num_layers: int
@@ -54,6 +60,8 @@ class PagedKvCacheConfig:
     max_seq_len: int | None = None
     sliding_window: int | None = None
     prefix_hash: str = "fast"
+    groups: Sequence[CacheGroup] | None = None
+    tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks"):
@@ -72,35 +80,101 @@ class PagedKvCacheConfig:
         self._set("enable_prefix_cache", as_bool("enable_prefix_cache", self.enable_prefix_cache))
         if not isinstance(self.prefix_hash, str) or self.prefix_hash not in ("fast", "sha256"):
             raise InvalidInputError(f"prefix_hash: {shown(self.prefix_hash)}, expected 'fast' or 'sha256'")
+        groups = self._given_groups()
+        self._set("tables", split_evenly([one.with_defaults(self.num_kv_heads, self.head_dim) for one in groups]))
+
+    def _given_groups(self) -> Sequence[CacheGroup]:
+        if self.groups is None:
+            return [CacheGroup(tuple(range(self.num_layers)), sliding_window=self.sliding_window)]
+        if not isinstance(self.groups, list | tuple) or not all(isinstance(one, CacheGroup) for one in self.groups):
+            raise InvalidInputError(f"groups: {shown(self.groups)}, expected CacheGroups")
+        self._set("groups", tuple(self.groups))
+        layers = [layer for group in self.groups for layer in group.layers]
+        if not layers or len(set(layers)) != len(layers) or max(layers) >= self.num_layers:
+            raise InvalidInputError(
+                f"groups: layers {shown(layers)}, expected some of {self.num_layers}, each of them once"
+            )
+        if self.sliding_window is not None:
+            raise InvalidInputError(f"sliding_window: {self.sliding_window}, expected None where groups have their own")
+        return self.groups
 
     def _set(self, name: str, value: Any) -> None:
         """A field as it was meant, while the configuration is made."""
         object.__setattr__(self, name, value)
 
+    @property
+    def num_whole(self) -> int:
+        """Tables that have a block for every position as soon as there is room for it: those without a window, and the
+        first; others get theirs when they are written, as a long prompt is given back chunk by chunk.
+        """
+        return max(1, [table.sliding_window for table in self.tables].count(None))
+
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that have room for `num_tokens`."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that have room for `num_tokens`, in all tables."""
+        return -(-num_tokens // self.block_size) * len(self.tables)
+
+    def blocks_to_begin(self, num_tokens: int) -> int:
+        """Blocks that `allocate` takes for `num_tokens`."""
+        return -(-num_tokens // self.block_size) * self.num_whole
+
+    def blocks_to_grow(self, num_tokens: int, capacity: int, target: int) -> int:
+        """Blocks that a sequence lacks for `target` tokens, those counted off that it gives back until then."""
+        missing = max(0, -(-target // self.block_size) - capacity // self.block_size) * self.num_whole
+        for table in self.tables[self.num_whole :]:
+            kept, now = (table.blocks_kept(length, self.block_size) for length in (target, num_tokens))
+            missing += max(0, kept - now)
+        return missing
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that the whole pool has room for; if every table has a window it may be longer."""
+        others = sum(table.most_blocks_kept(self.block_size) for table in self.tables[self.num_whole :])
+        whole = max(self.num_blocks // len(self.tables), (self.num_blocks - others) // self.num_whole)
+        return whole * self.block_size
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """`capacity_tokens`, None where every table has a window."""
+        return None if self.tables[0].sliding_window is not None else self.capacity_tokens
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Of how many slots a block consists, and the elements that a token has in each: room for the keys or values of
+        one layer, or of several small ones.
+        """
+        size = max(max(table.sizes) for table in self.tables)
+        counts = [sum(-(-len(table.layers) // (size // one)) for one in table.sizes) for table in self.tables]
+        return max(counts), size
+
+    @property
+    def elements_per_block(self) -> int:
+        """Numbers in a block."""
+        num_slots, size = self.slots
+        return num_slots * size * self.block_size
 
 
 @dataclass(frozen=True)
 class KvCacheHandleStats:
-    """One sequence at one moment; shared_blocks are those that another sequence holds too."""
+    """One sequence at one moment; shared_blocks are those that another sequence holds too, swapped_blocks lie in host
+    memory.
+    """
 
     num_blocks: int
     shared_blocks: int
     num_tokens: int
     capacity: int
+    swapped_blocks: int
 
 
 class KvCacheHandle:
     """One sequence in the cache. Read-only: it changes through the manager that made it."""
 
-    __slots__ = ("__weakref__", "_block_size", "_pool", "_state")
+    __slots__ = ("__weakref__", "_block_size", "_num_tables", "_pool", "_state")
 
-    def __init__(self, state: SequenceState, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, state: SequenceState, pool: BlockPool, config: PagedKvCacheConfig) -> None:
         self._state = state
         self._pool = pool
-        self._block_size = block_size
+        self._block_size, self._num_tables = config.block_size, len(config.tables)
 
     @property
     def cache_id(self) -> SeqId:
@@ -120,7 +194,7 @@ class KvCacheHandle:
     @property
     def capacity(self) -> int:
         """Positions that the blocks have room for."""
-        return len(self._state.blocks) * self._block_size
+        return len(self._state.blocks) // self._num_tables * self._block_size
 
     @property
     def num_cached_tokens(self) -> int:
@@ -129,7 +203,9 @@ class KvCacheHandle:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Ids of the blocks, in order of position; 0 for one that is swapped out or behind the sliding window."""
+        """Ids of the blocks, in order of position, of all tables at one after those at the one before; 0 for one that
+        is swapped out, behind the sliding window, or not there before it is written.
+        """
         return self._state.blocks
 
     @property
@@ -154,7 +230,8 @@ class KvCacheHandle:
             num_blocks=len(blocks),
             shared_blocks=len(self._pool.shared & set(blocks)),
             num_tokens=self.num_tokens,
-            capacity=len(blocks) * self._block_size,
+            capacity=self.capacity,
+            swapped_blocks=len(self._state.host_blocks or ()),
         )
 
     def __repr__(self) -> str:

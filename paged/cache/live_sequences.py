@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem
-from paged.cache.block_table import BlockTable
+from paged.cache.block_table import BlockTables
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.blocks.undo_log import UndoLog
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
@@ -28,21 +28,21 @@ _HANDLE_TYPES = {KvCacheHandle}
 
 
 class LiveSequences:
-    """handles: of all sequences by name, oldest first. table: their block ids."""
+    """handles: of all sequences by name, oldest first. tables: their block ids."""
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
         self.handles: dict[SeqId, KvCacheHandle] = {}
-        self.table = BlockTable()
+        self.tables = BlockTables(len(config.tables))
         self._pool = pool
         self._undo = undo
-        self._block_size = config.block_size
+        self._config = config
         self._max_seq_len = config.max_seq_len
 
     def add(self, state: SequenceState) -> KvCacheHandle:
         """The handle of a new sequence."""
-        handle = KvCacheHandle(state, self._pool, self._block_size)
+        handle = KvCacheHandle(state, self._pool, self._config)
         self._undo.add((self._forget, state))
-        self.table.add(state)
+        self.tables.add(state)
         self.handles[state.request_id] = handle
         return handle
 
@@ -51,19 +51,19 @@ class LiveSequences:
         state.remember(self._undo)
         self._undo.add((self._bring_back, state))
         state.is_valid = False
-        self.table.remove(state)
+        self.tables.remove(state)
         del self.handles[state.request_id]  # last, as the order of sequences is not brought back
 
     def _forget(self, state: SequenceState) -> None:
         """Undo `add`, as far as it was done."""
         self.handles.pop(state.request_id, None)
         if state.row >= 0:
-            self.table.remove(state)
+            self.tables.remove(state)
 
     def _bring_back(self, state: SequenceState) -> None:
         """Undo `remove`, as far as it was done."""
         if state.row < 0:
-            self.table.add(state)
+            self.tables.add(state)
 
     def new_name(self, request_id: object) -> SeqId:
         """The name of a sequence to come; InvalidInputError if one has it, or it can be none."""
@@ -145,7 +145,7 @@ class LiveSequences:
             InvalidInputError, StaleHandleError: one is unknown, freed, swapped out, given twice or gets less than none.
         """
         states = [handle._state for handle in handles]
-        is_owned = self.table.owns(states)
+        is_owned = self.tables.owns(states)
         if not is_owned or any_swapped:
             for handle in handles:
                 self.state(handle)

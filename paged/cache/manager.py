@@ -94,9 +94,9 @@ class PagedKvCacheManager:
             self._sequences.check_length(room)
             state = SequenceState(request_id, namespace)
             if ids is None or not self.config.enable_prefix_cache:
-                state.blocks = tuple(self._pool.allocate(self.config.blocks_for(room)))
+                state.blocks = self._prefixes.room(-(-room // self.config.block_size))
             else:
-                self._prefixes.begin(state, ids, self.config.blocks_for(room))
+                self._prefixes.begin(state, ids, room)
                 self._window.drop_unseen([state])
             return self._sequences.add(state)
 
@@ -123,7 +123,8 @@ class PagedKvCacheManager:
         """`num_tokens` more positions now hold valid K/V.
 
         Raises:
-            InvalidInputError: `num_tokens` is negative or goes beyond the capacity.
+            InvalidInputError: `num_tokens` is negative or goes beyond the capacity, or a table has no blocks there, as
+                neither `reserve` nor `build_metadata` made them.
             SequenceTooLongError: beyond `max_seq_len`.
         """
         num_tokens = as_int("num_tokens", num_tokens)
@@ -133,6 +134,7 @@ class PagedKvCacheManager:
             if target > handle.capacity:
                 raise InvalidInputError(f"num_tokens: length {target}, expected at most the capacity {handle.capacity}")
             self._sequences.check_length(target)
+            self._window.check_room(state, target)
             state.remember(self._undo)
             state.settle()
             state.num_tokens = target
@@ -320,7 +322,8 @@ class PagedKvCacheManager:
         """
         num_tokens = as_int("num_tokens", num_tokens)
         longest = self.config.max_seq_len
-        return (longest is None or num_tokens <= longest) and self.config.blocks_for(num_tokens) <= self._pool.num_free
+        needed = self.config.blocks_to_begin(num_tokens)
+        return (longest is None or num_tokens <= longest) and needed <= self._pool.num_free
 
     def get_handle(self, request_id: SeqId) -> KvCacheHandle | None:
         """The live sequence of that name, or None.
@@ -344,13 +347,17 @@ class PagedKvCacheManager:
         """Keys of one layer, [num_blocks + 1, block_size, num_kv_heads, head_dim].
 
         Raises:
-            InvalidInputError: there is no such layer.
+            InvalidInputError: there is no such layer, or it has no K/V of its own.
         """
         return self._tensors.k_cache(layer)
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k_cache`."""
         return self._tensors.v_cache(layer)
+
+    def table_of(self, layer: int) -> int:
+        """The index of a layer's table for `AttentionMetadata.table`; errors as of `k_cache`."""
+        return self._tensors.table_of(layer)
 
     def build_metadata(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
@@ -380,8 +387,8 @@ class PagedKvCacheManager:
         states, query_lens = self._sequences.of_step(handles, counts, any_swapped=any_swapped)
         lengths = np.array([state.num_tokens for state in states], np.int64)
         self._slots.make_ready(states, (lengths + query_lens).tolist())
-        table = self._sequences.table.gather(states)
-        return make_host_metadata(lengths, query_lens, table, self.config.block_size)
+        tables = self._sequences.tables.gather(states)
+        return make_host_metadata(lengths, query_lens, tables, self.config.block_size)
 
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
@@ -411,7 +418,7 @@ class PagedKvCacheManager:
     def stats(self) -> CacheStats:
         """The cache as of now."""
         with self._guard:
-            return count_stats(self._sequences, self._prefixes, self._slots, self._swap, self._tensors)
+            return count_stats(self.config, self._sequences, self._prefixes, self._slots, self._swap, self._tensors)
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """`stats()`, the pressure, and the histograms of sampled blocks (see `BlockAges`), ready for JSON."""

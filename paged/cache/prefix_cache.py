@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
@@ -21,31 +23,50 @@ class PrefixCache:
     """
 
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
-        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.undo)
+        are_needed = [table.sliding_window is None for table in config.tables[1:]]
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.undo, are_needed)
         self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.undo)
+        if self.index.companions is not None:
+            self.index.companions.on_withdrawn = self.pool.unpublished
         self.num_hits = 0
         self.num_misses = 0
         self.num_hit_tokens = 0
         self.num_evictions = 0
         self._guard = guard
-        self._block_size = config.block_size
+        self._block_size, self._tables = config.block_size, config.tables
+        self._num_whole = config.num_whole
         self._is_enabled = config.enable_prefix_cache
 
-    def begin(self, state: SequenceState, token_ids: list[int], num_blocks: int) -> None:
-        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_blocks`.
+    def room(self, count: int) -> tuple[int, ...]:
+        """New blocks for `count` times block_size positions; zeros where a table has its own when they are written.
+
+        Raises:
+            OutOfBlocksError: the pool cannot supply them.
+        """
+        taken, num_whole = self.pool.allocate(count * self._num_whole), self._num_whole
+        num_others = len(self._tables) - num_whole
+        if not num_others:
+            return tuple(taken)
+        rows = np.array(taken, np.int64).reshape(count, num_whole)
+        return tuple(np.pad(rows, ((0, 0), (0, num_others))).ravel().tolist())
+
+    def begin(self, state: SequenceState, token_ids: list[int], num_tokens: int) -> None:
+        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`.
 
         Raises:
             InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
             OutOfBlocksError: the pool cannot supply the others.
         """
-        matched, chain = self.index.match(token_ids, state.namespace)
-        length = min(len(matched) * self._block_size, max(len(token_ids) - 1, 0))
-        fresh = max(0, num_blocks - len(matched))
-        if fresh + len(matched) > self.pool.num_free:
+        found, chain = self.index.match(token_ids, state.namespace)
+        longest = max(len(token_ids) - 1, 0)
+        length, blocks = self._usable(found, longest)
+        held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
+        fresh = max(0, -(-num_tokens // self._block_size) - len(blocks) // len(self._tables))
+        if fresh * self._num_whole + len(held) > self.pool.num_free:
             # Free blocks that are revived can no longer be handed out.
-            self.pool.require(fresh + self.pool.count_cached(matched))
-        self.pool.share(matched)
-        state.blocks = (*matched, *self.pool.allocate(fresh))
+            self.pool.require(fresh * self._num_whole + self.pool.count_cached(held))
+        self.pool.share(held)
+        state.blocks = (*blocks, *self.room(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
         chain.cut(length, length // self._block_size, self._guard.undo)
         state.chain = chain
@@ -53,6 +74,28 @@ class PrefixCache:
         self.num_hits += length > 0
         self.num_misses += length == 0
         self.num_hit_tokens += length
+
+    def _usable(self, found: list[int], longest: int) -> tuple[int, list[int]]:
+        """How many tokens, at most `longest`, published blocks of the first table let a sequence begin with, and the
+        blocks of all tables: behind its length one with a window needs those alone that the next token sees.
+        """
+        block_size, companions = self._block_size, self.index.companions
+        if companions is None or not found:
+            return min(len(found) * block_size, longest), found
+        indices = np.arange(len(found))
+        lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # of each number of blocks
+        rows = np.column_stack([found, companions.of(found)])
+        is_usable = np.ones(len(lengths), bool)
+        for column, table in enumerate(self._tables):
+            if column and table.sliding_window is not None:
+                last_gap = np.maximum.accumulate(np.where(rows[:, column], -1, indices))
+                first_seen = [table.first_seen_block(length, block_size) for length in lengths.tolist()[1:]]
+                is_usable[1:] &= last_gap < first_seen
+        count = int(np.flatnonzero(is_usable)[-1])
+        for column, table in enumerate(self._tables):
+            if column:
+                rows[: table.first_seen_block(int(lengths[count]), block_size), column] = 0
+        return int(lengths[count]), rows[:count].ravel().tolist()
 
     def commit(self, state: SequenceState, token_ids: list[int]) -> None:
         """Publish the full blocks; `token_ids` are those at positions 0.., as far as they are known.
@@ -86,10 +129,14 @@ class PrefixCache:
         first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
         if last <= first or not self._is_enabled:
             return
-        blocks = state.blocks[first:last]
+        num_tables = len(self._tables)
+        blocks = state.blocks[first * num_tables : last * num_tables : num_tables]
         if 0 in blocks:  # behind the sliding window: the chain is broken
             return
-        displaced = self.index.publish(blocks, chain, state.namespace)
+        others: list[tuple[int, ...]] = []
+        if num_tables > 1:
+            others = [state.blocks[i * num_tables + 1 : (i + 1) * num_tables] for i in range(first, last)]
+        displaced = self.index.publish(blocks, chain, state.namespace, others)
         for block, _ in displaced:
             self.pool.unpublished(block)
         if self._guard.has_event_listeners:
@@ -114,22 +161,26 @@ class PrefixCache:
         if num_tokens > giver.num_tokens:
             full = giver.num_tokens // self._block_size
             raise InvalidInputError(f"num_blocks: {num_blocks}, expected at most the {full} full blocks of source")
-        shared, dropped = giver.blocks[:num_blocks], taker.blocks[:num_blocks]
-        if 0 in shared:
-            raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
+        num_tables = len(self._tables)
+        end = num_blocks * num_tables
+        shared, dropped = giver.blocks[:end], taker.blocks[:end]
+        for index, table in enumerate(self._tables):
+            first = table.first_seen_block(num_tokens, self._block_size) if index else 0
+            if 0 in shared[first * num_tables + index :: num_tables]:
+                raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
         taker.remember(self._guard.undo)
         taker.settle()
-        self.pool.share(shared)
+        self.pool.share([block for block in shared if block])
         self.pool.release(dropped)
-        taker.blocks = shared + taker.blocks[num_blocks:]
+        taker.blocks = shared + taker.blocks[end:]
         taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
         taker.chain = giver.chain.copy(num_tokens, num_blocks)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
         """`blocks` can no longer be found."""
-        hashes = self.index.forget(blocks)
+        withdrawn = self.index.forget(blocks)
         if self._guard.has_event_listeners:
-            for hash_ in hashes:
+            for _, hash_ in withdrawn:
                 self._guard.add(BlockRemoved(hash_))
 
     def clear(self, states: Iterable[SequenceState]) -> None:
@@ -163,5 +214,6 @@ class PrefixCache:
 
     def _forget_evicted(self, blocks: list[int]) -> None:
         self._remember_counts()
-        self.num_evictions += len(blocks)
+        num_cached = self.pool.num_cached
         self.withdraw(blocks)
+        self.num_evictions += len(blocks) + num_cached - self.pool.num_cached  # with what is of no use without them

@@ -1,4 +1,4 @@
-"""Gives back blocks behind the sliding window of every layer, which no later token can see."""
+"""Gives back blocks behind the sliding windows of tables, which no later token can see."""
 
 from __future__ import annotations
 
@@ -10,40 +10,56 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 
-# Positions behind the sliding window that are kept, so that rejected speculation can be rolled back.
-ROLLBACK_SLACK = 64
-
 
 class SlidingWindow:
     """Gives back what is out of later tokens' reach; where the cache has no window, nothing is."""
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
-        self._config = config
+        self._block_size, self._tables = config.block_size, config.tables
+        self._windows = [pair for pair in enumerate(config.tables) if pair[1].sliding_window is not None]
         self._undo = undo
         self._pool = pool
 
     def drop_unseen(self, states: Iterable[SequenceState]) -> None:
         """Give back blocks that lie behind the sliding window of every later token."""
-        if self._config.sliding_window is None:
+        if not self._windows:
             return
+        step = len(self._tables)
         for state in states:
-            first = self._first_seen_block(state.num_tokens, ROLLBACK_SLACK)
-            if any(state.blocks[:first]):
+            blocks = state.blocks
+            dropped = []
+            for index, table in self._windows:
+                last = (table.first_kept_block(state.num_tokens, self._block_size) - 1) * step + index
+                while last >= 0 and blocks[last]:  # before the last one that is gone all are
+                    dropped.append(last)
+                    last -= step
+            if dropped:
                 state.remember(self._undo)
-                self._pool.release(state.blocks[:first])
-                state.blocks = (0,) * first + state.blocks[first:]
+                kept = list(blocks)
+                for position in dropped:
+                    kept[position] = 0
+                self._pool.release([blocks[position] for position in reversed(dropped)])
+                state.blocks = tuple(kept)
+
+    def check_room(self, state: SequenceState, target: int) -> None:
+        """Raise InvalidInputError if a table lacks a block from the length to `target`."""
+        first = state.num_tokens // self._block_size
+        if any(self._has_gap(state, index, first, target) for index, _ in self._windows):
+            raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it were written to")
 
     def check_rollback(self, state: SequenceState, num_tokens: int) -> None:
         """Raise InvalidInputError if what the token after `num_tokens` sees has been given back."""
-        if 0 in state.blocks[self._first_seen_block(num_tokens, 0) : self._config.blocks_for(num_tokens)]:
-            raise InvalidInputError(f"num_tokens: {num_tokens}, its sliding window has been given back in part")
+        for index, table in self._windows:
+            first = table.first_seen_block(num_tokens, self._block_size)
+            if self._has_gap(state, index, first, num_tokens):
+                raise InvalidInputError(f"num_tokens: {num_tokens}, its sliding window has been given back in part")
 
-    def check_seen(self, state: SequenceState, start: int, end: int) -> None:
-        """Raise InvalidInputError if one of the positions start..end has been given back."""
-        if start < end and 0 in state.blocks[start // self._config.block_size : self._config.blocks_for(end)]:
+    def check_seen(self, state: SequenceState, index: int, start: int, end: int) -> None:
+        """Raise InvalidInputError if one of the positions start..end of a table has been given back."""
+        if start < end and self._has_gap(state, index, start // self._block_size, min(end, state.num_tokens)):
             raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
 
-    def _first_seen_block(self, num_tokens: int, slack: int) -> int:
-        """Index of the first block that the token after `num_tokens`, or after `slack` fewer, can see."""
-        window = self._config.sliding_window
-        return 0 if window is None else max(0, num_tokens - slack - window + 1) // self._config.block_size
+    def _has_gap(self, state: SequenceState, index: int, first: int, num_tokens: int) -> bool:
+        """Whether a table lacks a block from `first` on that holds one of the first `num_tokens`."""
+        step = len(self._tables)
+        return 0 in state.blocks[first * step + index : -(-num_tokens // self._block_size) * step : step]

@@ -1,4 +1,4 @@
-"""Room that sequences can write to: new blocks at their ends, copies in place of shared ones."""
+"""Room that sequences can write to: new blocks at their ends, blocks not there yet, copies in place of shared ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Span = tuple[SequenceState, int, int]
 """A sequence, the first position that will be written, and the end of those."""
 
 _Need = tuple[SequenceState, list[int], list[int], int]
-"""A sequence; indices of the shared blocks a span writes to, of the published ones; blocks missing at its end."""
+"""A sequence; indices of blocks a span writes to that are shared or not there yet, of published ones; blocks missing at
+its end."""
 
 
 class KvSlotAllocator:
@@ -35,7 +36,7 @@ class KvSlotAllocator:
         window: SlidingWindow,
     ) -> None:
         self.num_copies = 0
-        self._block_size = config.block_size
+        self._block_size, self._num_tables = config.block_size, len(config.tables)
         self._is_publishing = config.enable_prefix_cache
         self._guard = guard
         self._prefixes = prefixes
@@ -73,7 +74,7 @@ class KvSlotAllocator:
             return
         unready = self._unready(states, targets)
         for state, _, target in unready:
-            if target > len(state.blocks) * self._block_size:
+            if target > len(state.blocks) // self._num_tables * self._block_size:
                 raise InvalidInputError(
                     f"items: {state.request_id!r} has no room for {target - state.num_tokens} more tokens"
                 )
@@ -91,40 +92,47 @@ class KvSlotAllocator:
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
         """The spans from each sequence's length to its target that cannot be written yet.
 
-        Only the block that the length lies in can be shared or published: those after it hold no tokens.
+        Only the blocks that the length lies in can be shared or published: those after it hold no tokens.
         """
         block_size, shared, published = self._block_size, self._pool.shared, self._index.published
+        num_tables = self._num_tables
         unready = []
         for state, target in zip(states, targets, strict=True):
             start, blocks = state.num_tokens, state.blocks
             if target > start:
-                if target > len(blocks) * block_size:
+                if target > len(blocks) // num_tables * block_size:
                     unready.append((state, start, target))
+                elif num_tables > 1:
+                    first, end = start // block_size * num_tables, -(-target // block_size) * num_tables
+                    tail = blocks[first : first + num_tables]
+                    if 0 in blocks[first:end] or not (shared.isdisjoint(tail) and published.isdisjoint(tail)):
+                        unready.append((state, start, target))
                 elif state.reservation is None:  # an open one has seen to it
-                    tail = blocks[start // block_size]
-                    if tail in shared or tail in published:
+                    last = blocks[start // block_size]
+                    if last in shared or last in published:
                         unready.append((state, start, target))
         return unready
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
         """What must change before the spans can be written; sequences that are ready are left out."""
-        block_size, published = self._block_size, self._index.published
+        shared_blocks, published = self._pool.shared, self._index.published
         needs = []
         for state, start, end in spans:
             if start >= end:
                 continue
             blocks = state.blocks
             num_blocks = len(blocks)
-            last = (end - 1) // block_size
-            shared: list[int] = []
+            last = -(-end // self._block_size) * self._num_tables
+            written = -(-state.num_tokens // self._block_size) * self._num_tables
+            replaced: list[int] = []
             stale: list[int] = []
-            for i in range(start // block_size, min(last + 1, num_blocks)):
-                if blocks[i] in self._pool.shared:
-                    shared.append(i)
+            for i in range(start // self._block_size * self._num_tables, min(last, num_blocks)):
+                if blocks[i] in shared_blocks or (not blocks[i] and i >= written):  # before, it is behind a window
+                    replaced.append(i)
                 elif blocks[i] in published:
                     stale.append(i)
-            if last >= num_blocks or shared or stale:
-                needs.append((state, shared, stale, max(0, last + 1 - num_blocks)))
+            if last > num_blocks or replaced or stale:
+                needs.append((state, replaced, stale, max(0, last - num_blocks)))
         return needs
 
     def _make_room(self, spans: Iterable[Span]) -> dict[SeqId, Undo]:
@@ -141,14 +149,15 @@ class KvSlotAllocator:
         used = 0
         pairs: list[tuple[int, int]] = []
         grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
-        for state, shared, _, fresh in needs:
-            if shared or fresh:
-                undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in shared})
+        for state, replaced, _, fresh in needs:
+            if replaced or fresh:
+                undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in replaced})
                 blocks = list(state.blocks)
-                for index, copy in zip(shared, taken[used:], strict=False):
-                    blocks[index] = copy
-                    pairs.append((state.blocks[index], copy))
-                used += len(shared) + fresh
+                for index, new in zip(replaced, taken[used:], strict=False):
+                    if blocks[index]:
+                        pairs.append((blocks[index], new))
+                    blocks[index] = new
+                used += len(replaced) + fresh
                 blocks += taken[used - fresh : used]
                 grown.append((state, tuple(blocks), undo))
         log = self._guard.undo
@@ -156,11 +165,11 @@ class KvSlotAllocator:
             self._prefixes.overwrite(taken)
             self._tensors.copy(pairs)
             log.add((setattr, self, "num_copies", self.num_copies))
-        for state, shared, stale, _ in needs:
-            if shared or stale:
+        for state, replaced, stale, _ in needs:
+            if replaced or stale:
                 self._prefixes.withdraw([state.blocks[index] for index in stale])
                 # A copy is not published, and neither is what will change: the chain goes on from before them.
-                state.chain.withdraw(min([*shared, *stale]), log)
+                state.chain.withdraw(min([*replaced, *stale]) // self._num_tables, log)
         for state, new_blocks, _ in grown:
             state.remember(log)
             state.blocks = new_blocks
@@ -175,4 +184,4 @@ class KvSlotAllocator:
 
 
 def _blocks_needed(needs: Iterable[_Need]) -> int:
-    return sum(len(shared) + fresh for _, shared, _, fresh in needs)
+    return sum(len(replaced) + fresh for _, replaced, _, fresh in needs)

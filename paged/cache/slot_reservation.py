@@ -24,7 +24,8 @@ class SequenceState:
     """What the manager knows of one sequence; callers see it through a KvCacheHandle.
 
     num_written: positions below it were written through write_kv, without a gap after num_tokens.
-    blocks is replaced, never changed in place, so an old value can be kept to go back to.
+    blocks is replaced, never changed in place, so an old value can be kept to go back to. It has an entry of every
+        table for the first positions, then of every table for the next; 0 where a table has no block there.
     chain: what is known of the tokens, and published of them.
     host_blocks: while swapped out, the host block by index in `blocks`, where 0 stands meanwhile.
     row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks that stand there.
@@ -71,7 +72,8 @@ class SequenceState:
 class Undo:
     """What takes back what a reservation changed of one sequence.
 
-    replaced: shared block by its index in `blocks`, where a copy stands now; the reservation keeps the reference.
+    replaced: shared block by its index in `blocks`, where a copy stands now; the reservation keeps the reference. 0
+        where there was none.
     """
 
     num_blocks: int
@@ -125,7 +127,7 @@ class KvSlotReservation:
     @property
     def kept_blocks(self) -> list[int]:
         """Shared blocks that copies replaced, kept to go back to."""
-        return [block for undo in self._undo.values() for block in undo.replaced.values()]
+        return [block for undo in self._undo.values() for block in undo.replaced.values() if block]
 
     def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
         """Whether exactly these sequences have room for exactly these lengths, and none has changed since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_allocator import KvSlotAllocator
@@ -21,10 +22,10 @@ class CacheStats:
     evictions: cached blocks handed out or withdrawn. swapped_out_blocks, swapped_in_blocks: moved since the start.
     swap_blocks_free: host blocks left.
     num_tokens: lengths of all sequences added up, so a shared position counts once a sequence.
-    capacity_tokens: the room of the whole pool.
+    capacity_tokens: the longest sequence that the whole pool has room for.
     utilization: used_blocks / num_blocks.
     cow_copies, allocation_failures, and the counts of hits, evictions and swaps: since the cache was made.
-    bytes_per_block: K and V of all layers.
+    bytes_per_block: K and V of all layers of a table.
     """
 
     num_blocks: int
@@ -50,7 +51,12 @@ class CacheStats:
 
 
 def count_stats(
-    sequences: LiveSequences, prefixes: PrefixCache, slots: KvSlotAllocator, swap: SwapSpace, tensors: KvCacheTensors
+    config: PagedKvCacheConfig,
+    sequences: LiveSequences,
+    prefixes: PrefixCache,
+    slots: KvSlotAllocator,
+    swap: SwapSpace,
+    tensors: KvCacheTensors,
 ) -> CacheStats:
     """What the parts of a cache have counted, and hold now."""
     pool = prefixes.pool
@@ -62,7 +68,7 @@ def count_stats(
         shared_blocks=len(pool.shared),
         num_sequences=len(sequences.handles),
         num_tokens=sum(handle.num_tokens for handle in sequences.handles.values()),
-        capacity_tokens=total * tensors.block_size,
+        capacity_tokens=config.capacity_tokens,
         utilization=(total - free) / total,
         cow_copies=slots.num_copies,
         allocation_failures=pool.num_refused + swap.pool.num_refused,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.groups import CacheGroup
 from paged.cache.host_blocks import HostBlocks
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import InvalidInputError
@@ -19,7 +20,11 @@ from paged.staging import to_device
 
 
 class KvCacheTensors:
-    """One storage [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim], K at 0 and V at 1 of axis 1."""
+    """One storage [num_slots, num_blocks + 1, elements]: a block is its row of every slot, whichever table holds it.
+
+    The layers of a table have their keys in slots of their own, and their values; one of another table lies in the same
+    ones, in other blocks.
+    """
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
@@ -27,48 +32,68 @@ class KvCacheTensors:
             raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type")
         if dtype is torch.float4_e2m1fn_x2:
             raise InvalidInputError(f"dtype: {dtype}, expected a type of one value an element")
-        self._num_layers = config.num_layers
-        per_block = (config.block_size, config.num_kv_heads, config.head_dim)
-        shape = config.num_layers, 2, config.num_blocks + 1, *per_block
+        self.block_size, self._num_tables = config.block_size, len(config.tables)
+        num_slots, size = config.slots
+        shape = num_slots, config.num_blocks + 1, config.block_size * size
         try:
             self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
             if self.storage.is_meta:
                 raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
-            self.host_blocks = HostBlocks(self.storage.flatten(0, 1), config.num_swap_blocks)
+            self.host_blocks = HostBlocks(self.storage, config.num_swap_blocks)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
             where = "" if config.device is None else f" on {shown(config.device)}"
             raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
-        # Bytes serve the slow accesses: indexing is not implemented for the 8-bit float types.
-        self._bytes = self.storage.view(torch.uint8)
-        self._caches: list[torch.Tensor] = [cache for layer in self.storage for cache in layer]
-        self._copy_blocks = BlockCopy(self._caches, self._caches)
+        slots = self.storage.unbind()
+        self._copy_blocks = BlockCopy(slots, slots)
+        self._num_layers = config.num_layers
+        self._stacks = [self._views(table) for table in config.tables]
+        self._caches: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {
+            layer: (index, k_cache, v_cache)
+            for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True))
+            for layer, k_cache, v_cache in zip(table.layers, *map(_unstacked, stacks), strict=False)
+        }
+
+    def _views(self, table: CacheGroup) -> list[torch.Tensor]:
+        """Keys and values of a table's layers, each [slots, layers a slot, num_blocks + 1, block_size, num_kv_heads,
+        head_dim].
+        """
+        stacks, start = [], 0
+        num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
+        assert table.num_kv_heads is not None
+        for elements in table.sizes:
+            together = size // elements
+            end = start - -len(table.layers) // together
+            rows = self.storage[start:end, :, : together * self.block_size * elements]
+            heads = table.num_kv_heads, elements // table.num_kv_heads
+            stacks.append(rows.view(end - start, num_blocks, together, self.block_size, *heads).transpose(1, 2))
+            start = end
+        return stacks
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
 
         Raises:
-            InvalidInputError: there is no such layer.
+            InvalidInputError: there is no such layer, or it has no K/V of its own.
         """
-        return self._caches[2 * self.layer(layer)]
+        return self._caches[self.layer(layer)][1]
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k_cache`."""
-        return self._caches[2 * self.layer(layer) + 1]
+        return self._caches[self.layer(layer)][2]
 
-    @property
-    def block_size(self) -> int:
-        """Positions in a block."""
-        return self.storage.shape[3]
+    def table_of(self, layer: int) -> int:
+        """Which table's blocks a layer's K/V lie in; errors as of `k_cache`."""
+        return self._caches[self.layer(layer)][0]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: K and V of all layers."""
-        return self._bytes.numel() // self.storage.shape[2]
+        """Bytes of one block: K and V of all layers of a table."""
+        return self.storage[:, 0].nbytes
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block `source` to `destination` for every pair, K and V of all layers, without a wait of the host."""
+        """Copy block `source` to `destination` for every pair, without a wait of the host."""
         if block_pairs:
             (pairs,) = to_device((np.array(block_pairs, np.int64),), self.storage.device)
             self._copy_blocks(pairs)
@@ -76,14 +101,20 @@ class KvCacheTensors:
     def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
         """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""
         if start < end:
-            self._bytes.flatten(2, 3).index_fill_(2, self._slots(blocks, start, end), 0)
+            for table, stacks in enumerate(self._stacks):
+                index = self._positions(table, blocks, start, end)
+                for stack in stacks:
+                    _bytes(stack)[:, :, *index] = 0
 
     def layer(self, layer: int) -> int:
-        """`layer` as an int; InvalidInputError unless there is such a layer."""
-        return as_int("layer", layer, high=self._num_layers - 1)
+        """`layer` as an int; InvalidInputError unless there is such a layer, and it has K/V of its own."""
+        layer = as_int("layer", layer, high=self._num_layers - 1)
+        if layer not in self._caches:
+            raise InvalidInputError(f"layer: {layer} has no K/V of its own")
+        return layer
 
-    def rows(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both as [num_tokens, num_kv_heads, head_dim], which one token's may do without the first axis.
+    def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both as [num_tokens, num_kv_heads, head_dim] of a layer, which one token's may do without the first axis.
 
         Raises:
             InvalidInputError: they are no tensors, or not of these shapes and the same num_tokens.
@@ -94,8 +125,9 @@ class KvCacheTensors:
                 raise InvalidInputError(f"{name}: {shown(rows)}, expected a tensor of real numbers")
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]
-        check_shape("key", key, ("num_tokens", *self.storage.shape[-2:]))
-        check_shape("value", value, key.shape)
+        _, k_cache, v_cache = self._caches[layer]
+        check_shape("key", key, ("num_tokens", *k_cache.shape[2:]))
+        check_shape("value", value, (len(key), *v_cache.shape[2:]))
         return key, value
 
     def write(
@@ -104,27 +136,38 @@ class KvCacheTensors:
         """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
         the sequence in `blocks` on.
         """
-        index = self._slots(blocks, start, start + len(key))
-        caches = [cache.flatten(0, 1) for cache in self._bytes[layer]]
+        table, *caches = self._caches[layer]
+        index = self._positions(table, blocks, start, start + len(key))
         written = []
         for rows in (key, value):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
             stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
-            written.append(stored.clone(memory_format=torch.contiguous_format).view(torch.uint8))
-        for cache, rows in zip(caches, written, strict=True):
-            undo.add((cache.index_copy_, 0, index, cache[index]))
-            cache.index_copy_(0, index, rows)
+            written.append(_bytes(stored.clone(memory_format=torch.contiguous_format)))
+        for cache, rows in zip(map(_bytes, caches), written, strict=True):
+            undo.add((cache.index_put_, index, cache[index]))
+            cache.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at positions start..end of the sequence in `blocks`, each [end - start, num_kv_heads,
         head_dim].
         """
-        index = self._slots(blocks, start, end)
-        key, value = (cache.flatten(0, 1)[index].view(self.storage.dtype) for cache in self._bytes[layer])
+        table, *caches = self._caches[layer]
+        index = self._positions(table, blocks, start, end)
+        key, value = (_bytes(cache)[index].view(self.storage.dtype) for cache in caches)
         return key, value
 
-    def _slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """int64 [end - start], where these positions stand in a cache whose blocks are laid end to end."""
+    def _positions(self, table: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [end - start] each, in which block of a table these positions stand, and where in it."""
         indices, within = np.divmod(np.arange(start, end), self.block_size)
-        slots = np.array(blocks, np.int64)[indices] * self.block_size + within
-        return torch.from_numpy(slots).to(self.storage.device)
+        ids = np.array(blocks[table :: self._num_tables], np.int64)[indices]
+        device = self.storage.device
+        return torch.from_numpy(ids).to(device), torch.from_numpy(within).to(device)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """For the slow accesses: indexing is not implemented for the 8-bit float types."""
+    return tensor.view(torch.uint8)
+
+
+def _unstacked(stack: torch.Tensor) -> list[torch.Tensor]:
+    return [cache for slot in stack for cache in slot]

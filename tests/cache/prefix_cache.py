@@ -25,6 +25,7 @@ class Cache:
 
     def __init__(self, **changes: Any) -> None:
         self.manager = PagedKvCacheManager(replace(CONFIG, **changes))
+        self.layers = [layer for table in self.manager.config.tables for layer in table.layers]
         self.tokens: dict[KvCacheHandle, list[int]] = {}
 
     def begin(self, seq_id: str | int, tokens: Sequence[int], namespace: Hashable = None) -> KvCacheHandle:
@@ -45,9 +46,9 @@ class Cache:
         item = UnifiedBatchItem(handle.cache_id, tokens, kv_cache=handle, pos_offset=handle.num_tokens)
         known = [*self.tokens[handle], *tokens]
         with forward_step(self.manager, [item]) as step:
-            for layer in range(self.manager.config.num_layers):
+            for layer in self.layers:
                 rows = self.expected(handle.namespace, layer, known)[handle.num_tokens :]
-                slots = step.metadata.slot_mapping
+                _, slots = step.metadata.table(self.manager.table_of(layer))
                 self.manager.k_cache(layer).flatten(0, 1)[slots] = rows.to(slots.device)
                 self.manager.v_cache(layer).flatten(0, 1)[slots] = -rows.to(slots.device)
         self.tokens[handle] = known
@@ -67,10 +68,12 @@ class Cache:
     def check(self, *handles: KvCacheHandle) -> None:
         """The sequences, or all, hold their own data; of what lies behind a sliding window nothing is asked."""
         for handle in handles or self.tokens:
-            start = handle.blocks.count(0) * BLOCK if self.manager.config.sliding_window else 0
-            count = handle.num_tokens
+            count, tables = handle.num_tokens, self.manager.config.tables
             assert count == len(self.tokens[handle])
-            for layer in range(self.manager.config.num_layers):
+            for layer in self.layers:
+                table = self.manager.table_of(layer)
+                has_window = tables[table].sliding_window is not None
+                start = handle.blocks[table :: len(tables)][: -(-count // BLOCK)].count(0) * BLOCK if has_window else 0
                 key, value = self.manager.read_kv(handle, layer, start, count - start)
                 expected = self.expected(handle.namespace, layer, self.tokens[handle])[start:]
                 assert torch.equal(key.cpu(), expected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from paged import KvCacheHandle, PagedKvCacheManager
 
 
@@ -18,13 +20,17 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
         "free": (list(pool._free), list(pool._cached), dict(pool._extra_references)),
         "host": (list(host._free), manager._swap.num_sequences, manager._swap.num_blocks_out),
         "published": (dict(index._hash_of), dict(index._block_of)),
+        "companions": index.companions and (dict(index.companions.places), index.companions._rows.tolist()),
         "serials": {block: int(index._serials[block]) for block in index.published},
         "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in roots._by_namespace.items()},
         "roots by serial": {serial: one.namespace for serial, one in roots._by_serial.items()},
         "roots by block": {block: one.namespace for block, one in roots._of_block.items()},
         "counts": (prefixes.num_hits, prefixes.num_misses, prefixes.num_evictions, manager._slots.num_copies),
-        "rows": sum(owner is not None for owner in manager._sequences.table._owners),
-        "K/V": {block: manager._tensors._bytes[:, :, block].numpy().tobytes() for block in sorted(held - {0})},
+        "rows": sum(owner is not None for owner in manager._sequences.tables._owners),
+        "K/V": {
+            block: manager._tensors.storage[:, block].view(torch.uint8).numpy().tobytes()
+            for block in sorted(held - {0})
+        },
     }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from paged import InvalidInputError
-from paged.cache.sliding_window import ROLLBACK_SLACK
+from paged.cache.groups import ROLLBACK_SLACK
+from paged.cache.manager import PagedKvCacheManager
+from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.cache.prefix_cache import BLOCK, Cache
 from tests.cache.snapshot import snapshot
@@ -120,21 +123,32 @@ def test_prompt_begins_with_what_ran_before(cache: Cache) -> None:
     cache.check(second)
 
 
-def test_generates_like_transformers_in_bounded_room(tmp_path: Path) -> None:
-    config = deepcopy(FAMILIES["mistral"])
+@pytest.mark.parametrize(("family", "num_blocks"), [("mistral", 12), ("gemma3", 13), ("gpt_oss", 13)])
+def test_generates_like_transformers_in_bounded_room(family: str, num_blocks: int, tmp_path: Path) -> None:
+    config = deepcopy(FAMILIES[family])
     config.max_position_embeddings = 256
     theirs = save_checkpoint(config, tmp_path)
     block_size = 8
-    case = Case(theirs, load_model(tmp_path, block_size=block_size, num_blocks=12))
+    case = Case(theirs, load_model(tmp_path, block_size=block_size, num_blocks=num_blocks))
     manager = case.ours.kv_manager
-    assert manager.config.sliding_window == WINDOW
+    windows = [table.sliding_window for table in manager.config.tables]
+    assert windows == ([WINDOW] if family == "mistral" else [None, WINDOW])
     known = tokens(20)
     assert len(known) > WINDOW
     rows = [case.ours.prefill("a", known)]
-    for _ in range(150):
+    for _ in range(100):
         known.append(int(rows[-1].argmax()))
         rows.append(case.ours.decode("a", known[-1], len(known) - 1))
-        assert manager.stats().used_blocks <= (ROLLBACK_SLACK + WINDOW) // block_size + 2
-    assert len(known) == 170 > 12 * block_size
+        behind_window, whole = (ROLLBACK_SLACK + WINDOW) // block_size + 2, -(-len(known) // block_size)
+        assert manager.stats().used_blocks <= behind_window + whole * windows.count(None)
+    assert len(known) == 120
+    assert num_blocks < 120 // block_size  # which would take that many of every layer
     assert_same_logits(torch.stack(rows), case.expected(known)[19:])
     manager.check_integrity()
+    # Of a cache that keeps everything the same, bit by bit.
+    plain = replace(manager.config, sliding_window=None, groups=None, num_blocks=15)
+    model = PagedCausalLM(case.ours.network, PagedKvCacheManager(plain))
+    whole_rows = [model.prefill("a", known[:20])]
+    whole_rows += [model.decode("a", known[position], position) for position in range(20, 120)]
+    assert torch.equal(torch.stack(rows), torch.stack(whole_rows))
+    assert 0 not in model.kv_manager.handles()[0].blocks

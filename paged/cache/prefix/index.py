@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, KeysView, Sequence
+from collections.abc import Hashable, KeysView, Sequence, Set
 from contextlib import suppress
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from paged.cache.blocks.undo_log import UndoLog
 from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
 from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
+from paged.cache.prefix.companions import Companions, Either
 from paged.cache.prefix.roots import Root, Roots
 from paged.errors import PagedError
 
@@ -20,12 +21,24 @@ _LOOKUP_GROWTH = 256
 
 
 class PrefixIndex:
-    """Published blocks. A hit compares the token ids again, and the serial number of the block before it, which only
+    """Published blocks. Where sequences have several tables, those are of the first, and `companions` has the others.
+
+    A hit compares the token ids again, and the serial number of the block before it, which only
     that publication has, so that two chains whose hashes collide can never serve each other's K/V, nor two namespaces.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, algorithm: str, undo: UndoLog | None = None) -> None:
-        """undo: where every change says first how to take it back; None where changes are final."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        algorithm: str,
+        undo: UndoLog | None = None,
+        are_needed: Sequence[bool] = (),
+    ) -> None:
+        """undo: where every change says first how to take it back; None where changes are final.
+
+        are_needed: see `Companions`.
+        """
         self._undo = UndoLog(is_kept=False) if undo is None else undo
         self._block_size = block_size
         self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
@@ -37,14 +50,18 @@ class PrefixIndex:
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
         self._roots = Roots(self._undo)
+        self.companions = Companions(num_blocks, are_needed, self._undo) if are_needed else None
 
     @property
-    def published(self) -> KeysView[int]:
+    def published(self) -> Set[int]:
         """The published blocks; a view that changes with the index."""
-        return self._hash_of.keys()
+        ours = self._hash_of.keys()
+        return ours if self.companions is None else Either(ours, self.companions.places.keys())
 
     def hash_of(self, block: int) -> Hash:
         """The hash under which `block` is published."""
+        if self.companions is not None:
+            block = self.companions.first_of(block)
         return self._hash_of[block]
 
     @property
@@ -98,12 +115,17 @@ class PrefixIndex:
         del found[length:], hashes[length:], serials[length:]
         return found, TokenChain(token_ids[: length * self._block_size], hashes, serials)
 
-    def publish(self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable) -> list[tuple[int, Hash]]:
+    def publish(
+        self, blocks: Sequence[int], chain: TokenChain, namespace: Hashable, others: Sequence[Sequence[int]] = ()
+    ) -> list[tuple[int, Hash]]:
         """Make `blocks`, which follow those that `chain` has published and hold its next ids, findable.
 
         Where a chain's tokens are published already that publication stays, and the chain goes on from it. Where
         another content has the same hash that one stays too, and the chain ends, as nothing behind could be found; only
         one that cannot be found itself, as what it follows is gone, gives way.
+
+        others: those of further tables beside each of `blocks`, 0 where there is none; a publication is given what it
+            lacks of them.
 
         Returns:
             what gave way, and those of `blocks` that were published with what they held before, with their hashes.
@@ -137,6 +159,13 @@ class PrefixIndex:
         if not first:
             self._roots.drop_unused(root)
         chain.publish(hashes[: len(serials)], serials, self._undo)
+        if self.companions is not None:
+            for hash_, row in zip(hashes[: len(serials)], others, strict=False):
+                block = self._block_of[hash_]
+                for other, column in self.companions.missing(block, row):
+                    if other in self.companions.places:  # with what it held before
+                        displaced += self.forget([other])
+                    self.companions.add(other, block, column)
         return displaced
 
     def _publish_new(
@@ -174,9 +203,9 @@ class PrefixIndex:
                     if int(self._parents[present]) not in dead and self._is_findable(present):
                         break
                     dead.add(int(self._serials[present]))
-                    displaced.append((present, self.forget([present])[0]))
+                    displaced += self.forget([present])
             if block in self._hash_of:  # with what it held before its sequence was told to advance over it
-                displaced.append((block, self.forget([block])[0]))
+                displaced += self.forget([block])
             # The same content keeps its number, so that longer chains which go on from it are found again: the tail of
             # a whole prompt is withdrawn while its last token is computed.
             is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
@@ -189,7 +218,7 @@ class PrefixIndex:
             serials.append(previous)
         for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
             if block in self._hash_of:
-                displaced.append((block, self.forget([block])[0]))
+                displaced += self.forget([block])
             elif self._block_of.get(hash_) == block:
                 del self._block_of[hash_]
         return serials, displaced
@@ -210,15 +239,21 @@ class PrefixIndex:
                 raise PagedError(f"block {block} is published under a hash that leads to {self._block_of.get(hash_)}")
         if len(self._block_of) != len(self._hash_of):
             raise PagedError(f"{len(self._block_of)} hashes lead to {len(self._hash_of)} published blocks")
+        if self.companions is not None:
+            self.companions.check(self._hash_of.keys())
 
-    def forget(self, blocks: Sequence[int]) -> list[Hash]:
-        """Withdraw the publications of `blocks`; their hashes."""
+    def forget(self, blocks: Sequence[int]) -> list[tuple[int, Hash]]:
+        """Withdraw the publications of `blocks`, and what is of no use without them; the first table's, with their
+        hashes.
+        """
+        if self.companions is not None:
+            blocks = self.companions.withdraw(blocks)
         hashes = list(map(self._hash_of.__getitem__, blocks))
         self._undo.add((self._restore, blocks, hashes))
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
         deque(map(self._block_of.__delitem__, hashes), maxlen=0)
         self._roots.withdraw(blocks)
-        return hashes
+        return list(zip(blocks, hashes, strict=True))
 
     def _remove(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
         """Undo what was published, as far as it was."""

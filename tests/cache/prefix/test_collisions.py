@@ -125,7 +125,7 @@ def _publish_in_turn(index: PrefixIndex, blocks: list[int], chain: TokenChain) -
         if len(chain.serials) == position:
             displaced += index.publish([block], chain, "x")
         elif block in index.published:
-            displaced.append((block, index.forget([block])[0]))
+            displaced += index.forget([block])
     return displaced
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from paged import BlockRemoved, BlocksStored, CacheCleared, MemoryPressure, OutOfBlocksError
+from paged import AttentionMetadata, BlockRemoved, BlocksStored, CacheCleared, MemoryPressure, OutOfBlocksError
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from tests.cache.stress.sequence_model import Model, Open
@@ -23,6 +23,11 @@ NUM_BLOCKS = 11
 NUM_SWAP_BLOCKS = 4
 # In place of 64, so that sequences of a few blocks have some behind their window.
 ROLLBACK_SLACK = 2
+
+
+def of_layer(layer: int, numbers: Sequence[int | None]) -> torch.Tensor:
+    """The K of a token in a layer, [len(numbers)]: no two layers have the same."""
+    return torch.tensor(numbers, dtype=torch.float32) * (layer + 1)
 
 
 class InjectedError(Exception):
@@ -60,6 +65,9 @@ class ModelledCache(RuleBasedStateMachine):
         self.numbers: dict[tuple[str | None, tuple[int, ...]], int] = {}
         self.steps = -1  # the invariants are checked once before the first step
         self.is_armed = False
+        self.num_tables = len(self.manager.config.tables)
+        self.layers = [(layer, table) for table in self.manager.config.tables for layer in table.layers]
+        self.window = next((table.sliding_window for _, table in self.layers if table.sliding_window), None)
         tensors = self.manager._tensors
         for owner, name in ((tensors, "copy"), (tensors.host_blocks, "swap_out"), (tensors.host_blocks, "swap_in")):
             setattr(owner, name, self.failing(getattr(owner, name)))
@@ -119,17 +127,21 @@ class ModelledCache(RuleBasedStateMachine):
         self.numbers[key] = next(self.next_number)
         return self.numbers[key]
 
-    def draw_rows(
-        self, data: st.DataObject, model: Model, position: int, count: int
-    ) -> tuple[list[int], list[int], torch.Tensor]:
-        """What to write at `position`: numbers, the ids they are of (or none), and K [count, 1, 8]."""
+    def draw_rows(self, data: st.DataObject, model: Model, position: int, count: int) -> tuple[list[int], list[int]]:
+        """What to write at `position`: numbers, and the ids they are of (or none)."""
         ids: list[int] = []
         if position <= len(model.ids) and data.draw(st.booleans()):
             ids = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
             numbers = self.of_ids(model.namespace, model.ids[:position] + ids, position)
         else:
             numbers = list(itertools.islice(self.next_number, count))
-        return numbers, ids, torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1).expand(-1, 1, 8)
+        return numbers, ids
+
+    def write_layers(self, handle: KvCacheHandle, position: int, numbers: list[int]) -> None:
+        for layer, table in self.layers:
+            key = of_layer(layer, numbers).view(-1, 1, 1)
+            width, v_width = table.sizes
+            self.manager.write_kv(handle, layer, position, key.expand(-1, 1, width), -key.expand(-1, 1, v_width))
 
     def settle(self, *seq_ids: int) -> None:
         for entry in self.open:
@@ -137,9 +149,11 @@ class ModelledCache(RuleBasedStateMachine):
                 entry.targets.pop(seq_id, None)
 
     def drop_unseen(self, model: Model) -> None:
-        window = self.manager.config.sliding_window
-        if window is not None:
-            model.first = max(model.first, max(0, model.length - ROLLBACK_SLACK - window + 1) // BLOCK_SIZE)
+        self.give_back(model, ROLLBACK_SLACK)
+
+    def give_back(self, model: Model, slack: int) -> None:
+        if self.window is not None:
+            model.first = max(model.first, max(0, model.length - slack - self.window + 1) // BLOCK_SIZE)
 
     def published(self) -> dict[int, int | bytes]:
         index = self.manager._prefixes.index
@@ -170,11 +184,13 @@ class ModelledCache(RuleBasedStateMachine):
             handles_now, pools_now, published_now, stats_now = self.snapshot()
             assert (handles_now, pools_now) == (handles, pools)
             assert published_now.items() <= published.items()
-            lost = len(published) - len(published_now)
+            lost = stats.cached_blocks - stats_now.cached_blocks
+            withdrawn = len(published) - len(published_now)  # with what others hold, but is of no use without the lost
+            assert withdrawn == lost or (withdrawn > lost and self.num_tables > 1)
             assert stats_now == replace(
                 stats,
                 cached_blocks=stats.cached_blocks - lost,
-                published_blocks=stats.published_blocks - lost,
+                published_blocks=stats.published_blocks - withdrawn,
                 evictions=stats.evictions + lost,
             )
             self.seen["injected"] += 1
@@ -183,10 +199,14 @@ class ModelledCache(RuleBasedStateMachine):
             assert self.snapshot() == (handles, pools, published, stats)
             self.seen["refused"] += 1
 
-    def write_slots(self, slots: torch.Tensor, numbers: list[int]) -> None:
-        key = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
-        self.manager.k_cache(0).flatten(0, 1)[slots] = key
-        self.manager.v_cache(0).flatten(0, 1)[slots] = -key
+    def write_slots(self, metadata: AttentionMetadata, numbers: list[int], start: int = 0) -> None:
+        """As a model's layers do, at the slots from `start` on."""
+        for layer, _ in self.layers:
+            _, slots = metadata.table(self.manager.table_of(layer))
+            slots = slots[start : start + len(numbers)]
+            where, key = (slots // BLOCK_SIZE, slots % BLOCK_SIZE), of_layer(layer, numbers).view(-1, 1, 1)
+            self.manager.k_cache(layer)[where] = key
+            self.manager.v_cache(layer)[where] = -key
 
     def advance_by(self, seq_id: int, count: int) -> None:
         self.manager.advance(self.lookup(seq_id), count)
@@ -205,18 +225,27 @@ class ModelledCache(RuleBasedStateMachine):
             handle = self.lookup(seq_id)
             assert (handle.num_tokens, handle.is_swapped) == (model.length, model.is_swapped)
             if not model.is_swapped:
-                start = model.first * BLOCK_SIZE
-                key, value = self.manager.read_kv(handle, 0, start, model.readable - start)
-                assert torch.equal(key, -value)
-                assert key[:, 0, 0].tolist() == key[:, 0, 7].tolist() == model.cells[start : model.readable]
-                assert not any(handle.blocks[: model.first])
+                self.check_layers(handle, model)
+
+    def check_layers(self, handle: KvCacheHandle, model: Model) -> None:
+        for layer, table in self.layers:
+            first = model.first if table.sliding_window else 0
+            start = first * BLOCK_SIZE
+            key, value = self.manager.read_kv(handle, layer, start, model.readable - start)
+            cells = model.cells[start : model.readable]
+            for rows in (key[:, 0, 0], key[:, 0, -1], -value[:, 0, 0], -value[:, 0, -1]):
+                assert torch.equal(rows, of_layer(layer, cells))
+            blocks = handle.blocks[self.manager.table_of(layer) :: self.num_tables]
+            assert not any(blocks[:first])
+            assert 0 not in blocks[first : -(-model.length // BLOCK_SIZE)]
 
     def teardown(self) -> None:
         for handle in self.manager.handles():
             self.manager.free(handle)
         self.manager.check_integrity()
         stats = self.manager.stats()
-        assert (stats.free_blocks, stats.swap_blocks_free) == (NUM_BLOCKS, NUM_SWAP_BLOCKS)
+        config = self.manager.config
+        assert (stats.free_blocks, stats.swap_blocks_free) == (config.num_blocks, config.num_swap_blocks)
         assert self.level is MemoryPressure.LOW
         self.seen.update(
             steps=self.steps,

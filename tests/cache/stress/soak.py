@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tqdm import tqdm
 
-from tests.cache.stress.test_state_machine import CacheMachine, CollidingMachine, WindowMachine
+from tests.cache.stress.test_state_machine import MACHINES
 
-MACHINES = (CacheMachine, CollidingMachine, WindowMachine)
 # Hypothesis keeps all examples of a run in memory, so there are many short runs; each takes another seed.
 RUN = settings(
     max_examples=50, stateful_step_count=100, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck)

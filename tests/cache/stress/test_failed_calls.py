@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paged.cache.manager
-from paged import KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
+from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
 from paged.forward_step import forward_step
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
@@ -59,16 +59,17 @@ class Failure:
         return self.is_raised
 
 
-def _busy_cache(device: torch.device) -> Cache:
-    """Sequences of every kind, blocks that are shared, cached and free, and a table whose rows are all taken."""
-    cache = Cache(device=device, num_blocks=16, num_swap_blocks=8)
+def _busy_cache(device: torch.device, groups: list[CacheGroup] | None) -> Cache:
+    """Sequences of every kind, blocks that are shared, cached and free, and tables whose rows are all taken."""
+    num_tables = 1 if groups is None else len(groups)
+    cache = Cache(device=device, num_blocks=16 * num_tables, num_swap_blocks=8 * num_tables, groups=groups)
     cache.run("a", range(9))
     cache.run("b", [*range(8), 20, 21])
     cache.tokens[cache.manager.fork(cache.manager.get_handle("a"), "fork")] = list(range(9))
     cache.run("out", range(30, 37))
     cache.manager.swap_out(cache.manager.get_handle("out"))
     cache.run("other", range(50, 59), "tenant")
-    cache.manager.allocate("room", num_tokens=5)
+    cache.manager.build_metadata([(cache.manager.allocate("room", num_tokens=5), 5)])
     for first in (60, 70):
         cache.free(cache.run("gone", range(first, first + 9), "gone"))
     while len(cache.manager.handles()) < 16:
@@ -149,11 +150,12 @@ CASES: dict[str, Case] = {
 EVICTING = {"extend and evict", "forward"}
 
 
+@pytest.mark.parametrize("groups", [None, [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]], ids=["", "groups"])
 @pytest.mark.parametrize("name", CASES)
-def test_failure_anywhere_changes_nothing(name: str, device: torch.device) -> None:
+def test_failure_anywhere_changes_nothing(name: str, groups: list[CacheGroup] | None, device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("it is the bookkeeping that fails here")
-    manager = _busy_cache(device).manager
+    manager = _busy_cache(device, groups).manager
     events: list[object] = []
     manager.subscribe(events.append)
     call = CASES[name](manager)
@@ -188,7 +190,7 @@ def test_a_call_within_a_call_fails_alone(outer: str, cache: Cache) -> None:
         threads.append(not other.is_alive())
         before = snapshot(manager)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(manager._sequences.table, "add", _fail)
+            patch.setattr(manager._sequences.tables, "add", _fail)
             with pytest.raises(ArithmeticError):
                 manager.allocate("b", token_ids=list(range(13)))
         assert snapshot(manager) == before

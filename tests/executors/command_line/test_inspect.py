@@ -55,7 +55,8 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     free = 20_000_000 - found["weight_bytes"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 20_000_000))
     config: DecoderConfig = registry.Qwen3Moe.read_config(registry.HfConfig.read(RECALL))
-    num_blocks = registry._num_blocks(config, torch.bfloat16, torch.device("cuda"), 16, 1024)
+    cache = registry.cache_config(config, block_size=16)
+    num_blocks = registry._num_blocks(cache, torch.bfloat16, torch.device("cuda"), 1024)
     assert found["kv_tokens"] == num_blocks * 16 > 1000
     halved = inspect("--dtype", "bfloat16", "--device-memory", "20MB", "--kv-cache-dtype", "fp8", "--block-size", "8")
     assert halved["kv_bytes_per_token"] * 2 == found["kv_bytes_per_token"]

@@ -1,0 +1,104 @@
+"""Layers that keep the same positions, and how those of several kinds share blocks of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paged.errors import InvalidInputError
+from paged.kernels.common.scalars import as_int, shown
+
+# A step's metadata grows with the tables, as does the look-up of a prefix; Gemma 3 27B has 7.
+_MAX_TABLES = 16
+# Positions behind a sliding window that are kept, so that rejected speculation can be rolled back.
+ROLLBACK_SLACK = 64
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers of one shape whose tokens see the same positions; in a cache that runs, those of one block table.
+
+    layers: indices of the model's layers. One that reads another's K/V is in no group.
+    num_kv_heads, head_dim: None takes the cache's; v_head_dim: that of the values, None takes head_dim.
+    sliding_window: tokens that any token can see, itself included; None for all.
+
+    Raises:
+        InvalidInputError: there is no layer, one is given twice or no index, or a size is not a positive integer.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            given = list(self.layers)
+        except TypeError:
+            raise InvalidInputError(f"layers: {shown(self.layers)}, expected indices of layers") from None
+        layers = tuple(as_int("layers", layer) for layer in given)
+        if not layers or len(set(layers)) != len(layers):
+            raise InvalidInputError(f"layers: {shown(layers)}, expected one or more different layers")
+        object.__setattr__(self, "layers", layers)
+        for name in ("num_kv_heads", "head_dim", "v_head_dim", "sliding_window"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_int(name, getattr(self, name), low=1))
+
+    def with_defaults(self, num_kv_heads: int, head_dim: int) -> CacheGroup:
+        """The same with every size given."""
+        head_dim = self.head_dim or head_dim
+        v_head_dim = self.v_head_dim or head_dim
+        return replace(self, num_kv_heads=self.num_kv_heads or num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of a token's key and of its value in one layer, once all sizes are given."""
+        assert self.num_kv_heads is not None
+        assert self.head_dim is not None
+        assert self.v_head_dim is not None
+        return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
+
+    def first_seen_block(self, num_tokens: int, block_size: int) -> int:
+        """Index of the first block that the token after `num_tokens` can see."""
+        return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // block_size
+
+    def first_kept_block(self, num_tokens: int, block_size: int) -> int:
+        """Index of the first block that one after a rollback of ROLLBACK_SLACK can see."""
+        return self.first_seen_block(num_tokens - ROLLBACK_SLACK, block_size)
+
+    def blocks_kept(self, num_tokens: int, block_size: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, once those behind the window are given back."""
+        return -(-num_tokens // block_size) - self.first_kept_block(num_tokens, block_size)
+
+    def most_blocks_kept(self, block_size: int) -> int:
+        """`blocks_kept` of any sequence, and one that is being written; of a group with a window."""
+        return (ROLLBACK_SLACK + (self.sliding_window or 0)) // block_size + 2
+
+
+def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """Groups with a block table each, for which one block holds about as much.
+
+    Groups of one kind are taken together, and cut into as many equal parts as one block cannot hold all of: a block has
+    room for all layers of one of the kinds, whichever leaves the least of all blocks unused. Those that see everything
+    come first, then by falling windows.
+    """
+    kinds: dict[CacheGroup, list[int]] = {}
+    for group in groups:
+        kinds.setdefault(replace(group, layers=(0,)), []).extend(group.layers)
+
+    def counts(size: int) -> list[int]:
+        """Tables of each kind, where a block has `size` elements a token."""
+        return [-(-len(layers) // (size // sum(kind.sizes))) for kind, layers in kinds.items()]
+
+    widest = max(sum(kind.sizes) for kind in kinds)
+    sizes = sorted({max(widest, len(layers) * sum(kind.sizes)) for kind, layers in kinds.items()}, reverse=True)
+    few = [size for size in sizes if sum(counts(size)) <= _MAX_TABLES]
+    size = min(few or sizes[:1], key=lambda size: size * sum(counts(size)))
+    tables = []
+    for (kind, layers), count in zip(kinds.items(), counts(size), strict=True):
+        layers.sort()
+        length = -(-len(layers) // count)
+        parts = [tuple(layers[start : start + length]) for start in range(0, len(layers), length)]
+        tables += [replace(kind, layers=part) for part in parts]
+    return tuple(sorted(tables, key=lambda table: (table.sliding_window is not None, -(table.sliding_window or 0))))

@@ -1,0 +1,112 @@
+"""Published blocks of further tables, each beside the one of the first table that holds the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.cache.blocks.undo_log import UndoLog
+from paged.errors import PagedError
+
+_Place = tuple[int, int]
+"""The block of the first table, and the column of a further one."""
+
+
+class Companions:
+    """A publication is of no use without its blocks of tables that see everything: they go together. Others may be
+    missing, behind a window.
+
+    on_withdrawn: told of every block that is no longer published because another is not.
+    """
+
+    def __init__(self, num_blocks: int, are_needed: Sequence[bool], undo: UndoLog) -> None:
+        """are_needed: whether each further table sees everything."""
+        self.on_withdrawn: Callable[[int], None] = lambda block: None
+        self._are_needed = are_needed
+        self._undo = undo
+        self._rows = np.zeros((num_blocks + 1, len(are_needed)), np.int32)
+        self.places: dict[int, _Place] = {}
+
+    def of(self, blocks: Sequence[int]) -> NDArray[np.int32]:
+        """[len(blocks), further tables], 0 where one is missing."""
+        return self._rows[np.array(blocks, np.int64)]
+
+    def first_of(self, block: int) -> int:
+        """The block of the first table that `block` is published beside, or itself."""
+        return self.places[block][0] if block in self.places else block
+
+    def missing(self, block: int, others: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Of `others`, one of each further table or 0, which `block` has none of: with their columns."""
+        for column, other in enumerate(others):
+            if other and not self._rows[block, column]:
+                yield other, column
+
+    def add(self, other: int, block: int, column: int) -> None:
+        """Publish `other`, which is not, beside `block`."""
+        self._undo.add((self._remove, {other: (block, column)}))
+        self._rows[block, column] = other
+        self.places[other] = block, column
+
+    def withdraw(self, blocks: Sequence[int]) -> list[int]:
+        """Of `blocks` and of what is of no use without them, withdraw those in places here; the others are returned."""
+        given = set(blocks)
+        firsts = dict.fromkeys(block for block in blocks if block not in self.places)
+        for block in given & self.places.keys():
+            first, column = self.places[block]
+            if self._are_needed[column]:
+                firsts[first] = None
+        gone = given & self.places.keys()
+        if firsts:
+            gone.update(block for block in self.of(list(firsts)).ravel().tolist() if block)
+        places = {block: self.places[block] for block in gone}
+        self._undo.add((self._restore, places))
+        self._remove(places)
+        for block in (*firsts, *gone):
+            if block not in given:
+                self.on_withdrawn(block)
+        return list(firsts)
+
+    def check(self, published: Set[int]) -> None:
+        """Both directions say the same, and nothing is beside what is not published.
+
+        Raises:
+            PagedError: names the first contradiction.
+        """
+        for block, (first, column) in self.places.items():
+            if first not in published or self._rows[first, column] != block:
+                raise PagedError(f"block {block} is published beside block {first}, which does not know of it")
+        if np.count_nonzero(self._rows) != len(self.places):
+            raise PagedError(f"{np.count_nonzero(self._rows)} blocks beside others, {len(self.places)} published")
+        for first in published:
+            if not all(block for block, needed in zip(self._rows[first], self._are_needed, strict=True) if needed):
+                raise PagedError(f"block {first} is published without those that belong to it")
+
+    def _remove(self, places: dict[int, _Place]) -> None:
+        for block, place in places.items():
+            if self.places.pop(block, None) is not None:
+                self._rows[place] = 0
+
+    def _restore(self, places: dict[int, _Place]) -> None:
+        """Undo `withdraw`."""
+        for block, place in places.items():
+            self._rows[place] = block
+        self.places.update(places)
+
+
+class Either(Set[int]):
+    """What is in one of two sets that have nothing in common; a view that changes with them."""
+
+    def __init__(self, first: Set[int], second: Set[int]) -> None:
+        self._first, self._second = first, second
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._first or block in self._second
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._first
+        yield from self._second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
