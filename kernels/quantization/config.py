@@ -35,7 +35,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class LinearTile:
-    """A program computes block_m rows by block_n columns over one of num_splits pieces of the input, block_k at a time.
+    """A program computes block_m rows by block_n columns over one of num_splits parts of the input, block_k at a time.
 
     swap_ab: weights times rows, for matrix units that take the left operand's rows in 64s, from registers if need be.
     """

@@ -10,7 +10,7 @@ from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.launch import launch
 from paged.kernels.quantization.config import GROUP_M, LinearShape, linear_tile
 from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
-from paged.kernels.quantization.pieces import SUM_COLUMNS, _sum_pieces_kernel
+from paged.kernels.quantization.partials import SUM_COLUMNS, _sum_partials_kernel
 from paged.kernels.quantization.weight import E8M0, FP8_BLOCK, QuantizedWeight
 
 
@@ -21,7 +21,7 @@ def quantized_gemm(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Fill `out` [num_rows, out_features] with x @ weight^T + bias; see the kernel. Pieces of a split input are
+    """Fill `out` [num_rows, out_features] with x @ weight^T + bias; see the kernel. Partial sums of a split input are
     added up by a second launch.
 
     x: [num_rows, in_features] in the order of the weight's columns; x_scale: float32 [num_rows, groups of 128 or 1], of
@@ -54,7 +54,7 @@ def quantized_gemm(
         "GROUP_N": group_n,
         "NUM_SPLITS": num_splits,
     }
-    pieces = out if num_splits == 1 else out.new_empty((num_splits, num_rows, columns), dtype=torch.float32)
+    partials = out if num_splits == 1 else out.new_empty((num_splits, num_rows, columns), dtype=torch.float32)
     blocks = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     launch(
         _quantized_linear_kernel,
@@ -62,7 +62,7 @@ def quantized_gemm(
         x_ptr=x,
         w_ptr=values,
         zero_point_ptr=weight.zero_point,
-        out_ptr=pieces,
+        out_ptr=partials,
         K=depth,
         steps_per_split=steps_per_split,
         stride_x_row=x.stride(0) // x_unit,
@@ -93,9 +93,9 @@ def quantized_gemm(
     if x_scale is not None and x_scale.shape[1] > 1:
         at_the_end["x_scale_ptr"] = None
     launch(
-        _sum_pieces_kernel,
+        _sum_partials_kernel,
         (triton.cdiv(columns, SUM_COLUMNS), num_rows),
-        pieces_ptr=pieces,
+        partials_ptr=partials,
         out_ptr=out,
         stride_out_row=out.stride(0),
         BLOCK_N=SUM_COLUMNS,

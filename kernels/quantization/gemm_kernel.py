@@ -5,7 +5,7 @@ from __future__ import annotations
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.quantization.decode import as_zero, decode_bytes, decode_run, load_zero, run_scale
-from paged.kernels.quantization.pieces import finished
+from paged.kernels.quantization.partials import finished
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_x_row", "stride_out_row"])
@@ -43,7 +43,7 @@ def _quantized_linear_kernel(
     GROUP_M: tl.constexpr,
     SWAP_AB: tl.constexpr,
 ):
-    """x @ w^T over one piece of the input: BLOCK_M rows by BLOCK_N columns.
+    """x @ w^T over one split of the input: BLOCK_M rows by BLOCK_N columns.
 
     FORMAT: "e4m3", "int8", "int4" or "e2m1". SCALE: how scales come, "e8m0", "e4m3" or "" for numbers. GROUP_N,
     GROUP_K: rows and columns of w that share one, 0 for all. Scales that span K wait for the end; those of whole steps

@@ -184,9 +184,9 @@ def test_an_evicted_block_never_leaves_half_a_prefix(cache: GroupedCache) -> Non
 
 def test_fork_swap_and_share(cache: GroupedCache) -> None:
     handle = cache.run("a", range(150))
-    twin = cache.manager.fork(handle, "b")
-    cache.tokens[twin] = list(range(150))
-    cache.feed(twin, [7, 8, 9])
+    copy = cache.manager.fork(handle, "b")
+    cache.tokens[copy] = list(range(150))
+    cache.feed(copy, [7, 8, 9])
     assert cache.manager.stats().cow_copies == 2  # the tail of each table
     target = cache.manager.allocate("c", 200)
     with pytest.raises(InvalidInputError, match="behind its sliding window"):
@@ -197,14 +197,14 @@ def test_fork_swap_and_share(cache: GroupedCache) -> None:
     cache.check()
     used = cache.manager.stats().used_blocks
     cache.manager.swap_out(handle)
-    cache.manager.swap_out(twin)
+    cache.manager.swap_out(copy)
     other = cache.run("d", range(600, 700))
-    cache.manager.swap_in(twin)
+    cache.manager.swap_in(copy)
     cache.manager.swap_in(handle)
     cache.check()
     cache.free(other)
     assert cache.manager.stats().used_blocks == used
-    for each in (handle, twin, target):
+    for each in (handle, copy, target):
         cache.free(each)
     assert cache.manager.stats().used_blocks == 0
     cache.manager.check_integrity()

@@ -12,7 +12,7 @@ from tests.models.families import FAMILIES, save_checkpoint
 
 @pytest.fixture
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's twins in place of Triton's interpreter, which takes over a second a forward. A GPU runs Triton."""
+    """PyTorch's operations in place of Triton's interpreter, which takes over a second a forward. A GPU runs Triton."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("PAGED_BACKEND", "torch")
 

@@ -8,7 +8,7 @@ from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
 from paged.kernels.common.device import Device
 from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
 from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
-from paged.kernels.quantization.pieces import SUM_COLUMNS, _sum_pieces_kernel
+from paged.kernels.quantization.partials import SUM_COLUMNS, _sum_partials_kernel
 from paged.kernels.quantization.quantize_rows import _quantize_rows_kernel
 from paged.kernels.quantization.weight import FP8_BLOCK
 
@@ -126,7 +126,7 @@ def _shown(tile: LinearTile) -> str:
 
 
 def _around(target: str) -> list[CompileCase]:
-    """Activations to e4m3 and int8, a token or 128 values at a time, and the sum of pieces."""
+    """Activations to e4m3 and int8, a token or 128 values at a time, and the sum of partials."""
     is_native = target in ("sm_90", "sm_100")
     found = []
     for kind, group in (("e4m3", 4096), ("e4m3", FP8_BLOCK), ("int8", 4096)):
@@ -151,7 +151,7 @@ def _around(target: str) -> list[CompileCase]:
             )
         )
     pointers = {
-        "pieces_ptr": "*fp32",
+        "partials_ptr": "*fp32",
         "x_scale_ptr": "*fp32",
         "scale_ptr": "*fp32",
         "tensor_scale_ptr": "",
@@ -159,8 +159,8 @@ def _around(target: str) -> list[CompileCase]:
     }
     for splits in (2, 8):
         constexprs = {"GROUP_N": 1, "NUM_SPLITS": splits, "BLOCK_N": SUM_COLUMNS}
-        name = f"quantized_linear sum of {splits} pieces for {target}"
-        found.append(_case(name, _sum_pieces_kernel, pointers | {"out_ptr": "*bf16"}, constexprs, target))
+        name = f"quantized_linear sum of {splits} partials for {target}"
+        found.append(_case(name, _sum_partials_kernel, pointers | {"out_ptr": "*bf16"}, constexprs, target))
     return found
 
 

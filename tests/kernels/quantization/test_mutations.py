@@ -12,11 +12,11 @@ import torch
 import paged.kernels.quantization.decode
 import paged.kernels.quantization.gemm
 import paged.kernels.quantization.gemm_kernel
-import paged.kernels.quantization.pieces
+import paged.kernels.quantization.partials
 import paged.kernels.quantization.quantize_rows
 from tests.kernels.quantization.problem import Problem
 
-NAMES = ("decode", "gemm_kernel", "pieces", "quantize_rows")
+NAMES = ("decode", "gemm_kernel", "partials", "quantize_rows")
 FILES = {name: Path(getattr(paged.kernels.quantization, name).__file__ or "") for name in NAMES}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
@@ -45,13 +45,13 @@ MUTATIONS = {
         "for step in range(first_step, end_step)",
         "for step in range(first_step, end_step - 1)",
     ),
-    "a piece is dropped": (
-        "pieces",
+    "a split is dropped": (
+        "partials",
         "for split in tl.static_range(NUM_SPLITS):",
         "for split in tl.static_range(1, NUM_SPLITS):",
     ),
-    "no bias": ("pieces", "if bias_ptr is not None:", "if False:"),
-    "no scale for all": ("pieces", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
+    "no bias": ("partials", "if bias_ptr is not None:", "if False:"),
+    "no scale for all": ("partials", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
     "activations are cut off": ("quantize_rows", "((x + _ROUNDER) - _ROUNDER).to(tl.int8)", "x.to(tl.int8)"),
     "activations beyond the largest code": ("quantize_rows", "largest / LARGEST", "largest / (LARGEST + 64)"),
 }
@@ -102,8 +102,8 @@ def test_checks_see_the_fault(
     }
     for each in users[name][1] if name in users else ():
         monkeypatch.setattr(users[name][0], each, getattr(faulty, each))
-    if name == "pieces":
-        monkeypatch.setattr(modules.gemm, "_sum_pieces_kernel", faulty._sum_pieces_kernel)
+    if name == "partials":
+        monkeypatch.setattr(modules.gemm, "_sum_partials_kernel", faulty._sum_partials_kernel)
         monkeypatch.setattr(modules.gemm_kernel, "finished", faulty.finished)
     failed = _first_failure(device)
     assert (failed is None) == (fault == "no fault"), failed

@@ -1,4 +1,4 @@
-"""What is left of a product once its sums are there, and the sum of its pieces where the input is split."""
+"""What is left of a product once its sums are there, and the sum of its partials where the input is split."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def finished(
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_out_row"])
-def _sum_pieces_kernel(
-    pieces_ptr,  # [NUM_SPLITS, num_rows, N] float32
+def _sum_partials_kernel(
+    partials_ptr,  # [NUM_SPLITS, num_rows, N] float32
     x_scale_ptr,  # [num_rows] float32, or None
     scale_ptr,  # [N / GROUP_N], or None
     tensor_scale_ptr,  # [] float32, or None
@@ -48,8 +48,8 @@ def _sum_pieces_kernel(
     is_column = (columns < N)[None, :]
     acc = tl.zeros((1, BLOCK_N), tl.float32)
     for split in tl.static_range(NUM_SPLITS):
-        piece = (row + num_rows.to(tl.int64) * split)[:, None] * N + columns[None, :]
-        acc += tl.load(pieces_ptr + piece, mask=is_column, other=0.0)
+        partial = (row + num_rows.to(tl.int64) * split)[:, None] * N + columns[None, :]
+        acc += tl.load(partials_ptr + partial, mask=is_column, other=0.0)
     w_rows = tl.where(columns < N, columns, 0)
     acc = finished(
         acc, x_scale_ptr, scale_ptr, stride_scale_row, tensor_scale_ptr, bias_ptr, row, w_rows, GROUP_N
