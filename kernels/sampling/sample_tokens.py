@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -76,6 +77,18 @@ def sample_tokens(
     if penalties is not None:
         logits = _penalised(logits.float(), penalties)
     return torch_op.sample_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
+
+
+def launch_all(logits: torch.Tensor) -> None:
+    """Launch every kernel that `sample_tokens`, `filter_logits` and `greedy_argmax` have for logits like these."""
+    ones = torch.ones(len(logits), device=logits.device)
+    ids = ones.long()
+    counts, seen = torch.zeros_like(logits, dtype=torch.int32), torch.ones_like(logits, dtype=torch.bool)
+    penalties = Penalties(ids - 1, counts, seen, ones[:, None].repeat(1, 3))
+    for top_k, top_p, min_p, paid in product((None, ids), (None, ones), (None, ones), (None, penalties)):
+        sample_tokens(logits, ids[:, None].repeat(1, 2), ones, top_k=top_k, top_p=top_p, min_p=min_p, penalties=paid)
+    for token_mask, repetition_penalty in product((None, seen), (None, torch.ones_like(logits))):
+        greedy_argmax(logits, token_mask=token_mask, repetition_penalty=repetition_penalty)
 
 
 def filter_logits(

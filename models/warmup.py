@@ -1,0 +1,77 @@
+"""Forwards over nothing but padding that launch, between them, every kernel that a model's steps can: one that is not
+compiled yet takes seconds, in which no sequence gets a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.attention.config import query_lengths
+from paged.kernels.cache.copy_blocks import copy_blocks
+from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
+from paged.kernels.moe.fused_moe import token_counts
+from paged.kernels.sampling.sample_tokens import launch_all
+from paged.metadata import AttentionMetadata
+from paged.models.decoder_network import DecoderNetwork
+from paged.models.layers.sparse_moe import SparseMoe
+from paged.staging import to_device
+
+# Tiles of rows hold a power of two of them, 1,024 at most. Where an adapter's rows are twice as many blocks, half as
+# many splits are enough, and one is from 512 blocks on.
+_POWERS = tuple(1 << exponent for exponent in range(11))
+_MOST_BLOCKS = 512
+# Tuned tables of experts end here.
+_MOST_TOKENS = 4096
+
+
+def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+    """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
+    every way, and copy a block. Needs no block of the cache, and changes none.
+
+    On a CPU nothing is compiled, and one step is all.
+    """
+    device = kv_manager.device
+    if device.type != "cuda":
+        _run(network, 1, device, longest=longest)
+        return
+    for num_tokens in _step_sizes(network, longest):
+        _run(network, num_tokens, device, longest=longest)
+    launch_all(torch.zeros(1, network.config.vocab_size, device=device))
+    layers = range(kv_manager.config.num_layers)
+    caches = [cache for layer in layers for cache in (kv_manager.k_cache(layer), kv_manager.v_cache(layer))]
+    copy_blocks(caches, torch.zeros(1, 2, dtype=torch.int64, device=device))  # block 0, which no sequence has
+
+
+def run_adapted_steps(network: DecoderNetwork, device: torch.device, *, longest: int) -> None:
+    """The same for what loaded adapters add to a step."""
+    most = _MOST_BLOCKS if device.type == "cuda" else 1
+    for num_blocks in [power for power in _POWERS if power <= most]:
+        for rows in (FEW_ROWS, MANY_ROWS):
+            blocks = torch.full((num_blocks, rows + 1), -1, dtype=torch.int32, device=device)
+            batch = LoraBatch(blocks[:, :rows].contiguous(), blocks[:, 0].contiguous())
+            _run(network, 1, device, longest=longest, lora=batch)
+
+
+def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
+    config = network.config
+    sizes = {*_POWERS, *query_lengths(config.num_attention_heads // config.num_kv_heads)}
+    moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
+    for moe in {moe.w2.shape: moe for moe in moes}.values():
+        sizes.update(token_counts(min(longest, _MOST_TOKENS), moe.routing.top_k, moe.w2))
+    return sorted(size for size in sizes if size <= longest)
+
+
+def _run(
+    network: DecoderNetwork, num_tokens: int, device: torch.device, *, longest: int, lora: LoraBatch | None = None
+) -> None:
+    """A forward of as many tokens as if they were one sequence's, whose tiles are found for `longest` keys."""
+    ids, slots = np.zeros(num_tokens, np.int64), np.full(num_tokens, -1, np.int64)
+    none = np.zeros(2, np.int32)  # offsets: there is no query, so that all rows are padding
+    input_ids, *rest = to_device((ids, ids, slots, none[:1], none, none[None, :1]), device)
+    metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest)
+    with torch.no_grad():
+        hidden = network(input_ids, metadata.positions, replace(metadata, lora=lora))
+        network.logits(hidden[:1])
