@@ -127,14 +127,16 @@ class PagedCausalLM(DecoderOnlyLLM):
         """
         self.graphs.clear()
         self.network.pack()
-        run_steps(self.network, self.kv_manager, longest=self.graphs.longest)
-        if self.adapters.names():
-            self.prepare_adapters()
+        if self.device.type == "cuda":  # nothing else is compiled
+            run_steps(self.network, self.kv_manager, longest=self.graphs.longest)
+            if self.adapters.names():
+                self.prepare_adapters()
         self.graphs.capture(track)
 
     def prepare_adapters(self) -> None:
-        """The same for what loaded adapters add to a step."""
-        run_adapted_steps(self.network, self.device, longest=self.graphs.longest)
+        """Launch on a GPU what loaded adapters add to a step, so that no request waits for that either."""
+        if self.device.type == "cuda":
+            run_adapted_steps(self.network, self.device, longest=self.graphs.longest)
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens

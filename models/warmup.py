@@ -4,6 +4,7 @@ compiled yet takes seconds, in which no sequence gets a token."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -30,13 +31,8 @@ _MOST_TOKENS = 4096
 def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
     every way, and copy a block. Needs no block of the cache, and changes none.
-
-    On a CPU nothing is compiled, and one step is all.
     """
     device = kv_manager.device
-    if device.type != "cuda":
-        _run(network, 1, device, longest=longest)
-        return
     for num_tokens in _step_sizes(network, longest):
         _run(network, num_tokens, device, longest=longest)
     launch_all(torch.zeros(1, network.config.vocab_size, device=device))
@@ -47,17 +43,17 @@ def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longe
 
 def run_adapted_steps(network: DecoderNetwork, device: torch.device, *, longest: int) -> None:
     """The same for what loaded adapters add to a step."""
-    most = _MOST_BLOCKS if device.type == "cuda" else 1
-    for num_blocks in [power for power in _POWERS if power <= most]:
-        for rows in (FEW_ROWS, MANY_ROWS):
-            blocks = torch.full((num_blocks, rows + 1), -1, dtype=torch.int32, device=device)
-            batch = LoraBatch(blocks[:, :rows].contiguous(), blocks[:, 0].contiguous())
+    for num_blocks, size in product(_POWERS, (FEW_ROWS, MANY_ROWS)):
+        if num_blocks <= _MOST_BLOCKS:
+            rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=device)
+            batch = LoraBatch(rows, rows[:, 0].contiguous())
             _run(network, 1, device, longest=longest, lora=batch)
 
 
 def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
-    config = network.config
-    sizes = {*_POWERS, *query_lengths(config.num_attention_heads // config.num_kv_heads)}
+    sizes = set(_POWERS)
+    for group in {layer.num_heads // layer.num_kv_heads for layer in network.config.attention}:
+        sizes.update(query_lengths(group))
     moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
     for moe in {moe.w2.shape: moe for moe in moes}.values():
         sizes.update(token_counts(min(longest, _MOST_TOKENS), moe.routing.top_k, moe.w2))
