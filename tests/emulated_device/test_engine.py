@@ -86,8 +86,6 @@ KINDS: dict[str, tuple[Callable[[Path, Path], Engine], dict[str, Any]]] = {
     "draft model": (drafting, {}),
 }
 WAITING = {
-    "sampled": "a step of many uploads comes round the ring of staging buffers, and waits for its own",
-    "prompt lookup, sampled": "the same",
     "draft model": "every draft is brought to the host by itself",
 }
 
