@@ -136,7 +136,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     def prepare_adapters(self) -> None:
         """Launch on a GPU what loaded adapters add to a step, so that no request waits for that either."""
         if self.device.type == "cuda":
-            run_adapted_steps(self.network, self.device, longest=self.graphs.longest)
+            run_adapted_steps(self.network, self.kv_manager, longest=self.graphs.longest)
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens

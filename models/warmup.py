@@ -11,7 +11,6 @@ import torch
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.config import query_lengths
-from paged.kernels.cache.copy_blocks import copy_blocks
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.moe.fused_moe import token_counts
 from paged.kernels.sampling.sample_tokens import launch_all
@@ -32,22 +31,19 @@ def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longe
     """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
     every way, and copy a block. Needs no block of the cache, and changes none.
     """
-    device = kv_manager.device
     for num_tokens in _step_sizes(network, longest):
-        _run(network, num_tokens, device, longest=longest)
-    launch_all(torch.zeros(1, network.config.vocab_size, device=device))
-    layers = range(kv_manager.config.num_layers)
-    caches = [cache for layer in layers for cache in (kv_manager.k_cache(layer), kv_manager.v_cache(layer))]
-    copy_blocks(caches, torch.zeros(1, 2, dtype=torch.int64, device=device))  # block 0, which no sequence has
+        _run(network, kv_manager, num_tokens, longest=longest)
+    launch_all(torch.zeros(1, network.config.vocab_size, device=kv_manager.device))
+    kv_manager.warm_up()
 
 
-def run_adapted_steps(network: DecoderNetwork, device: torch.device, *, longest: int) -> None:
+def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """The same for what loaded adapters add to a step."""
     for num_blocks, size in product(_POWERS, (FEW_ROWS, MANY_ROWS)):
         if num_blocks <= _MOST_BLOCKS:
-            rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=device)
+            rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=kv_manager.device)
             batch = LoraBatch(rows, rows[:, 0].contiguous())
-            _run(network, 1, device, longest=longest, lora=batch)
+            _run(network, kv_manager, 1, longest=longest, lora=batch)
 
 
 def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
@@ -61,12 +57,19 @@ def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
 
 
 def _run(
-    network: DecoderNetwork, num_tokens: int, device: torch.device, *, longest: int, lora: LoraBatch | None = None
+    network: DecoderNetwork,
+    kv_manager: PagedKvCacheManager,
+    num_tokens: int,
+    *,
+    longest: int,
+    lora: LoraBatch | None = None,
 ) -> None:
     """A forward of as many tokens as if they were one sequence's, whose tiles are found for `longest` keys."""
-    ids, slots = np.zeros(num_tokens, np.int64), np.full(num_tokens, -1, np.int64)
+    num_tables = len(kv_manager.config.tables)
+    ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
     none = np.zeros(2, np.int32)  # offsets: there is no query, so that all rows are padding
-    input_ids, *rest = to_device((ids, ids, slots, none[:1], none, none[None, :1]), device)
+    tables = np.zeros((num_tables, 1, 1), np.int32)
+    input_ids, *rest = to_device((ids, ids, slots, none[:1], none, tables), kv_manager.device)
     metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest)
     with torch.no_grad():
         hidden = network(input_ids, metadata.positions, replace(metadata, lora=lora))

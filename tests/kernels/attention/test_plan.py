@@ -142,7 +142,7 @@ def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
 def test_query_lengths_lead_to_every_tile(arch: str, group: int) -> None:
     def tile_of(query: int) -> tuple[object, bool]:
         rows = query * group
-        return decode_tile(128, 2, arch, rows=rows), rows > DECODE_MAX_ROWS
+        return decode_tile(128, 128, 2, arch, rows=rows), rows > DECODE_MAX_ROWS
 
     lengths = query_lengths(group)
     assert {tile_of(query) for query in range(1, 200)} == {tile_of(query) for query in lengths}
