@@ -121,15 +121,17 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.lora_metrics_snapshot()
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load a low-rank adapter from a folder that PEFT saved, beside those that are running.
+        """Load a low-rank adapter from a folder that PEFT saved, beside those that are running; with the first one that
+        changes a layer, compile what adapters of that layer add to a step.
 
         Raises:
             InvalidInputError: the name is taken, there is no free slot, or its rank is above max_lora_rank.
             CheckpointError: files or tensors are missing or malformed.
             UnsupportedError: a setting of it is not known here, or the model takes no adapters.
         """
-        with self._call():
-            self._adapters().load(name, path)
+        with self._call(), warming_up():
+            if self._adapters().load(name, path):
+                cast(PagedCausalLM, self.model).prepare_adapters()
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter, and what the prefix cache holds of it.

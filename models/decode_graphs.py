@@ -61,13 +61,13 @@ class DecodeGraphs:
         """sizes: rising batch sizes. Nothing is captured, and no memory taken, before `capture`."""
         self._network = network
         self._device = next(network.parameters()).device
-        self._longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
+        self.longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
         self._num_tables = len(cache.tables)
         # Token ids, positions, slots, lengths and query offsets.
         none = np.empty(0, np.int64)
         slots = np.empty((self._num_tables, 0), np.int64)
         self._no_sequences: tuple[NDArray[Any], ...] = none, none, slots, np.empty(0, np.int32), np.zeros(1, np.int32)
-        self._table_width = -(-self._longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
+        self._table_width = -(-self.longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
         self._sizes = tuple(sizes)
         self._replays: dict[int, Callable[[], None]] = {}
         self._inputs = self._table = self._product = torch.empty(0)
@@ -136,7 +136,7 @@ class DecodeGraphs:
         tensors, product = (*rest, self._table[:, :size]), self._product[:size]
 
         def run() -> None:
-            metadata = AttentionMetadata.over(tensors, max_seqlen_q=1, max_seqlen_k=self._longest)
+            metadata = AttentionMetadata.over(tensors, max_seqlen_q=1, max_seqlen_k=self.longest)
             self._network.head(self._network(input_ids, metadata.positions, metadata), out=product)
 
         return run

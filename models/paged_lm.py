@@ -20,10 +20,9 @@ from paged.models.decode_graphs import DecodeGraphs, graph_sizes
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
+from paged.models.warmup import run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.step_preparer import StepPreparer
-
-_WARMUP_ID = "paged.prepare"
 
 
 class PagedCausalLM(DecoderOnlyLLM):
@@ -121,21 +120,23 @@ class PagedCausalLM(DecoderOnlyLLM):
         return prepared
 
     def prepare(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
-        """Run a prompt and a decode step once, and once with each adapter, so that no request waits for kernels to
-        compile, and capture `graphs`; on a CPU, pack the weights first.
+        """Launch every kernel that a step can, so that no request waits for one to compile, and capture `graphs`; on a
+        CPU, pack the weights first.
 
         track: iterates over the batch sizes that are captured, and may show how far it has come.
         """
         self.graphs.clear()
         self.network.pack()
-        for adapter in (None, *self.adapters.names()):
-            try:
-                self.set_lora_adapter_for_cache(_WARMUP_ID, adapter)
-                self.prefill(_WARMUP_ID, [0, 0])
-                self.decode(_WARMUP_ID, 0, 2)
-            finally:
-                self.release(_WARMUP_ID)
+        if self.device.type == "cuda":  # nothing else is compiled
+            run_steps(self.network, self.kv_manager, longest=self.graphs.longest)
+            if self.adapters.names():
+                self.prepare_adapters()
         self.graphs.capture(track)
+
+    def prepare_adapters(self) -> None:
+        """Launch on a GPU what loaded adapters add to a step, so that no request waits for that either."""
+        if self.device.type == "cuda":
+            run_adapted_steps(self.network, self.kv_manager, longest=self.graphs.longest)
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Copies that may be under way at once: of a step's metadata, token ids and sampling, while the next one's are prepared.
-_NUM_BUFFERS = 8
+# Copies that may be under way at once. A step sends 17 where requests ask for all that there is: its metadata and token
+# ids, filters, penalties, rules, noise and whose log probabilities; and the next one's are prepared meanwhile.
+_NUM_BUFFERS = 32
 _FIRST_SIZE = 1 << 16
 # Triton compiles a kernel anew for pointers that are not aligned to 16.
 _ALIGNMENT = 64

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.executors.requests.request import Completion
 from paged.seq_id import SeqId
@@ -31,23 +33,23 @@ class TokenCounts:
 
     def rows(self, completions: Sequence[Completion]) -> torch.Tensor:
         """The row of each completion, int64 [n], after its newest tokens have been counted."""
-        for completion in completions:
-            if completion.seq_id not in self._rows:
-                self._add(completion)
-        rows: list[int] = []
-        tokens: list[int] = []
+        output: list[tuple[int, Sequence[int]]] = []
+        prompts: list[tuple[int, Sequence[int]]] = []
         for completion in set(completions):
-            row, known = self._rows[completion.seq_id], self._counted[completion.seq_id]
-            new = completion.token_ids[known:]
-            rows += [row] * len(new)
-            tokens += new
-            self._counted[completion.seq_id] = known + len(new)
-        asked = [self._rows[completion.seq_id] for completion in completions]
-        arrays = [np.array(values, np.int64) for values in (asked, rows, tokens)]
-        asked_rows, new_rows, new_tokens = to_device(arrays, self.outputs.device)
+            row = self._rows.get(completion.seq_id)
+            if row is None:
+                row = self._new_row(completion)
+                prompts.append((row, completion.request.prompt))
+            known = self._counted[completion.seq_id]
+            output.append((row, completion.token_ids[known:]))
+            self._counted[completion.seq_id] = len(completion.token_ids)
+        asked = np.array([self._rows[completion.seq_id] for completion in completions], np.int64)
+        arrays = asked, *_pairs(output), *_pairs(prompts)
+        asked_rows, new_rows, new_tokens, prompt_rows, prompt_tokens = to_device(arrays, self.outputs.device)
         ones = torch.ones_like(new_tokens, dtype=torch.int32)
         self.outputs.index_put_((new_rows, new_tokens), ones, accumulate=True)
         self.seen[new_rows, new_tokens] = True
+        self.seen[prompt_rows, prompt_tokens] = True
         return asked_rows
 
     def forget(self, completion: Completion) -> None:
@@ -59,7 +61,7 @@ class TokenCounts:
             if not self._rows and len(self.outputs) > _FEW_ROWS:
                 self.outputs, self.seen, self._free = self.outputs[:0].clone(), self.seen[:0].clone(), []
 
-    def _add(self, completion: Completion) -> None:
+    def _new_row(self, completion: Completion) -> int:
         if not self._free:
             have = len(self.outputs)
             more = max(have, 8)
@@ -70,5 +72,10 @@ class TokenCounts:
         self._rows[completion.seq_id], self._counted[completion.seq_id] = row, 0
         self.outputs[row] = 0
         self.seen[row] = False
-        (prompt,) = to_device([np.array(completion.request.prompt, np.int64)], self.outputs.device)
-        self.seen[row, prompt] = True
+        return row
+
+
+def _pairs(rows: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each row as often as it has tokens, and these."""
+    indices = np.repeat(np.array([row for row, _ in rows], np.int64), [len(tokens) for _, tokens in rows])
+    return indices, np.fromiter(chain.from_iterable(tokens for _, tokens in rows), np.int64, len(indices))

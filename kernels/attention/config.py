@@ -38,6 +38,11 @@ class AttentionTile:
     by_tma: bool = False
 
 
+def query_lengths(group: int) -> tuple[int, ...]:
+    """Longest queries that between them lead to every tile there is for `group` query heads to a KV head, rising."""
+    return tuple(sorted({max(rows // group, 1) for rows in (16, 32, DECODE_MAX_ROWS, DECODE_MAX_ROWS + group)}))
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The tile's width: the next power of two, and 16 at least, the smallest operand of a matrix instruction."""
     return max(16, int(triton.next_power_of_2(head_dim)))

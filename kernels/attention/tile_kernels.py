@@ -41,7 +41,11 @@ def _store_rows(
         tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "window_left", "window_right", "stride_table_seq", "stride_lse_head"])
+# Of several block tables in one tensor all but the first lie anywhere, and every row of it begins anywhere.
+@triton.jit(
+    do_not_specialize=["num_tokens", "window_left", "window_right", "stride_table_seq", "stride_lse_head"],
+    do_not_specialize_on_alignment=["block_table_ptr"],
+)
 def _attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     k_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM], a pointer, or a tensor descriptor where USE_TMA

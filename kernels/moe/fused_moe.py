@@ -28,6 +28,7 @@ from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.gemv import moe_gemv
 from paged.kernels.moe.moe_align_block_size import check_expert_map, moe_align_block_size
 from paged.kernels.moe.ops import ops
+from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
 from paged.kernels.moe.sum import moe_sum
 from paged.kernels.moe.torch_ops import fused_moe as torch_op
 from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_weights
@@ -117,10 +118,8 @@ def fused_moe(
             return out
         if not use_triton(hidden_states):
             return torch_op.fused_moe(call)
-        shape = _shape(len(topk_ids), topk_ids.shape[1], down, hidden_states.dtype, expert_map)
-        is_few = takes_gemv(shape, is_quantized=call.is_quantized)
-        tiles = None if is_few else moe_tiles(shape, hidden_states.dtype, device_of(hidden_states.device))
-        steps = _Steps(tiles)
+        num_tokens, top_k = topk_ids.shape
+        steps = _Steps(_chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map))
     launches = (
         moe_gemv(call, steps.launches) if steps.tiles is None else _grouped(call, aligned, steps.tiles, steps.launches)
     )
@@ -183,20 +182,33 @@ def moe_block_size(
         return None
     check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
     num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
-    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
-    shape = _shape(num_tokens, top_k, down, dtype, expert_map)
-    if num_tokens == 0 or not use_triton(w2) or takes_gemv(shape, is_quantized=bool(down.format)):
+    if num_tokens == 0 or not use_triton(w2):
         return None
-    return moe_tiles(shape, dtype, device_of(w2.device)).gate_up.block_m
+    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
+    tiles = _chosen_tiles(num_tokens, top_k, down, dtype, expert_map)
+    return None if tiles is None else tiles.gate_up.block_m
 
 
-def _shape(
+def token_counts(most: int, top_k: int, w2: torch.Tensor) -> list[int]:
+    """The least number of tokens, of 1 to `most`, for each way that `fused_moe` and its routing take, rising."""
+    counts: dict[object, int] = {}
+    for count in range(1, most + 1):
+        tiles = _chosen_tiles(count, top_k, ExpertLinear(w2), w2.dtype, None)
+        counts.setdefault((tiles, count > MAX_FUSED_TOKENS), count)
+    return list(counts.values())
+
+
+def _chosen_tiles(
     num_tokens: int, top_k: int, down: ExpertLinear, dtype: torch.dtype, expert_map: torch.Tensor | None
-) -> MoeShape:
+) -> MoeTiles | None:
+    """None for matrix-vector products."""
     num_experts, hidden_size, _ = down.w.shape
     # The entries spread over all experts, of which a rank holds a part.
     num_routed = num_experts if expert_map is None else expert_map.numel()
-    return MoeShape(num_tokens * top_k, num_routed, hidden_size, down.in_features, dtype.itemsize)
+    shape = MoeShape(num_tokens * top_k, num_routed, hidden_size, down.in_features, dtype.itemsize)
+    if takes_gemv(shape, is_quantized=bool(down.format)):
+        return None
+    return moe_tiles(shape, dtype, device_of(down.w.device))
 
 
 def _check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, 
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import num_warps
+from paged.kernels.common.launch import launch, num_warps
 from paged.kernels.sampling import passes, thresholds
 from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, greedy_argmax
 from paged.kernels.sampling.ops import ops
@@ -76,6 +77,18 @@ def sample_tokens(
     if penalties is not None:
         logits = _penalised(logits.float(), penalties)
     return torch_op.sample_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
+
+
+def launch_all(logits: torch.Tensor) -> None:
+    """Launch every kernel that `sample_tokens`, `filter_logits` and `greedy_argmax` have for logits like these."""
+    ones = torch.ones(len(logits), device=logits.device)
+    ids = ones.long()
+    counts, seen = torch.zeros_like(logits, dtype=torch.int32), torch.ones_like(logits, dtype=torch.bool)
+    penalties = Penalties(ids - 1, counts, seen, ones[:, None].repeat(1, 3))
+    for top_k, top_p, min_p, paid in product((None, ids), (None, ones), (None, ones), (None, penalties)):
+        sample_tokens(logits, ids[:, None].repeat(1, 2), ones, top_k=top_k, top_p=top_p, min_p=min_p, penalties=paid)
+    for token_mask, repetition_penalty in product((None, seen), (None, torch.ones_like(logits))):
+        greedy_argmax(logits, token_mask=token_mask, repetition_penalty=repetition_penalty)
 
 
 def filter_logits(
@@ -212,18 +225,18 @@ def _launch(
             "listed_token_ptr": empty(num_rows, vocab_size, dtype=torch.int32),
         }
 
-    def launch(kernel: Any, grid: tuple[int, ...], block: int, **more: int) -> None:
+    def run(kernel: Any, grid: tuple[int, ...], block: int, **more: int) -> None:
         arguments = {name: value for name, value in (tensors | more).items() if name in kernel.arg_names}
-        kernel[grid](**arguments, num_warps=num_warps(block))
+        launch(kernel, grid, **arguments, num_warps=num_warps(block))
 
-    launch(passes._best_of_chunk_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
+    run(passes._best_of_chunk_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
     if has_cuts:
         # Four programs an SM: each adds its counts to the row's once.
         parts = min(triton.cdiv(4 * device_of(device).num_sms, num_rows), num_chunks)
         per_program = triton.cdiv(num_chunks, parts) * BLOCK_TOKENS
-        launch(passes._count_bins_kernel, (num_rows, parts), BLOCK_TOKENS, tokens_per_program=per_program)
-        launch(thresholds._bound_kernel, (num_rows,), NUM_BINS.value * 2)
+        run(passes._count_bins_kernel, (num_rows, parts), BLOCK_TOKENS, tokens_per_program=per_program)
+        run(thresholds._bound_kernel, (num_rows,), NUM_BINS.value * 2)
     if has_cuts or log_min_p is not None:
-        launch(passes._collect_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
-    launch(thresholds._choose_kernel, (num_rows,), BLOCK_LIST * PROBES // 2)
+        run(passes._collect_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
+    run(thresholds._choose_kernel, (num_rows,), BLOCK_LIST * PROBES // 2)
     return tensors["out_ptr"], tensors["lowest_kept_ptr"]

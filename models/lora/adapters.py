@@ -66,8 +66,9 @@ class LoraAdapters:
         """The loaded adapters, in the order they were loaded."""
         return tuple(self._loaded)
 
-    def load(self, name: str, path: str | Path) -> None:
-        """Read an adapter from a folder that PEFT saved; sequences can take it as soon as this returns.
+    def load(self, name: str, path: str | Path) -> bool:
+        """Read an adapter from a folder that PEFT saved; sequences can take it as soon as this returns. Whether it is
+        the first one that changes some layer.
 
         Raises:
             InvalidInputError: the name is empty or taken, sequences without an adapter use it as their namespace, all
@@ -90,11 +91,13 @@ class LoraAdapters:
                 if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
                     raise CheckpointError(f"{key}: not all finite as {dtype} in {folder / WEIGHTS_FILE}")
             slot = min(set(range(self.max_loras)) - {adapter.slot for adapter in self._loaded.values()})
+            is_first = any(linears[key][0].adapters is None for key in changes)
             with torch.no_grad():
                 self._write(slot, {linears[key]: change for key, change in changes.items()})
             self._forget_prefixes(name)
             num_elements = sum(change.a.numel() + change.b.numel() for change in changes.values())
             self._loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
+            return is_first
 
     def unload(self, name: str) -> None:
         """Give an adapter's slot up.

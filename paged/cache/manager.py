@@ -279,6 +279,11 @@ class PagedKvCacheManager:
         with self._guard:
             return self._pool.evict(num_blocks)
 
+    def warm_up(self) -> None:
+        """Copy block 0, which no sequence has, over itself, so that no fork waits for the kernel to compile."""
+        with self._guard:
+            self._tensors.copy([(0, 0)])
+
     def clear_prefix_cache(self) -> None:
         """Withdraw every published block; those in use stay with their sequences."""
         with self._guard:

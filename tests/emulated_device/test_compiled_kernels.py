@@ -9,12 +9,10 @@ import pytest
 from paged import Engine, EngineConfig, SamplingParams
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.emulator.report import CompiledKernel
-from tests.emulated_device.known import xfailing
 from tests.emulated_device.shapes import SHAPES, executor_of
 
 # Prompt lengths on both sides of what tile choices depend on, in the order they come.
 LENGTHS = (1, 2, 7, 17, 40, 100, 33, 300, 16, 700, 64, 1500, 3, 128, 2500, 5)
-KNOWN = dict.fromkeys(SHAPES, "warmup runs a prompt of two tokens, one decode step, and the graphs")
 
 
 def serve(name: str, cuda: EmulatedCuda) -> list[tuple[int, CompiledKernel]]:
@@ -46,7 +44,7 @@ def described(step: int, kernel: CompiledKernel, difference: dict[str, tuple[str
     return f"step {step}: {kernel.name} ({kernel.place}), {what}"
 
 
-@pytest.mark.parametrize("name", xfailing(SHAPES, KNOWN))
+@pytest.mark.parametrize("name", SHAPES)
 def test_nothing_is_compiled_while_serving(name: str) -> None:
     with EmulatedCuda(num_sms=132, executes=False) as cuda:
         late = [described(step, kernel, cuda.report.nearest(kernel)) for step, kernel in serve(name, cuda)]

@@ -86,27 +86,26 @@ KINDS: dict[str, tuple[Callable[[Path, Path], Engine], dict[str, Any]]] = {
     "draft model": (drafting, {}),
 }
 WAITING = {
-    "sampled": "a step of many uploads comes round the ring of staging buffers, and waits for its own",
-    "prompt lookup, sampled": "the same",
     "draft model": "every draft is brought to the host by itself",
 }
 
 
 @dataclass(frozen=True)
 class Served:
-    """What was seen of a run. waits: of each step, by the place of the code."""
+    """What was seen of a run. waits: of each step, by the place of the code. late: kernels compiled meanwhile."""
 
     report: Report
     finished: Counter[str]
     preempted: Counter[str]
     waits: list[Counter[str]]
+    late: list[str]
 
 
 def serve(engine: Engine, cuda: EmulatedCuda, num_steps: int, others: dict[str, Any]) -> Served:
     """Requests that come and go at random for so many steps, one in eight aborted; then until none is left."""
     random_ = random.Random(0)
     names = [None, *engine.list_loras()]
-    begun, waits = 0, []
+    begun, waits, begin = 0, [], cuda.report.mark()
     while len(waits) < num_steps or engine.num_unfinished:
         while len(waits) < num_steps and random_.random() < 0.3:
             begun += 1
@@ -125,7 +124,8 @@ def serve(engine: Engine, cuda: EmulatedCuda, num_steps: int, others: dict[str, 
         engine.step()
         waits.append(Counter(wait.place for wait in cuda.report.synchronised_after(mark).elements()))
     check_empty(engine)
-    return Served(cuda.report, engine.metrics.finished, engine.metrics.preempted, waits)
+    late = [f"{kernel.name}: {cuda.report.nearest(kernel)}" for kernel in cuda.report.compiled_after(begin)]
+    return Served(cuda.report, engine.metrics.finished, engine.metrics.preempted, waits, late)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,12 @@ def test_no_step_is_a_hazard(kind: str, served: Callable[[str], Served]) -> None
     assert {"length"} <= set(run.finished) <= {"length", "abort"}
     assert bool(run.preempted["swap"]) == (kind == "swap")
     assert run.report.num_replays > 20 or kind == "adapters" or "lookup" in kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_compiled_while_serving(kind: str, served: Callable[[str], Served]) -> None:
+    """Adapters come after the warm-up, and are warmed up as they come."""
+    assert served(kind).late == []
 
 
 @pytest.mark.parametrize("kind", xfailing(KINDS, WAITING))

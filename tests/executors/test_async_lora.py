@@ -125,26 +125,3 @@ def test_executors_without_adapters_are_named(device: torch.device) -> None:
         await engine.shutdown()
 
     asyncio.run(scenario())
-
-
-def test_warmup_runs_the_adapters(
-    executor: LlmExecutor, french: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches: list[bool] = []
-    model = executor.model
-    network = model.network
-
-    def spy(input_ids: torch.Tensor, positions: torch.Tensor, metadata: object) -> torch.Tensor:
-        launches.append(metadata.lora is not None)  # type: ignore[attr-defined]
-        return network(input_ids, positions, metadata)
-
-    spy.logits, spy.pack = network.logits, network.pack  # type: ignore[attr-defined]
-    monkeypatch.setattr(model, "network", spy)
-    executor.warmup()
-    assert launches == [False, False]
-    executor.load_lora("french", french)
-    executor.warmup()
-    assert launches[2:] == [False, False, True, True]
-    assert executor.kv_manager is not None
-    assert executor.kv_manager.handles() == ()
-    executor.unload_lora("french")

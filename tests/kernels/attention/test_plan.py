@@ -11,7 +11,7 @@ import torch
 from paged import InvalidInputError, paged_attention
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.call import NO_LIMIT
-from paged.kernels.attention.config import DECODE_MAX_ROWS
+from paged.kernels.attention.config import DECODE_MAX_ROWS, decode_tile, query_lengths
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
 from paged.kernels.common.device import device_of
 
@@ -135,3 +135,15 @@ def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
     other = AttentionPlan(ids[0][:2], ids[1][:1], max_seqlen_q=9, max_seqlen_k=40)
     with pytest.raises(InvalidInputError, match="plan: made for other cu_seqlens_q"):
         paged_attention(**tensors, max_seqlen_q=9, plan=other)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 24, 48, 71])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_query_lengths_lead_to_every_tile(arch: str, group: int) -> None:
+    def tile_of(query: int) -> tuple[object, bool]:
+        rows = query * group
+        return decode_tile(128, 128, 2, arch, rows=rows), rows > DECODE_MAX_ROWS
+
+    lengths = query_lengths(group)
+    assert {tile_of(query) for query in range(1, 200)} == {tile_of(query) for query in lengths}
+    assert len(lengths) <= 4

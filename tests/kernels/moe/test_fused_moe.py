@@ -16,7 +16,7 @@ from paged.kernels.common.device import Device
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.alignment import MoeAlignment
 from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, takes_gemv
-from paged.kernels.moe.fused_moe import moe_block_size
+from paged.kernels.moe.fused_moe import moe_block_size, token_counts
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.weights import ExpertLinear
 from tests.tolerance import assert_close, dtypes
@@ -390,6 +390,17 @@ def test_alignment_made_beforehand(num_tokens: int, backend: str, device: torch.
         assert torch.equal(fused_moe(*inputs, aligned=aligned), fused_moe(*inputs))
         with pytest.raises(InvalidInputError, match="aligned: sizes"):
             fused_moe(*inputs, aligned=moe_align_block_size(inputs[4], 2 * block_size, 8))
+
+
+def test_token_counts_lead_to_every_alignment(device: torch.device, backend: str) -> None:
+    w2 = torch.empty(8, 64, 48, dtype=torch.float16, device=device)
+    counts = token_counts(300, 2, w2)
+    assert counts[0] == 1
+    assert 257 in counts, "routing takes another way"
+    assert len(counts) < 10
+    ways = [{moe_block_size(count, 2, w2) for count in some} for some in (counts, range(1, 301))]
+    assert ways[0] == ways[1]
+    assert len(ways[0]) == (1 if backend == "torch" else 5)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])

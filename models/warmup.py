@@ -1,0 +1,76 @@
+"""Forwards over nothing but padding that launch, between them, every kernel that a model's steps can: one that is not
+compiled yet takes seconds, in which no sequence gets a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import torch
+
+from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.attention.config import query_lengths
+from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
+from paged.kernels.moe.fused_moe import token_counts
+from paged.kernels.sampling.sample_tokens import launch_all
+from paged.metadata import AttentionMetadata
+from paged.models.decoder_network import DecoderNetwork
+from paged.models.layers.sparse_moe import SparseMoe
+from paged.staging import to_device
+
+# Tiles of rows hold a power of two of them, 1,024 at most. Where an adapter's rows are twice as many blocks, half as
+# many splits are enough, and one is from 512 blocks on.
+_POWERS = tuple(1 << exponent for exponent in range(11))
+_MOST_BLOCKS = 512
+# Tuned tables of experts end here.
+_MOST_TOKENS = 4096
+
+
+def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+    """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
+    every way, and copy a block. Needs no block of the cache, and changes none.
+    """
+    for num_tokens in _step_sizes(network, longest):
+        _run(network, kv_manager, num_tokens, longest=longest)
+    launch_all(torch.zeros(1, network.config.vocab_size, device=kv_manager.device))
+    kv_manager.warm_up()
+
+
+def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+    """The same for what loaded adapters add to a step."""
+    for num_blocks, size in product(_POWERS, (FEW_ROWS, MANY_ROWS)):
+        if num_blocks <= _MOST_BLOCKS:
+            rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=kv_manager.device)
+            batch = LoraBatch(rows, rows[:, 0].contiguous())
+            _run(network, kv_manager, 1, longest=longest, lora=batch)
+
+
+def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
+    sizes = set(_POWERS)
+    for group in {layer.num_heads // layer.num_kv_heads for layer in network.config.attention}:
+        sizes.update(query_lengths(group))
+    moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
+    for moe in {moe.w2.shape: moe for moe in moes}.values():
+        sizes.update(token_counts(min(longest, _MOST_TOKENS), moe.routing.top_k, moe.w2))
+    return sorted(size for size in sizes if size <= longest)
+
+
+def _run(
+    network: DecoderNetwork,
+    kv_manager: PagedKvCacheManager,
+    num_tokens: int,
+    *,
+    longest: int,
+    lora: LoraBatch | None = None,
+) -> None:
+    """A forward of as many tokens as if they were one sequence's, whose tiles are found for `longest` keys."""
+    num_tables = len(kv_manager.config.tables)
+    ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
+    none = np.zeros(2, np.int32)  # offsets: there is no query, so that all rows are padding
+    tables = np.zeros((num_tables, 1, 1), np.int32)
+    input_ids, *rest = to_device((ids, ids, slots, none[:1], none, tables), kv_manager.device)
+    metadata = AttentionMetadata.over(rest, max_seqlen_q=num_tokens, max_seqlen_k=longest)
+    with torch.no_grad():
+        hidden = network(input_ids, metadata.positions, replace(metadata, lora=lora))
+        network.logits(hidden[:1])
