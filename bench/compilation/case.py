@@ -21,6 +21,8 @@ TARGETS = {
 
 # One of each generation, for which every case is compiled; the others get those with tiles that are chosen for them.
 EVERY_CASE = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Streaming multiprocessors or compute units.
+NUM_SMS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 170, "gfx942": 304}
 # Those that convert e4m3 by themselves, see `has_native_e4m3`.
 NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, NUM_SMS, TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
@@ -14,8 +14,6 @@ from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kerne
 from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
-# Streaming multiprocessors or compute units.
-NUM_SMS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 170, "gfx942": 304}
 
 
 def cases() -> list[CompileCase]:

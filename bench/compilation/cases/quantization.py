@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, CompileCase, kernel_case
+from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, CompileCase, kernel_case
 from paged.kernels.common.device import Device
 from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
 from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
@@ -12,8 +12,6 @@ from paged.kernels.quantization.partials import SUM_COLUMNS, _sum_partials_kerne
 from paged.kernels.quantization.quantize_rows import _quantize_rows_kernel
 from paged.kernels.quantization.weight import FP8_BLOCK
 
-# Streaming multiprocessors or compute units.
-NUM_SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 # Layers of Llama-3-8B, [out_features, in_features]: the output of attention, whose input is split for few rows, and
 # both inputs of the MLP side by side.
 OUT, GATE_UP = (4096, 4096), (28672, 4096)
@@ -38,7 +36,7 @@ MANY_ROWS = ("e4m3 block", "int8 channel", "int8 weights", "int4 g128", "int4 g3
 def cases() -> list[CompileCase]:
     """16 and 4,096 rows, and between them; zero points, other dtypes, rows of weights off the 16-byte grid."""
     found = []
-    for target in TARGETS:
+    for target in EVERY_CASE:
         found += [gemm_case(target, name, 16, OUT) for name in FEW_ROWS]
         found += [gemm_case(target, name, 4096, GATE_UP) for name in MANY_ROWS]
         found += [
