@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from paged import (
     AsyncEngine,
@@ -24,6 +23,8 @@ from paged import (
 from tests.executors.oracle import batch, make_executor
 from tests.executors.test_lora_loader import FRENCH, IDS
 from tests.models.families import FAMILIES, save_checkpoint
+
+parser = pytest.importorskip("prometheus_client.parser")
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6)
 NAMED = {"lora_adapter": "french"}
@@ -47,7 +48,7 @@ def executor(base: Path, device: torch.device) -> LlmExecutor:
 
 
 def samples(page: str) -> dict[tuple[str, ...], float]:
-    families = text_string_to_metric_families(page)
+    families = parser.text_string_to_metric_families(page)
     return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
 
 

@@ -7,12 +7,13 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from paged import Engine, EngineConfig, UnsupportedError, prometheus_text
 from paged.executors.engine.metrics import Histogram
 from tests.executors.engine_cases import PROMPTS, TEN
 from tests.executors.oracle import make_executor
+
+parser = pytest.importorskip("prometheus_client.parser")
 
 
 def test_figures_of_a_run(device: torch.device) -> None:
@@ -56,7 +57,7 @@ def test_prometheus_reads_the_page(device: torch.device, monkeypatch: pytest.Mon
     page = prometheus_text(engine.metrics, engine.status())
     samples = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(page)
+        for family in parser.text_string_to_metric_families(page)
         for sample in family.samples
     }
     assert samples["paged_generated_tokens_total",] == 50
