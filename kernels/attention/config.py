@@ -103,8 +103,10 @@ def decode_tile(
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
         block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
-    if arch in SMALL_SHARED_MEMORY and block_m == 16:  # 8 warps spill 4 registers, at 3 stages and head_dim 256, too
-        return AttentionTile(block_m, block_n, *((4, 3) if width <= 256 else (8, 2)), 1 if more_scores else 2)
+    if arch in SMALL_SHARED_MEMORY and block_m == 16:
+        # 8 warps spill 4 registers at head_dim 128, at 3 stages and head_dim 256, too; with all options 2 at 2 stages.
+        num_warps, num_stages = (4, 3) if width <= 256 else (4, 2) if more_scores and width <= 512 else (8, 2)
+        return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if more_scores else 2)
     if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
         num_warps = 4 if more_scores and width <= 256 else 8
         is_large = (
@@ -148,7 +150,11 @@ def prefill_tile(
             return AttentionTile(32, 16, 8, 1)
         return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
-        return AttentionTile(32, 16, 4 if width <= 256 else 8, 1 if arch in SMALL_SHARED_MEMORY else 2)
+        return (
+            AttentionTile(32, 16, 8, 1)
+            if arch in SMALL_SHARED_MEMORY
+            else AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
+        )
     if arch in LARGE_SHARED_MEMORY:
         if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not fp8:
             return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paged.kernels.common.device import LARGE_SHARED_MEMORY, Device
+from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY, Device
 
 FOLDER = Path(__file__).parent / "configs"
 # Entries at most a quarter of the experts: few experts then have two, which share their weights in the L2 cache, so
@@ -116,7 +116,8 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
     if shape.element_size == 4 or shape.hidden_size % 16 or shape.intermediate_size % 16:
         # float32 has no tensor core to feed, and rows off the 16-byte grid are loaded element by element: both take so
         # many registers that larger tiles spill.
-        gate_up, down = MoeTile(32, 32, 32, 1, 4, 2), MoeTile(32, 64, 32, 1, 4, 2)
+        num_warps = 8 if device.arch in SMALL_SHARED_MEMORY else 4  # on sm_89 4 warps spill 3 registers of the first
+        gate_up, down = MoeTile(32, 32, 32, 1, num_warps, 2), MoeTile(32, 64, 32, 1, 4, 2)
     elif shape.entries_per_expert <= 24:
         gate_up, down = _few_rows(shape, device)
     else:
