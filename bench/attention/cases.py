@@ -46,7 +46,8 @@ class AttentionCase:
 
     @property
     def name(self) -> str:
-        dims = "" if self.head_dims == (128, 128) else ".d{}_{}".format(*self.head_dims)
+        head_dim, v_head_dim = self.head_dims
+        dims = "" if head_dim == v_head_dim <= 256 else f".d{head_dim}_{v_head_dim}"
         return f"{self.kind}.{self.batch}.h{self.heads[0]}_{self.heads[1]}.b{self.block_size}{dims}"
 
     @property

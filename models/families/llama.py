@@ -13,7 +13,7 @@ from torch.nn import functional
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.metadata import AttentionMetadata
-from paged.models.layers.attention import Attention
+from paged.models.layers.attention import Attention, in_storage_of_its_own
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
@@ -117,9 +117,14 @@ class Llama(nn.Module):
         config, device = self.config, self.embed_tokens.device
         rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
+        # One tensor for layers whose groups share memory: of two, a compiler would write both back whole.
+        held: dict[tuple[int, torch.Size], torch.Tensor] = {}
         for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
             caches = kv_manager.k_cache(index), kv_manager.v_cache(index)
-            layer.self_attn.bind(*caches, kv_manager.table_of(index), tables[rotation])
+            k_cache, v_cache = (
+                held.setdefault((each.data_ptr(), each.shape), in_storage_of_its_own(each)) for each in caches
+            )
+            layer.self_attn.bind(k_cache, v_cache, kv_manager.table_of(index), tables[rotation])
             if isinstance(layer.mlp, SparseMoe):
                 layer.mlp.bind()
         # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.

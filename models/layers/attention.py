@@ -15,7 +15,7 @@ from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import WeightSlots
 
 
-def _in_storage_of_its_own(cache: torch.Tensor) -> torch.Tensor:
+def in_storage_of_its_own(cache: torch.Tensor) -> torch.Tensor:
     """The same memory for compilers: a cache that is a part of a larger storage, inductor copies out of it and back
     before and after every write."""
     return from_dlpack(cache.view(torch.uint8)).view(cache.dtype)  # not every DLPack knows 8-bit floats
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         """Give the layer its cache, the table of the metadata that says where it is written, and the rotary table that
         layers of its kind share.
         """
-        self.k_cache, self.v_cache = _in_storage_of_its_own(k_cache), _in_storage_of_its_own(v_cache)
+        self.k_cache, self.v_cache = k_cache, v_cache
         self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
         if self.config.qk_norm == "unit" or self.config.v_norm:
             self.unit_weight = torch.ones(self.config.head_dim, device=device)
