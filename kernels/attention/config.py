@@ -100,6 +100,7 @@ def decode_tile(
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
         return AttentionTile(16, min(block_n, 64), 4, 1, 1 if fp8 and width > 512 else 2)  # 278 registers of 512
+    padded = width > head_dim * element_size
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
         block_m = 32 if rows <= 32 or width > 256 or more_scores else 64
@@ -114,11 +115,14 @@ def decode_tile(
             or (block_m == 32 and arch in SMALL_SHARED_MEMORY)
             or (width > 256 and (more_scores or block_m == 32))
         )
-        return AttentionTile(block_m, block_n, num_warps, 3, 1 if is_large else 2)
+        # At head_dim 192, whose columns are padded to 256, 3 stages spill 15 registers with all options.
+        num_stages = 2 if padded and more_scores and num_warps == 8 else 3
+        return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
     by_tma = box >= block_n
     lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
     num_stages = 3 if by_tma or block_m == 64 else 5
-    padded = width > head_dim * element_size
+    if arch == "sm_103" and by_tma and lean and block_m == 16 and not fp8:
+        num_stages = 2  # 3 spill 2 registers there, and none on sm_100
     if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
         # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps
         # take 188 and 154.
