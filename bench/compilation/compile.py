@@ -37,6 +37,8 @@ SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limit
 # started for each kernel.
 _AT_ONCE = 32
 _INSTRUCTION_BYTES = 16
+# ptxas puts a register away and reads it back once where that makes room for one more program an SM.
+_SPILLS_OUTSIDE_LOOP = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Report:
     """What one case became on one target; memory in bytes, registers a thread, tensor memory in columns.
 
     instructions, loop: how many of `INSTRUCTIONS` the kernel and its inner loop (`machine_code.read_code`) hold, and
-    under "all" how many instructions there are.
+    under "all" how many instructions there are. loop_spills: those of `spills` that the inner loop repeats, on AMD all.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Report:
     instructions: dict[str, int]
     loop: dict[str, int] = field(default_factory=dict)
     tensor_columns: int = 0
+    loop_spills: int = 0
 
     @property
     def occupancy(self) -> int:
@@ -112,13 +115,14 @@ def _compile(case: CompileCase, target: str) -> CompiledKernel:
 
 
 def _report(case: CompileCase, target: str, compiled: CompiledKernel, text: str) -> Report:
+    code, loop = read_code(text)
     if target.startswith("gfx"):
         registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", text)[0]) for what in ("count", "spill_count"))
+        loop_spills = spills
     else:
         registers = _registers(compiled.asm["cubin"])
         # A stack frame alone is not a spill: spilled values are what local loads and stores move.
-        spills = len(re.findall(r"\b(?:LDL|STL)\b", text))
-    code, loop = read_code(text)
+        spills, loop_spills = (sum(opcode.startswith(("LDL", "STL")) for opcode in part) for part in (code, loop))
     return Report(
         name=case.name,
         kernel=case.kernel.fn.__name__,
@@ -130,6 +134,7 @@ def _report(case: CompileCase, target: str, compiled: CompiledKernel, text: str)
         instructions={"all": len(code), **count(code)},
         loop={"all": len(loop), **count(loop)} if loop else {},
         tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0)),
+        loop_spills=loop_spills,
     )
 
 
@@ -178,10 +183,10 @@ def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
-    """What is wrong with a report: spills, too much shared memory, too few programs an SM, a missing instruction."""
+    """What is wrong with a report: spills that cost time, shared memory, programs an SM, a missing instruction."""
     found = []
-    if report.spills:
-        found.append(f"{report.spills} spills")
+    if report.loop_spills or report.spills > _SPILLS_OUTSIDE_LOOP:
+        found.append(f"{report.spills} spills, {report.loop_spills} in the loop")
     if report.shared > SHARED_LIMIT[report.target]:
         found.append(f"{report.shared} bytes of shared memory, limit {SHARED_LIMIT[report.target]}")
     if report.occupancy < case.programs_per_sm:

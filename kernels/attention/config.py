@@ -121,8 +121,6 @@ def decode_tile(
     by_tma = box >= block_n
     lean = width <= 256 and not more_scores and (by_tma or not fp8)  # the others take 192 to 254 registers
     num_stages = 3 if by_tma or block_m == 64 else 5
-    if arch == "sm_103" and by_tma and lean and block_m == 16 and not fp8:
-        num_stages = 2  # 3 spill 2 registers there, and none on sm_100
     if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
         # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps
         # take 188 and 154.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +14,7 @@ import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
+from tests.kernels.faulty import load_copy, replaced
 
 attention = paged.kernels.attention
 MODULES = (attention.mask, attention.online_softmax, attention.tile_kernels)  # each imports those before it
@@ -83,17 +82,10 @@ def _faulty_copy(folder: Path, text: str, replacement: str, monkeypatch: pytest.
     assert any(text in source for source in sources), "the kernels have changed: this mutation no longer applies"
     copies = {module.__name__: "faulty_" + module.__name__.rpartition(".")[2] for module in MODULES}
     for source, name in zip(sources, copies.values(), strict=True):
-        path = folder / f"{name}.py"
-        faulty = source.replace(text, replacement) if text else source
+        faulty = replaced(source, text, replacement)
         for original, copied in copies.items():
             faulty = faulty.replace(original, copied)
-        path.write_text(faulty)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        copy = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, copy)
-        spec.loader.exec_module(copy)
+        copy = load_copy(name, folder, faulty, monkeypatch)
     return copy
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import paged.kernels.quantization.gemm
 import paged.kernels.quantization.gemm_kernel
 import paged.kernels.quantization.partials
 import paged.kernels.quantization.quantize_rows
+from tests.kernels.faulty import load_copy, replaced
 from tests.kernels.quantization.problem import Problem
 
 NAMES = ("decode", "gemm_kernel", "partials", "quantize_rows")
@@ -66,18 +65,6 @@ PROBLEMS = (
 )
 
 
-def _faulty(name: str, text: str, replacement: str, path: Path) -> ModuleType:
-    source = FILES[name].read_text()
-    assert text in source, "the kernel has changed: this mutation no longer applies"
-    path.write_text(source.replace(text, replacement) if text else source)
-    spec = importlib.util.spec_from_file_location(f"faulty_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _first_failure(device: torch.device) -> str | None:
     for name, sizes in PROBLEMS:
         try:
@@ -93,7 +80,9 @@ def test_checks_see_the_fault(
 ) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     name, text, replacement = MUTATIONS[fault]
-    faulty = _faulty(name, text, replacement, tmp_path / "faulty.py")
+    source = FILES[name].read_text()
+    assert text in source, "the kernel has changed: this mutation no longer applies"
+    faulty = load_copy(f"faulty_{name}", tmp_path, replaced(source, text, replacement), monkeypatch)
     modules = paged.kernels.quantization
     users = {
         "decode": (modules.gemm_kernel, ("decode_run", "decode_bytes", "run_scale", "as_zero", "load_zero")),

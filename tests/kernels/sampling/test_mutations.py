@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from paged.kernels.sampling import passes, reference, row_functions, thresholds
 from paged.kernels.sampling import sample_tokens as module
 from paged.kernels.sampling.sample_tokens import filter_logits
+from tests.kernels.faulty import load_copy, replaced
 from tests.kernels.sampling.rows import demanding_rows
 
 PARTS = {part.__name__.rpartition(".")[2]: part for part in (row_functions, passes, thresholds)}
@@ -41,16 +41,6 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-def _load(name: str, path: Path, source: str) -> ModuleType:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
@@ -62,9 +52,9 @@ def test_checks_see_the_fault(
     for name, part in PARTS.items():
         source = Path(part.__file__ or "").read_text()
         assert text in source or name != where, "the kernel has changed: this mutation no longer applies"
-        if name == where and text:
-            source = source.replace(text, replacement)
-        faulty[name] = _load(f"faulty_{name}", tmp_path / f"faulty_{name}.py", source)
+        if name == where:
+            source = replaced(source, text, replacement)
+        faulty[name] = load_copy(f"faulty_{name}", tmp_path, source, monkeypatch)
         for other in [
             each for each in vars(faulty[name]) if name != "row_functions" and hasattr(faulty["row_functions"], each)
         ]:

@@ -1,0 +1,29 @@
+"""Copies of source files with a fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Write `source` to a file, from which Triton reads its kernels, and import it under `name` for as long as a test
+    runs."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, copy)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def replaced(source: str, text: str, replacement: str) -> str:
+    """The source with a fault, or as it is where `text` is empty."""
+    return source.replace(text, replacement) if text else source
