@@ -36,8 +36,9 @@ format: $(VENV)/installed-dev
 picture: $(VENV)/installed-dev
 	$(BIN)/python -m tests.structure.picture
 
+# Every kernel configuration for every target; make test compiles those that bench/compilation/clean.txt does not name.
 compile: $(VENV)/installed-dev
-	$(BIN)/python -m bench.compilation.compile
+	$(BIN)/python -m bench.compilation.compile --record
 
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
