@@ -43,8 +43,8 @@ CLEAN = Path(__file__).with_name("clean.txt")
 # started for each kernel.
 _AT_ONCE = 32
 _INSTRUCTION_BYTES = 16
-# ptxas puts a register away and reads it back once where that makes room for one more program an SM.
-_SPILLS_OUTSIDE_LOOP = 2
+# ptxas puts a register or two away and reads them back once where that makes room for one more program an SM.
+_SPILLS_OUTSIDE_LOOP = 4
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,9 @@ def case_key(case: CompileCase, target: str) -> str:
     The kernel's source with the functions it calls, its arguments and options, the compiler's version, what is asked.
     """
     parts = (
-        *(triton.__version__, case.kernel.cache_key, target, SM_LIMITS[target], case.signature, case.constexprs),
-        *(case.num_warps, case.num_stages, case.divisible_by_16, case.expect.get(target), case.programs_per_sm),
+        *(triton.__version__, case.kernel.cache_key, target, SM_LIMITS[target], _SPILLS_OUTSIDE_LOOP),
+        *(case.signature, case.constexprs, case.num_warps, case.num_stages, case.divisible_by_16),
+        *(case.expect.get(target), case.programs_per_sm),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
