@@ -40,7 +40,11 @@ PEER_VERSION = "0.33.0"
 _WARM_UP = 3
 _GOAL_RATIO = 3.0
 # What grows over a group, and by how much the input does: (larger row, smaller row, growth of the input).
-_GROWTH = [("pool.1M", "pool.1k", 1000), ("prefix_match.32k_cached", "prefix_match.4k_cached", 8)]
+_GROWTH = [
+    ("pool.1M", "pool.1k", 1000),
+    ("prefix_match.32k_cached", "prefix_match.4k_cached", 8),
+    ("step.two_groups", "step.one_group", 2),
+]
 
 
 def load_peer() -> tuple[ModuleType | None, str]:

@@ -70,11 +70,14 @@ class BlockTables:
         length = len(new) // count
         while length > self._rows.shape[2]:
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=2)
-        same = _same(new, old) // count
-        if same * count == len(old) and same == length - 1:
+        kept = _first_change(new, old)
+        same = kept // count
+        if kept == len(old) and same == length - 1:
             # Mostly: writing one number takes a fifth of the time of writing a slice.
-            for table, block in enumerate(new[same * count :]):
+            for table, block in enumerate(new[kept:]):
                 self._rows[table, row, same] = block
+        elif kept < len(new) == len(old) and new[kept + 1 :] == old[kept + 1 :]:  # given back behind a window
+            self._rows[kept % count, row, same] = new[kept]
         else:
             for table in range(count):
                 self._rows[table, row, same:length] = new[same * count + table :: count]
@@ -83,12 +86,15 @@ class BlockTables:
         state.row_blocks = new
 
 
-def _same(new: tuple[int, ...], old: tuple[int, ...]) -> int:
-    """How many blocks at least, of those at the beginning, are as they were: a sequence mostly changes at its end."""
-    tail = 0
-    while tail < len(old):
-        same = len(old) - tail
-        if new[:same] == old[:same]:
-            return same
-        tail = max(32, 8 * tail)
-    return 0
+def _first_change(new: tuple[int, ...], old: tuple[int, ...]) -> int:
+    """Index of the first block that is another one, of those that `old` has; len(old) if none is."""
+    if new[: len(old)] == old:
+        return len(old)
+    low, high = 0, min(len(new), len(old))  # one before `high` is another, or `new` ends there
+    while low < high:
+        middle = (low + high + 1) // 2
+        if new[low:middle] == old[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

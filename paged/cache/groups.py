@@ -63,9 +63,16 @@ class CacheGroup:
         """Index of the first block that the token after `num_tokens` can see."""
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // block_size
 
+    @property
+    def reach(self) -> int:
+        """Of a group with a window: how far behind a sequence's end those tokens lie that one after a rollback of
+        ROLLBACK_SLACK can see.
+        """
+        return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
+
     def first_kept_block(self, num_tokens: int, block_size: int) -> int:
-        """Index of the first block that one after a rollback of ROLLBACK_SLACK can see."""
-        return self.first_seen_block(num_tokens - ROLLBACK_SLACK, block_size)
+        """Index of the first block that lies within reach."""
+        return 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
 
     def blocks_kept(self, num_tokens: int, block_size: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at most, once those behind the window are given back."""

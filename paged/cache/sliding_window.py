@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.blocks.undo_log import UndoLog
@@ -17,29 +17,37 @@ class SlidingWindow:
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
         self._block_size, self._tables = config.block_size, config.tables
         self._windows = [pair for pair in enumerate(config.tables) if pair[1].sliding_window is not None]
+        # Of each: how far behind a sequence's end tokens are kept, and where its block -1 would stand in `blocks`.
+        self._reaches = [(table.reach, index - len(config.tables)) for index, table in self._windows]
         self._undo = undo
         self._pool = pool
 
-    def drop_unseen(self, states: Iterable[SequenceState]) -> None:
+    def drop_unseen(self, states: Sequence[SequenceState]) -> None:
         """Give back blocks that lie behind the sliding window of every later token."""
-        if not self._windows:
-            return
-        step = len(self._tables)
-        for state in states:
-            blocks = state.blocks
-            dropped = []
-            for index, table in self._windows:
-                last = (table.first_kept_block(state.num_tokens, self._block_size) - 1) * step + index
-                while last >= 0 and blocks[last]:  # before the last one that is gone all are
-                    dropped.append(last)
-                    last -= step
-            if dropped:
-                state.remember(self._undo)
-                kept = list(blocks)
-                for position in dropped:
-                    kept[position] = 0
-                self._pool.release([blocks[position] for position in reversed(dropped)])
-                state.blocks = tuple(kept)
+        block_size, step = self._block_size, len(self._tables)
+        for reach, before in self._reaches:
+            late = [
+                state
+                for state in states
+                if (gone := state.num_tokens - reach) >= block_size and state.blocks[gone // block_size * step + before]
+            ]
+            for state in late:
+                self._drop(state)
+
+    def _drop(self, state: SequenceState) -> None:
+        blocks, step = state.blocks, len(self._tables)
+        dropped = []
+        for reach, before in self._reaches:
+            last = (state.num_tokens - reach) // self._block_size * step + before
+            while last >= 0 and blocks[last]:  # before the last one that is gone all are
+                dropped.append(last)
+                last -= step
+        state.remember(self._undo)
+        kept = list(blocks)
+        for position in dropped:
+            kept[position] = 0
+        self._pool.release([blocks[position] for position in reversed(dropped)])
+        state.blocks = tuple(kept)
 
     def check_room(self, state: SequenceState, target: int) -> None:
         """Raise InvalidInputError if a table lacks a block from the length to `target`."""

@@ -94,24 +94,30 @@ class KvSlotAllocator:
 
         Only the blocks that the length lies in can be shared or published: those after it hold no tokens.
         """
-        block_size, shared, published = self._block_size, self._pool.shared, self._index.published
-        num_tables = self._num_tables
-        unready = []
+        block_size, num_tables = self._block_size, self._num_tables
+        without_room: list[Span] = []
+        written: list[int] = []  # one look at the blocks of all spans takes a fifth of the time of one look a span
         for state, target in zip(states, targets, strict=True):
             start, blocks = state.num_tokens, state.blocks
             if target > start:
                 if target > len(blocks) // num_tables * block_size:
-                    unready.append((state, start, target))
-                elif num_tables > 1:
-                    first, end = start // block_size * num_tables, -(-target // block_size) * num_tables
-                    tail = blocks[first : first + num_tables]
-                    if 0 in blocks[first:end] or not (shared.isdisjoint(tail) and published.isdisjoint(tail)):
-                        unready.append((state, start, target))
-                elif state.reservation is None:  # an open one has seen to it
-                    last = blocks[start // block_size]
-                    if last in shared or last in published:
-                        unready.append((state, start, target))
-        return unready
+                    without_room.append((state, start, target))
+                elif num_tables == 1:
+                    written.append(blocks[start // block_size])
+                else:  # one behind a window may not be there
+                    written += blocks[start // block_size * num_tables : -(-target // block_size) * num_tables]
+        if self._are_writable(written):
+            return without_room
+        spans = [(state, state.num_tokens, target) for state, target in zip(states, targets, strict=True)]
+        return [span for span in spans if not self._is_ready(*span)]
+
+    def _are_writable(self, blocks: Sequence[int]) -> bool:
+        """Whether all are there, and none is shared or published."""
+        return 0 not in blocks and self._pool.shared.isdisjoint(blocks) and self._index.published.isdisjoint(blocks)
+
+    def _is_ready(self, state: SequenceState, start: int, target: int) -> bool:
+        first, end = start // self._block_size * self._num_tables, -(-target // self._block_size) * self._num_tables
+        return end <= len(state.blocks) and self._are_writable(state.blocks[first:end])
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
         """What must change before the spans can be written; sequences that are ready are left out."""

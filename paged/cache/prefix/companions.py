@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,3 +111,7 @@ class Either(Set[int]):
 
     def __len__(self) -> int:
         return len(self._first) + len(self._second)
+
+    def isdisjoint(self, other: Iterable[Any]) -> bool:
+        """As of both sets, whose own look-up takes a tenth of the time of `__contains__` for each."""
+        return self._first.isdisjoint(other) and self._second.isdisjoint(other)
