@@ -60,11 +60,18 @@ class PrefixCache:
         found, chain = self.index.match(token_ids, state.namespace)
         longest = max(len(token_ids) - 1, 0)
         length, blocks = self._usable(found, longest)
+        most = -(-num_tokens // self._block_size)
         held = [block for block in blocks if block] if len(self._tables) > 1 else blocks
-        fresh = max(0, -(-num_tokens // self._block_size) - len(blocks) // len(self._tables))
+        fresh = max(0, most - len(blocks) // len(self._tables))
         if fresh * self._num_whole + len(held) > self.pool.num_free:
             # Free blocks that are revived can no longer be handed out.
-            self.pool.require(fresh * self._num_whole + self.pool.count_cached(held))
+            needed = fresh * self._num_whole + self.pool.count_cached(held)
+            if needed > self.pool.num_free >= most * self._num_whole:
+                # A prefix takes blocks of tables with a window, too, a new sequence only when it writes them: the
+                # room that there is without is what `can_allocate` has promised.
+                length, blocks, held, fresh = 0, [], [], most
+            else:
+                self.pool.require(needed)
         self.pool.share(held)
         state.blocks = (*blocks, *self.room(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length

@@ -160,6 +160,27 @@ def test_a_hit_takes_only_what_windows_see(cache: GroupedCache) -> None:
     cache.check()
 
 
+def test_a_prefix_takes_no_more_room_than_was_promised(device: torch.device) -> None:
+    """Windows' blocks come with a hit, and with a new sequence only once they are written."""
+    cache, hits = GroupedCache(device, num_blocks=30), []
+    for num_free in range(31):
+        cache.free(cache.run("first", range(40)))
+        filler = cache.manager.allocate("filler", (30 - num_free) * BLOCK)
+        is_promised = cache.manager.can_allocate(41)
+        try:
+            handle = cache.begin("second", [*range(40), 7])
+        except OutOfBlocksError:
+            assert not is_promised
+        else:
+            hits.append(handle.num_cached_tokens)
+            cache.free(handle)
+        cache.manager.free(filler)
+        cache.manager.check_integrity()
+        cache.manager.clear_prefix_cache()
+    assert min(hits) == 0
+    assert max(hits) == 40
+
+
 def test_an_evicted_block_never_leaves_half_a_prefix(cache: GroupedCache) -> None:
     """Of every single block: a hit then ends where each window is whole, and what is computed again mends it."""
     prompt = list(range(40))
