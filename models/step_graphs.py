@@ -177,10 +177,12 @@ class StepGraphs:
 
     def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
         """Run a step on the graph of `shape`: the rows of `step.row_ids`, float32 [num_rows, vocab_size]."""
-        if self._loaded == (step, shape):
-            to_device((_extended(step.token_ids, shape.num_tokens, 0),), self._device, out=self._inputs)
-        else:
+        if self._loaded != (step, shape):
             self.load(step, shape, adapters)
+        elif step.device_ids is None:
+            to_device((_extended(step.token_ids, shape.num_tokens, 0),), self._device, out=self._inputs)
+        if step.device_ids is not None:
+            self._inputs.view(torch.int64)[: len(step.token_ids)].copy_(step.device_ids)
         self._replays[shape]()
         rows = self._product[: len(step.token_ids)]
         if len(step.row_ids) < len(rows):

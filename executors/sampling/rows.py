@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,15 @@ class Filters:
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
+
+
+class Extras(NamedTuple):
+    """Drafts before the next token of each row: the first `counts`, int64 [n] on the host, of `token_ids`, int64
+    [n, width] on the device, which may be all that knows them.
+    """
+
+    token_ids: torch.Tensor
+    counts: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -57,10 +67,10 @@ class SamplingRows:
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
         return not (self.is_drawn or has_rules or self.penalised or self.with_minimum)
 
-    def positions(self, extras: Sequence[Sequence[int]] | None) -> NDArray[np.int64]:
-        """Where each row's next token stands; `extras` are the drafts before it."""
+    def positions(self, extras: Extras | None) -> NDArray[np.int64]:
+        """Where each row's next token stands, behind drafts where there are some."""
         lengths = self.prompt_lengths + np.fromiter(map(len, self.outputs), np.int64, len(self.outputs))
-        return lengths if extras is None else lengths + np.array([len(extra) for extra in extras], np.int64)
+        return lengths if extras is None else lengths + extras.counts
 
 
 def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.device) -> SamplingRows:
