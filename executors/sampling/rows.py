@@ -44,6 +44,7 @@ class SamplingRows:
     prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
     is_drawn: whether any row is drawn by chance.
     penalised, penalties: rows that have any, and of every row repetition, presence and frequency, float32 [n, 3].
+    penalised_rows: the former on the device, int64.
     with_minimum: rows whose end tokens may have to wait.
     with_logprobs: rows that want log probabilities, num_logprobs: the most that one wants, None where none wants any.
     """
@@ -56,6 +57,7 @@ class SamplingRows:
     rules: TokenRules
     filters: Filters
     penalised: list[int]
+    penalised_rows: torch.Tensor
     penalties: torch.Tensor
     with_minimum: list[int]
     with_logprobs: list[int]
@@ -94,6 +96,7 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
         ),
         filters=_filters(params, vocab_size, device),
         penalised=penalised,
+        penalised_rows=index_tensor(penalised, device),
         penalties=_columns(params, attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty"), device),
         with_minimum=[row for row, one in enumerate(params) if one.min_tokens],
         with_logprobs=[row for row, one in enumerate(params) if one.logprobs is not None],

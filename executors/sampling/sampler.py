@@ -38,6 +38,13 @@ class Drafts(NamedTuple):
     probs: torch.Tensor | None = None
 
 
+class _Ruled(NamedTuple):
+    """Logits with the rules applied, and the penalties that are still to come."""
+
+    logits: torch.Tensor
+    penalties: Penalties | None
+
+
 class Sampler:
     """Samples for completions. A row's token depends on its own logits, parameters, tokens and seed alone.
 
@@ -58,7 +65,7 @@ class Sampler:
         meanwhile: called when the device has been told to choose, before its choice is waited for.
         """
         rows = self._rows(completions)
-        tokens = self._choose(logits, rows, None, Stream.TOKEN)
+        tokens = self._choose(self._ruled(logits, rows, None), rows, None, Stream.TOKEN)
         if meanwhile is not None:
             meanwhile()
         if rows.num_logprobs is None:
@@ -73,8 +80,9 @@ class Sampler:
         """
         rows = self._rows(completions)
         extras = Extras(drafts, np.full(len(completions), drafts.shape[1], np.int64))
-        tokens = self._choose(logits, rows, extras, Stream.DRAFT)
-        return tokens, self._filtered(logits, rows, extras).softmax(-1) if rows.is_drawn else None
+        ruled = self._ruled(logits, rows, extras)
+        tokens = self._choose(ruled, rows, extras, Stream.DRAFT)
+        return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
         """The drafts that each completion keeps and one token more. `logits` holds a row for each draft and one more of
@@ -96,7 +104,8 @@ class Sampler:
             ),
             self._device,
         )
-        filtered = self._filtered(logits, rows, Extras(ids[owners], np.concatenate([*map(np.arange, sizes)])))
+        extras = Extras(ids[owners], np.concatenate([*map(np.arange, sizes)]))
+        filtered = self._filtered(self._ruled(logits, rows, extras), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
@@ -113,20 +122,22 @@ class Sampler:
             self._last = sampling_rows(completions, self._vocab_size, self._device)
         return self._last
 
-    def _choose(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None, stream: Stream) -> torch.Tensor:
+    def _ruled(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None) -> _Ruled:
+        return _Ruled(self._allowed(logits, rows, extras), self._penalties(rows, extras))
+
+    def _choose(self, ruled: _Ruled, rows: SamplingRows, extras: Extras | None, stream: Stream) -> torch.Tensor:
         """Tokens int64 [n]."""
         if rows.is_plain:
-            return greedy_argmax(logits)
-        logits, penalties = self._allowed(logits, rows, extras), self._penalties(rows, extras)
+            return greedy_argmax(ruled.logits)
         keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(extras), stream))
         (halves,) = to_device((keys,), self._device)
-        return sample_tokens(logits, halves, **vars(rows.filters), penalties=penalties)
+        return sample_tokens(ruled.logits, halves, **vars(rows.filters), penalties=ruled.penalties)
 
-    def _filtered(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None) -> torch.Tensor:
+    def _filtered(self, ruled: _Ruled, rows: SamplingRows) -> torch.Tensor:
         """Logits of the distributions that tokens are drawn from: -inf for all that cannot come."""
-        logits, penalties = self._allowed(logits, rows, extras), self._penalties(rows, extras)
+        logits, penalties = ruled
         if penalties is not None:
-            index = index_tensor(rows.penalised, self._device)
+            index = rows.penalised_rows
             tables = penalties.rows[index]
             counts, seen, weights = penalties.counts[tables], penalties.seen[tables], penalties.weights[index]
             logits = logits.index_copy(0, index, apply_penalties(logits[index], counts, seen, weights))
@@ -148,7 +159,7 @@ class Sampler:
     def _penalties(self, rows: SamplingRows, extras: Extras | None) -> Penalties | None:
         if not rows.penalised:
             return None
-        index = index_tensor(rows.penalised, self._device)
+        index = rows.penalised_rows
         counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
         outputs, seen = self._counts.outputs, self._counts.seen
         if extras is not None:

@@ -68,13 +68,13 @@ class DraftModel:
         drafts = torch.full((len(completions), self.num_tokens), NO_TOKEN, dtype=torch.int64, device=self._device)
         probs: torch.Tensor | None = None
         prepared: PreparedStep | None = None
+        index = index_tensor(active, self._device)
         for position in range(self.num_tokens):
             answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
             if prepared is not None and not prepared.is_used:
                 raise PagedError("the draft model ran another step than the one that was prepared")
             if not active:  # all are behind
                 break
-            index = index_tensor(active, self._device)
             rows = row_matrix([row for row in answers if row is not None])
             tokens, shares = self._sampler.propose(rows, [completions[i] for i in active], drafts[index, :position])
             drafts[index, position] = tokens
@@ -82,27 +82,25 @@ class DraftModel:
                 if probs is None:
                     probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
                 probs[index, position] = shares
-            active = [i for i in active if position + 1 < limits[i]]
-            if not active:
+            following = [i for i in active if position + 1 < limits[i]]
+            if not following:
                 break
-            items, prepared = self._next(completions, active, drafts[:, position])
+            if following != active:
+                active, index = following, index_tensor(following, self._device)
+            items, prepared = self._next([completions[i] for i in active], drafts[index, position])
         return Drafts(self._read(drafts, completions, drafted, limits), probs)
 
     def _next(
-        self, completions: Sequence[Completion], active: Sequence[int], drafts: torch.Tensor
+        self, completions: Sequence[Completion], drafts: torch.Tensor
     ) -> tuple[list[UnifiedBatchItem], PreparedStep | None]:
-        """Items with the newest drafts of those that are active. Where their step can be prepared the device alone
-        knows the drafts.
-        """
+        """Items with the newest draft of each. Where their step can be prepared the device alone knows the drafts."""
         prepared: PreparedStep | None = None
         if isinstance(self._executor, UnifiedExecutor):
-            handles = [self._sequences[completions[index].seq_id].handle for index in active]
-            prepared = self._executor.prepare_step(handles)
+            prepared = self._executor.prepare_step([self._sequences[one.seq_id].handle for one in completions])
         if prepared is None:
-            known = drafts.tolist()
-            return [self._item(completions[index], [known[index]]) for index in active], None
-        prepared.use_ids(drafts[index_tensor(active, self._device)].clamp(min=0))  # `_read` sees that one is none
-        return [self._item(completions[index], [0]) for index in active], prepared
+            return [self._item(one, [draft]) for one, draft in zip(completions, drafts.tolist(), strict=True)], None
+        prepared.use_ids(drafts.clamp(min=0))  # `_read` sees that one is none
+        return [self._item(one, [0]) for one in completions], prepared
 
     def _read(
         self, drafts: torch.Tensor, completions: Sequence[Completion], drafted: Sequence[int], limits: Sequence[int]

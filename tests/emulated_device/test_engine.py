@@ -71,7 +71,7 @@ def looking_up(folder: Path, _: Path) -> Engine:
 
 def drafting(folder: Path, _: Path) -> Engine:
     draft = executor_of(folder)
-    return SpeculativeDecoder(executor_of(folder), draft, num_draft_tokens=2, config=EngineConfig(token_budget=64))
+    return SpeculativeDecoder(executor_of(folder), draft, num_draft_tokens=4, config=EngineConfig(token_budget=64))
 
 
 # What makes the engine, and parameters of every second request.
