@@ -75,7 +75,7 @@ def steps(out: Path, extras: Path) -> list[Step]:
     540 seconds, or more where one is early. extras: a folder for what is only packed."""
     python = [sys.executable, "-m"]
     ignored = [f"--ignore={path}" for path in _CPU_ONLY_TESTS]
-    paths = ["tests/kernels", "tests/cache", "tests/models/test_decode_graphs.py"]
+    paths = ["tests/kernels", "tests/cache", "tests/models/test_step_graphs.py"]
     tests = [*python, "paged.bench.suite", "--processes", str(_TEST_PROCESSES), *paths, *ignored]
     tune = [*python, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", "64", "4096", "--out", str(extras)]
 

@@ -122,7 +122,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load a low-rank adapter from a folder that PEFT saved, beside those that are running; with the first one that
-        changes a layer, compile what adapters of that layer add to a step.
+        changes a layer, compile what adapters of that layer add to a step, and capture the graphs of such steps.
 
         Raises:
             InvalidInputError: the name is taken, there is no free slot, or its rank is above max_lora_rank.

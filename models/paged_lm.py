@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from paged.batch import UnifiedBatchItem
+from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.forward_step import ForwardStep, PreparedStep, validate_items
-from paged.kernels.lora.batch import LoraBatch
+from paged.forward_step import PreparedStep, validate_items
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
-from paged.models.decode_graphs import DecodeGraphs, graph_sizes
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
+from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.step_preparer import StepPreparer
@@ -67,7 +66,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
         sizes = graph_sizes(cuda_graphs, self.device, cache.num_blocks // len(cache.tables))
-        self.graphs = DecodeGraphs(network, kv_manager.config, max_seq_len=max_seq_len, sizes=sizes)
+        self.graphs = StepGraphs(network, cache, self.adapters, max_seq_len=max_seq_len, sizes=sizes)
         self.num_graph_replays = 0
         self._preparer = StepPreparer(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
 
@@ -95,7 +94,8 @@ class PagedCausalLM(DecoderOnlyLLM):
             return logits
 
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
-        with self._logits([self._next_item(cache_id, tokens, start_pos)], all_rows=True) as logits:
+        item = self._next_item(cache_id, tokens, start_pos)
+        with self._logits([replace(item, logits_policy=VerifyLogits())]) as logits:
             return logits
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
@@ -112,31 +112,35 @@ class PagedCausalLM(DecoderOnlyLLM):
         """
         prepared = self._preparer.prepare(handles)
         if prepared is not None:
-            step = prepared.step
-            if self._is_replay(step, self.adapters.batch(handles, [1] * len(handles))):
-                self.graphs.load(step)
+            step, row_slots = prepared.step, self.adapters.row_slots(handles, [1] * len(handles))
+            shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
+            if shape is not None:
+                self.graphs.load(step, shape, row_slots)
             else:
                 step.upload()
         return prepared
 
-    def prepare(self, track: Callable[[Sequence[int]], Iterable[int]] = iter) -> None:
+    def prepare(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
         """Launch every kernel that a step can, so that no request waits for one to compile, and capture `graphs`; on a
         CPU, pack the weights first.
 
-        track: iterates over the batch sizes that are captured, and may show how far it has come.
+        track: iterates over the shapes that are captured, and may show how far it has come.
         """
         self.graphs.clear()
         self.network.pack()
         if self.device.type == "cuda":  # nothing else is compiled
             run_steps(self.network, self.kv_manager, longest=self.graphs.longest)
-            if self.adapters.names():
+            if self.adapters.num_layers:
                 self.prepare_adapters()
         self.graphs.capture(track)
 
     def prepare_adapters(self) -> None:
-        """Launch on a GPU what loaded adapters add to a step, so that no request waits for that either."""
+        """Launch on a GPU what loaded adapters add to a step, so that no request waits for that either; where there are
+        graphs, capture those of steps with adapters.
+        """
         if self.device.type == "cuda":
             run_adapted_steps(self.network, self.kv_manager, longest=self.graphs.longest)
+        self.graphs.capture_adapted()
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens
@@ -171,8 +175,8 @@ class PagedCausalLM(DecoderOnlyLLM):
             self.kv_manager.free(handle)
 
     @contextmanager
-    def _logits(self, items: Sequence[UnifiedBatchItem], *, all_rows: bool = False) -> Iterator[torch.Tensor]:
-        """One forward; logits of the rows that sample, or of all. The sequences grow once the body ends well."""
+    def _logits(self, items: Sequence[UnifiedBatchItem]) -> Iterator[torch.Tensor]:
+        """One forward; logits of the rows that are wanted. The sequences grow once the body ends well."""
         if not self._preparer.expects(items):
             validate_items(
                 items,
@@ -182,19 +186,17 @@ class PagedCausalLM(DecoderOnlyLLM):
             )
         with torch.no_grad(), self._preparer.forward(items) as step:
             counts = [len(item.q_tokens) for item in items]
-            lora = self.adapters.batch(step.handles, counts)
-            is_replay = self._is_replay(step, lora)
-            if is_replay:
-                yield self.graphs.logits(step)
+            row_slots = self.adapters.row_slots(step.handles, counts)
+            shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
+            if shape is not None:
+                yield self.graphs.logits(step, shape, row_slots)
             else:
+                lora = None if row_slots is None else self.adapters.batch(row_slots)
                 metadata = replace(step.metadata, lora=lora)
                 hidden = self.network(step.input_ids, metadata.positions, metadata)
-                yield self.network.logits(hidden if all_rows else hidden[step.sample_rows])
-        self.num_graph_replays += is_replay
+                yield self.network.logits(hidden[step.sample_rows])
+        self.num_graph_replays += shape is not None
         self.adapters.count(step.handles, counts)
-
-    def _is_replay(self, step: ForwardStep, lora: LoraBatch | None) -> bool:
-        return lora is None and self.graphs.takes(step)
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)

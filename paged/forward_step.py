@@ -28,6 +28,7 @@ class ForwardStep:
     """What a model's forward takes: arrays on the host, which all go to the device when one of them is wanted there.
 
     token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
+    device_ids: the tokens where the device alone knows them; those of `token_ids` only stand for them.
     host: the metadata; `metadata` on the device.
     row_ids: int64 [num_sampled_rows], the row of the last token of every item with `is_final_chunk`, in order; all rows
         of those under VerifyLogits; `sample_rows` on the device.
@@ -39,10 +40,11 @@ class ForwardStep:
     row_ids: NDArray[np.int64]
     handles: tuple[KvCacheHandle, ...]
     device: torch.device
+    device_ids: torch.Tensor | None = None
 
     @property
     def input_ids(self) -> torch.Tensor:
-        return self._moved[0]
+        return self._moved[0] if self.device_ids is None else self.device_ids
 
     @property
     def sample_rows(self) -> torch.Tensor:
@@ -60,7 +62,7 @@ class ForwardStep:
         """Other tokens for the same rows; where the arrays are on the device, these follow."""
         self.token_ids = token_ids
         if "_moved" in self.__dict__:
-            to_device((token_ids,), self.device, out=self.input_ids.view(torch.uint8))
+            to_device((token_ids,), self.device, out=self._moved[0].view(torch.uint8))
 
     @cached_property
     def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
@@ -118,6 +120,13 @@ class PreparedStep:
             self._fitting = items
         return True
 
+    def use_ids(self, token_ids: torch.Tensor) -> None:
+        """Run these tokens, int64 [num_seqs] on the device, in place of those of the items that fit, which may be any.
+
+        The cache does not get to know them, see `PagedKvCacheManager.append_tokens`.
+        """
+        self.step.device_ids = token_ids
+
     def take(self, items: Sequence[UnifiedBatchItem]) -> tuple[ForwardStep, KvSlotReservation]:
         """The step with the tokens of items that fit, and its room."""
         self.step.fill(np.array([item.q_tokens[0] for item in items], np.int64))
@@ -161,7 +170,8 @@ def forward_step(
             tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
             step, room = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
         yield step
-        room.commit([item.q_tokens for item in items])  # last, as nothing takes that back
+        known_ids = [item.q_tokens for item in items] if step.device_ids is None else None
+        room.commit(known_ids)  # last, as nothing takes that back
     except BaseException:
         if room is not None:
             room.rollback()

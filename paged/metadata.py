@@ -81,11 +81,6 @@ class HostMetadata:
         """What goes to the device, the block tables last."""
         return self.positions, self.slot_mappings, self.seq_lens, self.cu_seqlens_q, self.block_tables
 
-    @property
-    def is_one_token_each(self) -> bool:
-        """Whether every sequence gets one token, as in a decode step."""
-        return self.max_seqlen_q == 1 and len(self.positions) == len(self.seq_lens)
-
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
         """The same on the device, where `arrays` lie in `tensors`."""
         return AttentionMetadata.over(tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)

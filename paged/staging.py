@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 # Copies that may be under way at once. A step sends 17 where requests ask for all that there is: its metadata and token
-# ids, filters, penalties, rules, noise and whose log probabilities; and the next one's are prepared meanwhile.
-_NUM_BUFFERS = 32
+# ids, filters, penalties, rules, noise and whose log probabilities; and the next one's are prepared meanwhile. A draft
+# model sends up to 44 for seven drafts, between which nothing is waited for.
+_NUM_BUFFERS = 64
 _FIRST_SIZE = 1 << 16
 # Triton compiles a kernel anew for pointers that are not aligned to 16.
 _ALIGNMENT = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,15 @@ class Filters:
     min_p: torch.Tensor | None = None
 
 
+class Extras(NamedTuple):
+    """Drafts before the next token of each row: the first `counts`, int64 [n] on the host, of `token_ids`, int64
+    [n, width] on the device, which may be all that knows them.
+    """
+
+    token_ids: torch.Tensor
+    counts: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class SamplingRows:
     """The parameters of each row; they hold as long as the same completions stand in the same rows.
@@ -34,6 +44,7 @@ class SamplingRows:
     prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
     is_drawn: whether any row is drawn by chance.
     penalised, penalties: rows that have any, and of every row repetition, presence and frequency, float32 [n, 3].
+    penalised_rows: the former on the device, int64.
     with_minimum: rows whose end tokens may have to wait.
     with_logprobs: rows that want log probabilities, num_logprobs: the most that one wants, None where none wants any.
     """
@@ -46,6 +57,7 @@ class SamplingRows:
     rules: TokenRules
     filters: Filters
     penalised: list[int]
+    penalised_rows: torch.Tensor
     penalties: torch.Tensor
     with_minimum: list[int]
     with_logprobs: list[int]
@@ -57,10 +69,10 @@ class SamplingRows:
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
         return not (self.is_drawn or has_rules or self.penalised or self.with_minimum)
 
-    def positions(self, extras: Sequence[Sequence[int]] | None) -> NDArray[np.int64]:
-        """Where each row's next token stands; `extras` are the drafts before it."""
+    def positions(self, extras: Extras | None) -> NDArray[np.int64]:
+        """Where each row's next token stands, behind drafts where there are some."""
         lengths = self.prompt_lengths + np.fromiter(map(len, self.outputs), np.int64, len(self.outputs))
-        return lengths if extras is None else lengths + np.array([len(extra) for extra in extras], np.int64)
+        return lengths if extras is None else lengths + extras.counts
 
 
 def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.device) -> SamplingRows:
@@ -84,6 +96,7 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
         ),
         filters=_filters(params, vocab_size, device),
         penalised=penalised,
+        penalised_rows=index_tensor(penalised, device),
         penalties=_columns(params, attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty"), device),
         with_minimum=[row for row, one in enumerate(params) if one.min_tokens],
         with_logprobs=[row for row, one in enumerate(params) if one.logprobs is not None],

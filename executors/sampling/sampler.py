@@ -14,7 +14,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.executors.sampling.operations import apply_rules_, rejection_sample
-from paged.executors.sampling.rows import SamplingRows, index_tensor, row_pairs, sampling_rows
+from paged.executors.sampling.rows import Extras, SamplingRows, index_tensor, row_pairs, sampling_rows
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
@@ -38,6 +38,13 @@ class Drafts(NamedTuple):
     probs: torch.Tensor | None = None
 
 
+class _Ruled(NamedTuple):
+    """Logits with the rules applied, and the penalties that are still to come."""
+
+    logits: torch.Tensor
+    penalties: Penalties | None
+
+
 class Sampler:
     """Samples for completions. A row's token depends on its own logits, parameters, tokens and seed alone.
 
@@ -58,7 +65,7 @@ class Sampler:
         meanwhile: called when the device has been told to choose, before its choice is waited for.
         """
         rows = self._rows(completions)
-        tokens = self._choose(logits, rows, None, Stream.TOKEN)
+        tokens = self._choose(self._ruled(logits, rows, None), rows, None, Stream.TOKEN)
         if meanwhile is not None:
             meanwhile()
         if rows.num_logprobs is None:
@@ -66,12 +73,16 @@ class Sampler:
         return self._to_host(logits, rows, tokens[:, None], None, [1] * len(completions))
 
     def propose(
-        self, logits: torch.Tensor, completions: list[Completion], drafts: Sequence[Sequence[int]]
+        self, logits: torch.Tensor, completions: list[Completion], drafts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A draft model's next token after `drafts`, int64 [n], and its probabilities [n, V] unless all are certain."""
+        """A draft model's next token after `drafts`, int64 [n, drafts so far] on the device: int64 [n], and its
+        probabilities [n, V] unless all are certain.
+        """
         rows = self._rows(completions)
-        tokens = self._choose(logits, rows, drafts, Stream.DRAFT)
-        return tokens, self._filtered(logits, rows, drafts).softmax(-1) if rows.is_drawn else None
+        extras = Extras(drafts, np.full(len(completions), drafts.shape[1], np.int64))
+        ruled = self._ruled(logits, rows, extras)
+        tokens = self._choose(ruled, rows, extras, Stream.DRAFT)
+        return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
         """The drafts that each completion keeps and one token more. `logits` holds a row for each draft and one more of
@@ -80,12 +91,12 @@ class Sampler:
         counts = [len(ids) for ids in drafts.token_ids]
         width, sizes = max(counts), [count + 1 for count in counts]
         rows = self._rows([one for one, size in zip(completions, sizes, strict=True) for _ in range(size)])
-        extras = [ids[:end] for ids in drafts.token_ids for end in range(len(ids) + 1)]
         positions = np.array([one.num_tokens for one in completions], np.int64)[:, None] + np.arange(width + 1)
         seeds = hash_seeds(np.array([one.seed for one in completions], np.uint64))[:, None]
-        first_rows, ids, num_drafts, uniforms, keys = to_device(
+        first_rows, owners, ids, num_drafts, uniforms, keys = to_device(
             (
                 np.array([0, *accumulate(sizes[:-1])], np.int64),
+                np.repeat(np.arange(len(sizes)), sizes),
                 np.array([[*ids, *[0] * (width - len(ids))] for ids in drafts.token_ids], np.int64),
                 np.array(counts, np.int64),
                 uniform(noise_keys(seeds, positions[:, :width], Stream.ACCEPT)),
@@ -93,7 +104,8 @@ class Sampler:
             ),
             self._device,
         )
-        filtered = self._filtered(logits, rows, extras)
+        extras = Extras(ids[owners], np.concatenate([*map(np.arange, sizes)]))
+        filtered = self._filtered(self._ruled(logits, rows, extras), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
@@ -110,37 +122,33 @@ class Sampler:
             self._last = sampling_rows(completions, self._vocab_size, self._device)
         return self._last
 
-    def _choose(
-        self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None, stream: Stream
-    ) -> torch.Tensor:
-        """Tokens int64 [n]. `extras`: a row's drafts so far."""
+    def _ruled(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None) -> _Ruled:
+        return _Ruled(self._allowed(logits, rows, extras), self._penalties(rows, extras))
+
+    def _choose(self, ruled: _Ruled, rows: SamplingRows, extras: Extras | None, stream: Stream) -> torch.Tensor:
+        """Tokens int64 [n]."""
         if rows.is_plain:
-            return greedy_argmax(logits)
-        logits, penalties = self._allowed(logits, rows, extras), self._penalties(rows, extras)
+            return greedy_argmax(ruled.logits)
         keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(extras), stream))
         (halves,) = to_device((keys,), self._device)
-        return sample_tokens(logits, halves, **vars(rows.filters), penalties=penalties)
+        return sample_tokens(ruled.logits, halves, **vars(rows.filters), penalties=ruled.penalties)
 
-    def _filtered(
-        self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None
-    ) -> torch.Tensor:
+    def _filtered(self, ruled: _Ruled, rows: SamplingRows) -> torch.Tensor:
         """Logits of the distributions that tokens are drawn from: -inf for all that cannot come."""
-        logits, penalties = self._allowed(logits, rows, extras), self._penalties(rows, extras)
+        logits, penalties = ruled
         if penalties is not None:
-            index = index_tensor(rows.penalised, self._device)
+            index = rows.penalised_rows
             tables = penalties.rows[index]
             counts, seen, weights = penalties.counts[tables], penalties.seen[tables], penalties.weights[index]
             logits = logits.index_copy(0, index, apply_penalties(logits[index], counts, seen, weights))
         return filter_logits(logits, **vars(rows.filters))
 
-    def _allowed(
-        self, logits: torch.Tensor, rows: SamplingRows, extras: Sequence[Sequence[int]] | None
-    ) -> torch.Tensor:
+    def _allowed(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None) -> torch.Tensor:
         """The logits, or a copy with the rules applied where any row has some."""
         rules, banned = rows.rules, []
         for row in rows.with_minimum:
             one = rows.completions[row]
-            if len(one.token_ids) + (len(extras[row]) if extras else 0) < one.params.min_tokens:
+            if len(one.token_ids) + (0 if extras is None else extras.counts[row]) < one.params.min_tokens:
                 banned.append((row, one.request.end_ids))
         if banned:
             rules = replace(rules, banned=row_pairs(banned, self._device))
@@ -148,19 +156,19 @@ class Sampler:
             return logits
         return apply_rules_(logits.clone(), rules)
 
-    def _penalties(self, rows: SamplingRows, extras: Sequence[Sequence[int]] | None) -> Penalties | None:
+    def _penalties(self, rows: SamplingRows, extras: Extras | None) -> Penalties | None:
         if not rows.penalised:
             return None
-        index = index_tensor(rows.penalised, self._device)
+        index = rows.penalised_rows
         counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
         outputs, seen = self._counts.outputs, self._counts.seen
         if extras is not None:
             outputs, seen = outputs[counted], seen[counted]
-            counted = torch.arange(len(counted), device=self._device)
-            drafted = [(index, np.array(extras[row], np.int64)) for index, row in enumerate(rows.penalised)]
-            where = row_pairs(drafted, self._device)
-            outputs.index_put_(where, torch.ones_like(where[0], dtype=outputs.dtype), accumulate=True)
-            seen[where] = True
+            counted, drafted = torch.arange(len(counted), device=self._device), extras.token_ids[index]
+            is_before = np.arange(drafted.shape[1]) < extras.counts[rows.penalised][:, None]
+            (ones,) = to_device((is_before.astype(np.int32),), self._device)
+            outputs.index_put_((counted[:, None], drafted), ones, accumulate=True)
+            seen |= outputs > 0
         tables = torch.full((len(rows.completions),), -1, device=self._device).index_copy_(0, index, counted)
         return Penalties(tables, outputs, seen, rows.penalties)
 

@@ -12,10 +12,12 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
 from paged.executors.model_executor import ModelExecutor
-from paged.executors.requests.request import Completion
+from paged.executors.requests.request import NO_TOKEN, Completion
 from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.executors.unified_executor import UnifiedExecutor
+from paged.forward_step import PreparedStep
 from paged.seq_id import SeqId
 
 
@@ -56,37 +58,65 @@ class DraftModel:
         self._sequences: dict[SeqId, _DraftSequence] = {}
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        drafts: list[list[int]] = [[] for _ in completions]
-        probs: torch.Tensor | None = None
         # The last draft is not run, so it may stand one beyond the longest sequence.
         limits = [
             min(limit, self.num_tokens, self._longest + 1 - one.num_tokens)
             for one, limit in zip(completions, limits, strict=True)
         ]
         items, active = self._catch_up(completions, limits)
+        drafted = active  # each has one draft at least
+        drafts = torch.full((len(completions), self.num_tokens), NO_TOKEN, dtype=torch.int64, device=self._device)
+        probs: torch.Tensor | None = None
+        prepared: PreparedStep | None = None
+        index = index_tensor(active, self._device)
         for position in range(self.num_tokens):
             answers = self._executor.unified_decode(UnifiedBatch(items)) if items else []
-            if not active:
+            if prepared is not None and not prepared.is_used:
+                raise PagedError("the draft model ran another step than the one that was prepared")
+            if not active:  # all are behind
                 break
             rows = row_matrix([row for row in answers if row is not None])
-            tokens, shares = self._sampler.propose(
-                rows, [completions[index] for index in active], [drafts[index] for index in active]
-            )
+            tokens, shares = self._sampler.propose(rows, [completions[i] for i in active], drafts[index, :position])
+            drafts[index, position] = tokens
             if shares is not None:
                 if probs is None:
                     probs = shares.new_zeros(len(completions), self.num_tokens, shares.shape[1])
-                probs[index_tensor(active, self._device), position] = shares
-            for index, token in zip(active, tokens.tolist(), strict=True):
-                if token < 0:
-                    raise PagedError(f"the draft model gave no token for {completions[index]!r}")
-                drafts[index].append(token)
-            active = [index for index in active if position + 1 < limits[index]]
-            items = [self._item(completions[index], drafts[index][-1:]) for index in active]
-        for completion, ids in zip(completions, drafts, strict=True):
-            if ids:
-                sequence = self._sequences[completion.seq_id]
-                sequence.length, sequence.drafts = completion.num_tokens, ids
-        return Drafts(drafts, probs)
+                probs[index, position] = shares
+            following = [i for i in active if position + 1 < limits[i]]
+            if not following:
+                break
+            if following != active:
+                active, index = following, index_tensor(following, self._device)
+            items, prepared = self._next([completions[i] for i in active], drafts[index, position])
+        return Drafts(self._read(drafts, completions, drafted, limits), probs)
+
+    def _next(
+        self, completions: Sequence[Completion], drafts: torch.Tensor
+    ) -> tuple[list[UnifiedBatchItem], PreparedStep | None]:
+        """Items with the newest draft of each. Where their step can be prepared the device alone knows the drafts."""
+        prepared: PreparedStep | None = None
+        if isinstance(self._executor, UnifiedExecutor):
+            prepared = self._executor.prepare_step([self._sequences[one.seq_id].handle for one in completions])
+        if prepared is None:
+            return [self._item(one, [draft]) for one, draft in zip(completions, drafts.tolist(), strict=True)], None
+        prepared.use_ids(drafts.clamp(min=0))  # `_read` sees that one is none
+        return [self._item(one, [0]) for one in completions], prepared
+
+    def _read(
+        self, drafts: torch.Tensor, completions: Sequence[Completion], drafted: Sequence[int], limits: Sequence[int]
+    ) -> list[list[int]]:
+        """The drafts of all completions, brought to the host at once, and noted with the sequences that ran them."""
+        known: list[list[int]] = [[] for _ in completions]
+        table = drafts.tolist() if drafted else []
+        for row in drafted:
+            completion, ids = completions[row], table[row][: limits[row]]
+            if min(ids) < 0:
+                raise PagedError(f"the draft model gave no token for {completion!r}")
+            sequence = self._sequences[completion.seq_id]
+            sequence.length, sequence.drafts, known[row] = completion.num_tokens, ids, ids
+        ran = [self._sequences[completions[row].seq_id] for row in drafted]
+        self._manager.append_tokens([(sequence.handle, sequence.drafts[:-1]) for sequence in ran])
+        return known
 
     def forget(self, completion: Completion) -> None:
         if self._sequences.pop(completion.seq_id, None) is not None:

@@ -151,9 +151,11 @@ class AttentionPlan:
         min_rows, max_rows = (1, min(longest, DECODE_MAX_ROWS)) if kind == "decode" else (DECODE_MAX_ROWS + 1, longest)
         num_programs = device_of(device).num_sms * tile.programs_per_sm
         min_split_blocks = triton.cdiv(_MIN_SPLIT_KEYS[kind], tile.block_n)
-        # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones.
+        # A sequence's last tile may be partly filled, so there is at most one more tile a sequence than full ones. Of
+        # 256 sequences with 256 tokens 15 at most are long, with 4 heads to a group.
         full_tiles = shape.num_tokens * shape.group // tile.block_m
-        max_tiles = min(num_seqs * triton.cdiv(max_rows, tile.block_m), num_seqs + full_tiles)
+        most_seqs = min(num_seqs, shape.num_tokens // triton.cdiv(min_rows, shape.group))
+        max_tiles = min(most_seqs * triton.cdiv(max_rows, tile.block_m), most_seqs + full_tiles)
         max_splits = triton.cdiv(self.max_seqlen_k, min_split_blocks * tile.block_n)
         max_slots = triton.cdiv(num_programs * _SLOTS_PER_PROGRAM[kind], shape.num_kv_heads)
         if shape.deterministic:

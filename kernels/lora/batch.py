@@ -46,11 +46,13 @@ class LoraBatch:
                 raise InvalidInputError(f"rows: row {row} appears twice, expected every row once at most")
 
     @staticmethod
-    def group(slots: torch.Tensor) -> LoraBatch:
+    def group(slots: torch.Tensor, *, most_adapters: int | None = None) -> LoraBatch:
         """The blocks of a batch whose row i takes the adapter in slots[i]; on the CPU, with no block where all are -1.
 
         Args:
             slots: int32 [num_rows] on the CPU, -1 for rows without an adapter.
+            most_adapters: where given, the shape is that of every batch of so many rows and at most so many adapters:
+                blocks of FEW_ROWS rows, padding included.
 
         Raises:
             InvalidInputError: the shape, dtype or device is another.
@@ -59,10 +61,16 @@ class LoraBatch:
         (adapted,) = torch.nonzero(slots >= 0, as_tuple=True)
         ordered, order = slots[adapted].sort(stable=True)
         present, counts = ordered.unique_consecutive(return_counts=True)
-        size = FEW_ROWS if len(adapted) <= FEW_ROWS * len(present) else MANY_ROWS
+        has_few = most_adapters is not None or len(adapted) <= FEW_ROWS * len(present)
+        size = FEW_ROWS if has_few else MANY_ROWS
         blocks = (counts + size - 1) // size
+        num_blocks = used = int(blocks.sum())
+        if most_adapters is not None:  # each begins a block, and other blocks are full
+            num_blocks = min(len(slots), most_adapters) + max(len(slots) - most_adapters, 0) // FEW_ROWS
         # The rows of one adapter follow each other; those of the next one begin with a block of their own.
         skipped = (blocks.cumsum(0) - blocks) * size - (counts.cumsum(0) - counts)
-        rows = torch.full((int(blocks.sum()), size), -1, dtype=torch.int32)
+        rows = torch.full((num_blocks, size), -1, dtype=torch.int32)
         rows.view(-1)[torch.arange(len(adapted)) + skipped.repeat_interleave(counts)] = adapted[order].int()
-        return LoraBatch(rows, present.repeat_interleave(blocks))
+        padded = torch.full((num_blocks,), -1, dtype=torch.int32)
+        padded[:used] = present.repeat_interleave(blocks)
+        return LoraBatch(rows, padded)

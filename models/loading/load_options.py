@@ -59,7 +59,7 @@ def as_dtype(name: str, value: object, others: Mapping[str, torch.dtype] | None 
 
 
 def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
-    """Return batch sizes for CUDA graphs, True for the default, False for none, or None.
+    """Return numbers of tokens for CUDA graphs, True for the default, False for none, or None.
 
     Raises:
         InvalidInputError: it is something else.
@@ -95,8 +95,8 @@ class LoadOptions:
         scales that the checkpoint holds for it, else with 1.
     max_loras: how many adapters can be loaded at once.
     max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
-    cuda_graphs: batch sizes up to which steps of one token a sequence are padded and replayed from graphs, once they
-        are captured by the model's `prepare` or the executor's `warmup`; True for 1 to 256 in 22 sizes, False for none,
+    cuda_graphs: numbers of tokens up to which steps are padded and replayed from graphs, see `graph_shapes`, once they
+        are captured by the model's `prepare` or the executor's `warmup`; True for 1 to 256 in 23 sizes, False for none,
         None for True on a GPU alone. On a CPU, where there are no graphs, the same path runs the layers.
 
     Raises:

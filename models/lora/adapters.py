@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
@@ -48,7 +49,7 @@ class LoraAdapters:
     outlives the adapter.
 
     Weights lie in one stack a linear layer, max_loras times max_rank large. It is made when the first adapter changes
-    the layer and stays where it is; adapters come and go inside of it. Thread-safe.
+    the layer and stays where it is; adapters come and go inside of it. num_layers: those that have one. Thread-safe.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LoraAdapters:
             if value < 1:
                 raise InvalidInputError(f"{name}: {value}, expected at least 1")
         self.max_loras, self.max_rank = max_loras, max_rank
+        self.num_layers = 0
         self._network, self._kv_manager = network, kv_manager
         self._loaded: dict[str, LoadedAdapter] = {}
         self._lock = RLock()
@@ -134,15 +136,21 @@ class LoraAdapters:
                     f"adapter {name!r} for cache {cache_id!r}: its namespace {handle.namespace!r} says another"
                 )
 
-    def batch(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> LoraBatch | None:
-        """The rows of a forward over `counts` tokens of each sequence; None where none has an adapter."""
+    def row_slots(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> NDArray[np.int32] | None:
+        """The slot of each row's adapter in a forward over `counts` tokens of each sequence, -1 for none; None where no
+        row has one.
+        """
         if not self._loaded:
             return None
         adapters = [self._loaded.get(_owner(handle.namespace)) for handle in handles]
         slots = [-1 if adapter is None else adapter.slot for adapter in adapters]
         if max(slots, default=-1) < 0:
             return None
-        grouped = LoraBatch.group(torch.from_numpy(np.repeat(np.array(slots, np.int32), counts)))
+        return np.repeat(np.array(slots, np.int32), counts)
+
+    def batch(self, row_slots: NDArray[np.int32]) -> LoraBatch:
+        """What `row_slots` returned, on the device."""
+        grouped = LoraBatch.group(torch.from_numpy(row_slots))
         return LoraBatch(*to_device((grouped.rows.numpy(), grouped.slots.numpy()), self._kv_manager.device))
 
     def count(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> None:
@@ -204,6 +212,7 @@ class LoraAdapters:
         for linear in {linear for linear, _ in changes}:
             if linear.adapters is None:
                 linear.adapters = self._empty_stack(linear)
+                self.num_layers += 1
         for linear in dict.fromkeys(linear for linear, _ in _adaptable(self._network).values()):
             stack = linear.adapters
             if stack is None:

@@ -1,18 +1,24 @@
-"""Decode steps replayed from graphs whose memory is poisoned before every replay: the logits of transformers."""
+"""Steps replayed from graphs whose memory is poisoned before every replay: the logits that they should have."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paged.batch import UnifiedBatchItem
+from paged.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+from tests.models.lora.folders import Adapter
 
 LENGTHS = (7, 3)
+# The tokens that each sequence gets in a step; a tuple's are drafts, whose logits are all wanted. Sequence 1 has an
+# adapter, 2 begins with the last step.
+STEPS: list[dict[int, Any]] = [{0: (3, 4)}, {0: [5], 1: [6]}, {1: (3, 4), 0: [6], 2: [7]}]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,3 +69,45 @@ def test_larger_and_smaller_batches_in_turns(tmp_path: Path) -> None:
     case = Case(case_model, ours)
     for name, row, length in results:
         assert_same_logits(row, case.expected(texts[name][:length])[-1])
+
+
+def test_every_kind_of_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay is all that is launched, nothing is waited for or compiled: the logits of eager steps."""
+    save_checkpoint(FAMILIES["llama"], tmp_path / "base")
+    adapter = Adapter(("q_proj", "o_proj"), seed=1).save(tmp_path / "adapter", tmp_path / "base")
+    with EmulatedCuda(num_sms=2) as cuda:
+        ours = load_model(
+            tmp_path / "base", device="cuda", block_size=4, num_blocks=16, max_seq_len=32, cuda_graphs=[4]
+        )
+        ours.adapters.load("poetry", adapter)
+        ours.set_lora_adapter_for_cache(1, "poetry")
+        monkeypatch.setenv("PAGED_BACKEND", "torch")  # quicker, for the prompts
+        ours.unified_forward([UnifiedBatchItem(i, tokens(length, i)) for i, length in enumerate(LENGTHS)])
+        monkeypatch.setenv("PAGED_BACKEND", "triton")
+        ours.graphs.capture()
+        mark = cuda.report.mark()
+        replayed = [_run(ours, step) for step in STEPS]
+        assert ours.num_graph_replays == cuda.report.num_replays == len(STEPS)
+        assert (cuda.report.hazards, cuda.report.compiled_after(mark)) == ([], [])
+        assert not cuda.report.synchronised_after(mark)
+        assert len(cuda.report.launches) == mark.launches
+        ours.release(2)
+        for i, length in enumerate(LENGTHS):
+            ours.truncate_kv(i, length)
+        ours.graphs.clear()
+        eager = [_run(ours, step) for step in STEPS]
+        assert ours.num_graph_replays == len(STEPS)
+        assert len(cuda.report.launches) - mark.launches > 10 * len(STEPS)
+        results = [[rows.cpu() for rows in step] for step in (*replayed, *eager)]
+    for actual, expected in zip(results[: len(STEPS)], results[len(STEPS) :], strict=True):
+        for got, want in zip(actual, expected, strict=True):
+            assert_same_logits(got, want)
+
+
+def _run(model: PagedCausalLM, step: dict[int, Any]) -> list[torch.Tensor]:
+    lengths = {handle.cache_id: handle.num_tokens for handle in model.kv_manager.handles()}
+    items = []
+    for name, ids in step.items():
+        policy: LogitsPolicy = VerifyLogits() if isinstance(ids, tuple) else FullLogits()
+        items.append(UnifiedBatchItem(name, ids, pos_offset=lengths.get(name, 0), logits_policy=policy))
+    return [rows for rows in model.unified_forward(items) if rows is not None]

@@ -106,7 +106,7 @@ def test_same_tokens(case: Case, way: str) -> None:
         assert preempted["swap" if way.endswith("swap") else "recompute"] > 0
 
 
-@pytest.mark.parametrize("way", ["batched", "chunks of 7", "recompute"])
+@pytest.mark.parametrize("way", ["batched", "chunks of 7", "recompute", "graphs, recompute"])
 @pytest.mark.parametrize("draft", ["itself", "random", "text"])
 def test_same_tokens_with_speculation(case: Case, way: str, draft: str, tmp_path: Path) -> None:
     config, options = WAYS[way]

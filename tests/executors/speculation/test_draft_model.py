@@ -38,3 +38,42 @@ def test_a_draft_in_trouble_costs_nothing_but_drafts(
     assert not engine.metrics.finished["error"]
     check_pool_empty(target)
     check_pool_empty(draft)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_drafts_that_the_device_alone_knows(
+    penalty: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the drafts, and leave the cache, of a draft model that cannot prepare its steps."""
+    params = [SamplingParams(temperature=0.5, repetition_penalty=penalty, max_tokens=9 + i, seed=i) for i in range(5)]
+    prompts = [[i, 3, i, 5, i] * 4 for i in range(5)]
+    runs = []
+    for is_prepared in (True, False):
+        draft = make_executor(device, num_blocks=64, embedding="sinusoidal")
+        if not is_prepared:
+            monkeypatch.setattr(draft, "prepare_step", lambda handles: None)
+        engine = Engine(make_executor(device, num_blocks=64), proposer=DraftModel(draft, 3))
+        tokens = tokens_of(engine.generate(prompts, params, progress=False))
+        assert draft.kv_manager is not None
+        assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
+        check_pool_empty(draft)
+        texts = [prompt + found for prompt, found in zip(prompts, tokens, strict=True)]
+        cached = [draft.kv_manager.allocate(f"{text}", token_ids=text).num_cached_tokens for text in texts]
+        runs.append((tokens, engine.metrics.draft_tokens, engine.metrics.accepted_tokens, cached))
+    assert runs[0] == runs[1]
+    assert max(runs[0][-1]) > len(prompts[0]), "generated tokens are published"
+
+
+def test_a_draft_of_no_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of NaN leave none: found when the drafts are read, before any of them is taken for a token."""
+    draft = make_executor(device, num_blocks=64)
+    forward = draft.unified_decode
+    monkeypatch.setattr(
+        draft, "unified_decode", lambda batch: [None if row is None else row * torch.nan for row in forward(batch)]
+    )
+    engine = Engine(make_executor(device, num_blocks=64), proposer=DraftModel(draft, 3))
+    params = SamplingParams(temperature=0, max_tokens=6)
+    expected = Engine(make_executor(device, num_blocks=64)).generate([[1, 2, 3]], params, progress=False)
+    assert tokens_of(engine.generate([[1, 2, 3]], params, progress=False)) == tokens_of(expected)
+    assert engine.metrics.draft_tokens == 0
+    check_pool_empty(draft)

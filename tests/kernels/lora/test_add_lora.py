@@ -215,6 +215,23 @@ def test_size_of_blocks(num_rows: int, shape: tuple[int, int]) -> None:
     assert grouped.rows[grouped.rows >= 0].tolist() == list(range(num_rows))
 
 
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 8), (7, 8), (23, 8), (24, 8), (64, 3), (40, 1)])
+def test_batches_of_one_size_have_one_shape(num_rows: int, most: int) -> None:
+    """Whichever adapters their rows take. One row for each adapter but the last needs all of the blocks."""
+    generator = torch.Generator().manual_seed(0)
+    most_needed = torch.arange(num_rows, dtype=torch.int32).clamp(max=most - 1)
+    draws = [torch.randint(-1, most, (num_rows,), generator=generator, dtype=torch.int32) for _ in range(50)]
+    all_blocks = LoraBatch.group(most_needed, most_adapters=most)
+    assert (all_blocks.slots >= 0).all()
+    for slots in (most_needed, *draws, torch.full_like(most_needed, -1)):
+        grouped = LoraBatch.group(slots, most_adapters=most)
+        assert grouped.rows.shape == all_blocks.rows.shape == (len(grouped.slots), 16)
+        found = torch.full_like(slots, -1)
+        for slot, block in zip(grouped.slots.tolist(), grouped.rows.tolist(), strict=True):
+            found[[row for row in block if row >= 0]] = slot
+        assert torch.equal(found, slots)
+
+
 def test_input_is_split_for_few_programs_only() -> None:
     splits = [shrink_tile(blocks, 16, 1, 16, 4096, 2, Device("sm_90", 132)).num_splits for blocks in (1, 33, 66, 500)]
     assert splits == [8, 8, 4, 1]

@@ -1,8 +1,9 @@
-"""Decode steps that are replayed: the logits of eager ones, padding that touches nothing, and what stays eager."""
+"""Steps that are replayed: the logits of eager ones, padding that touches nothing, and what stays eager."""
 
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import paged.models.decode_graphs
-from paged.batch import GreedyArgmax, UnifiedBatchItem
+import paged.models.step_graphs
+from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError
-from paged.models.decode_graphs import DEFAULT_SIZES, graph_sizes
 from paged.models.graph_recorder import CallRecorder, CudaGraphRecorder, graph_recorder
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
+from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, graph_shapes, graph_sizes
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
@@ -122,19 +123,91 @@ def test_logits_outlive_the_next_step(model: PagedCausalLM) -> None:
     assert torch.equal(first, kept)
 
 
-def test_what_is_no_decode_step_runs_eagerly(model: PagedCausalLM) -> None:
+def test_what_runs_eagerly(model: PagedCausalLM) -> None:
+    """More tokens than any graph has, and a step of which no logits are wanted."""
     begin(model, (5, 6))
-    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=5), UnifiedBatchItem("new", tokens(3))])
-    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=6, is_final_chunk=False)])
-    model.forward_verify(1, [1, 2])
+    model.unified_forward([UnifiedBatchItem(0, [1, 2], pos_offset=5), UnifiedBatchItem("new", tokens(3))])
+    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=7, is_final_chunk=False)])
+    model.forward_verify(1, [1, 2, 3, 4, 5])
     assert model.num_graph_replays == 0
     model.forward_verify(1, [3])
-    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=7, logits_policy=GreedyArgmax())])
+    model.unified_forward([UnifiedBatchItem(0, [1], pos_offset=8, logits_policy=GreedyArgmax())])
     assert model.num_graph_replays == 2
 
 
+class Twins:
+    """A model that replays and one that does not, in the same state: every step has the same logits in both."""
+
+    def __init__(self, folder: Path, path: Path, sizes: Sequence[int]) -> None:
+        self.models = [make(folder, choice, num_blocks=64) for choice in (sizes, False)]
+        self.most = sizes[-1]
+        for number, targets in enumerate([("q_proj",), ("o_proj",)]):
+            adapter = Adapter(targets, seed=number).save(path / str(number), folder)
+            for model in self.models:
+                model.adapters.load(f"adapter {number}", adapter)
+        for model in self.models:
+            model.prepare_adapters()
+        self.lengths: dict[int, int] = {}
+
+    def step(self, queries: dict[int, int], random_: random.Random) -> None:
+        """So many tokens of each sequence; a third of them are verified, a sixth are no final chunks."""
+        items = []
+        for name, count in queries.items():
+            policy = random_.choice((FullLogits(), FullLogits(), VerifyLogits()))
+            start, is_final = self.lengths.get(name, 0), isinstance(policy, VerifyLogits) or random_.random() < 0.75
+            ids = tokens(count, seed=random_.randrange(1000))
+            items.append(UnifiedBatchItem(name, ids, None, start, is_final, logits_policy=policy))
+            if start == 0 and name % 3:
+                for model in self.models:
+                    model.set_lora_adapter_for_cache(name, f"adapter {name % 3 - 1}")
+            self.lengths[name] = start + count
+        before = self.models[0].num_graph_replays
+        replayed, eager = (model.unified_forward(items) for model in self.models)
+        is_replay = sum(queries.values()) <= self.most and any(item.is_final_chunk for item in items)
+        assert self.models[0].num_graph_replays - before == is_replay
+        for actual, expected in zip(replayed, eager, strict=True):
+            assert (actual is None) == (expected is None)
+            if expected is not None:
+                assert_same_logits(actual, expected.cpu())
+
+    def roll_back(self, name: int, length: int) -> None:
+        """Take tokens back, as after drafts that were refused."""
+        for model in self.models:
+            model.truncate_kv(name, length)
+        self.lengths[name] = length
+
+
+@pytest.mark.parametrize("folder", ["gemma3", "gpt_oss", "llama", "qwen3_moe"], indirect=True)
+def test_random_steps(folder: Path, tmp_path: Path) -> None:
+    """Decodes, drafts, chunks and prompts of sequences with and without adapters, in any mix and number."""
+    twins, random_ = Twins(folder, tmp_path, (1, 3, 8, 16)), random.Random(0)
+    for number in range(24):
+        names = random_.sample(range(8), random_.choice((1, 2, 3, 8)))
+        longest = random_.choice((1, 1, 3, 12))
+        twins.step({name: random_.randint(1, longest) for name in names}, random_)
+        for name, length in list(twins.lengths.items()):
+            if length > 40 or number % 5 == 4:
+                twins.roll_back(name, random_.randrange(max(length - 30, 0), length))
+    assert twins.models[1].num_graph_replays == 0 < twins.models[0].num_graph_replays < 24
+    for model in twins.models:
+        model.kv_manager.check_integrity()
+
+
+def test_shapes() -> None:
+    """What is captured, the largest first; a step takes the graph with the shortest queries that it fits."""
+    shapes = graph_shapes((1, 2, 6, 16), is_adapted=False)
+    expected = [(16, 16), (8, 16), (1, 16), (6, 6), (1, 6), (2, 2), (1, 2), (1, 1)]
+    assert [(shape.longest_query, shape.num_tokens) for shape in shapes] == expected
+    adapted = graph_shapes((4, 6), is_adapted=True)
+    assert adapted == [GraphShape(6, 6, True), GraphShape(1, 6, True)], "few sizes"
+    assert len(graph_shapes(DEFAULT_SIZES, is_adapted=False)) == 36
+    assert len(graph_shapes(DEFAULT_SIZES, is_adapted=True)) == 22
+
+
 def test_adapters_leave_the_graphs_alone(model: PagedCausalLM, llama_folder: Path, tmp_path: Path) -> None:
-    """Loaded after the capture into layers that were captured: base rows keep their bits, others run eagerly."""
+    """Loaded after the capture into layers that were captured: base rows keep their bits, others run eagerly until
+    they are captured too, and again when an adapter changes more layers.
+    """
     begin(model, (5, 6))
     before = decode(model, (0, 1), 3)
     model.adapters.load("poetry", Adapter(("q_proj", "down_proj"), seed=1).save(tmp_path / "poetry", llama_folder))
@@ -150,6 +223,16 @@ def test_adapters_leave_the_graphs_alone(model: PagedCausalLM, llama_folder: Pat
         model.truncate_kv(name, length)
     assert_same_logits(decode(model, (0, 1), 8), mixed[:2].cpu())
     assert model.num_graph_replays == 3
+    for is_captured, targets in ((True, ()), (False, ("o_proj",)), (True, ())):
+        if targets:
+            model.adapters.load("more", Adapter(targets, seed=2).save(tmp_path / "more", llama_folder))
+        else:
+            model.prepare_adapters()
+        for name, length in ((0, 6), (1, 7), (2, 4)):
+            model.truncate_kv(name, length)
+        replays = model.num_graph_replays
+        assert_same_logits(decode(model, (0, 1, 2), 8), mixed.cpu())
+        assert model.num_graph_replays - replays == is_captured
 
 
 def next_items(model: PagedCausalLM, names: Sequence[int], token: int) -> list[UnifiedBatchItem]:
@@ -172,13 +255,13 @@ def test_prepared_steps(
     for one in (model, plain):
         begin(one, (8, 3, 7))
     sizes: list[int] = []
-    send = paged.models.decode_graphs.to_device
+    send = paged.models.step_graphs.to_device
 
     def noted(arrays: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         sizes.append(sum(array.nbytes for array in arrays))
         return send(arrays, *args, **kwargs)
 
-    monkeypatch.setattr(paged.models.decode_graphs, "to_device", noted)
+    monkeypatch.setattr(paged.models.step_graphs, "to_device", noted)
     for token in (5, 6):
         prepared = model.prepare_step([item.kv_cache for item in next_items(model, (0, 2, 1), 0) if item.kv_cache])
         assert prepared is not None
@@ -206,11 +289,16 @@ def test_prepared_steps(
             assert sizes == [4 * 8], "the tokens of the padded batch"
 
 
-def test_prepared_steps_with_adapters(model: PagedCausalLM, llama_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_prepared_steps_with_adapters(
+    is_captured: bool, model: PagedCausalLM, llama_folder: Path, tmp_path: Path
+) -> None:
     model.adapters.load("poetry", Adapter(("q_proj",), seed=1).save(tmp_path / "poetry", llama_folder))
     model.set_lora_adapter_for_cache(0, "poetry")
     begin(model, (5, 6))
     expected = model.unified_forward(next_items(model, (0, 1), 7))
+    if is_captured:
+        model.prepare_adapters()
     for name, length in ((0, 5), (1, 6)):
         model.truncate_kv(name, length)
     prepared = model.prepare_step(model.kv_manager.handles())
@@ -219,7 +307,7 @@ def test_prepared_steps_with_adapters(model: PagedCausalLM, llama_folder: Path, 
         assert_same_logits(got, want.cpu())
     assert prepared is not None
     assert prepared.is_used
-    assert model.num_graph_replays == 0
+    assert model.num_graph_replays == is_captured
 
 
 def test_a_step_that_fails_changes_nothing(model: PagedCausalLM) -> None:
@@ -245,16 +333,16 @@ def test_nothing_is_captured_before_prepare(llama_folder: Path) -> None:
     begin(model, (5, 6))
     expected = decode(model, (0, 1), 3)
     assert model.num_graph_replays == 0
-    seen: list[int] = []
-    model.prepare(lambda sizes: (seen.append(size) or size for size in sizes))  # type: ignore[func-returns-value]
-    assert seen == [32, 8, 1], "the largest first, and none that the cache has no sequences for"
+    seen: list[GraphShape] = []
+    model.prepare(lambda shapes: (seen.append(shape) or shape for shape in shapes))  # type: ignore[func-returns-value]
+    assert seen == graph_shapes((1, 8, 32), is_adapted=False), "none that the cache has no sequences for"
     for name, length in ((0, 5), (1, 6)):
         model.truncate_kv(name, length)
     assert_same_logits(decode(model, (0, 1), 3), expected.cpu())
     assert model.num_graph_replays == 1
 
-    def fail(sizes: Sequence[int]) -> Iterator[int]:
-        yield sizes[0]
+    def fail(shapes: Sequence[GraphShape]) -> Iterator[GraphShape]:
+        yield shapes[0]
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -299,7 +387,7 @@ class _NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("folder", ["qwen3_moe", "gpt_oss", "gemma3"], indirect=True)
 def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The PyTorch implementations do, so that the check is seen to work."""
-    forward = make(folder).graphs._forward(4)
+    forward = make(folder).graphs._forward(GraphShape(4, 4))
 
     def tolist(self: torch.Tensor) -> Any:
         raise AssertionError("tolist in a captured forward")

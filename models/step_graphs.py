@@ -1,0 +1,233 @@
+"""Steps as CUDA graphs: one launch in place of some ten a layer, for batches padded up to a few shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.forward_step import ForwardStep
+from paged.kernels.common.device import use_triton
+from paged.kernels.lora.batch import LoraBatch
+from paged.metadata import AttentionMetadata
+from paged.models.decoder_network import DecoderNetwork
+from paged.models.graph_recorder import GraphRecorder, graph_recorder
+from paged.models.loading.load_options import as_graphs
+from paged.models.lora.adapters import LoraAdapters
+from paged.staging import staged_size, to_device
+
+# Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
+DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
+# The newest token and 7 drafts. Attention has tiles for 16, 32 and 64 rows of a sequence, tokens times the heads of a
+# group; with 4 or 8 heads the one for 8 tokens is that of 5 as well.
+_VERIFIED_TOKENS = 8
+# Entries of a row of the block table come in lines of 64 bytes, so that every row is aligned.
+_TABLE_LINE = 16
+
+
+def graph_sizes(choice: bool | Sequence[int] | None, device: torch.device, num_blocks: int) -> tuple[int, ...]:
+    """Return the numbers of tokens to capture, rising; none above the number of sequences that `num_blocks` can hold.
+
+    choice: the sizes, or True for DEFAULT_SIZES, False for none, None for the default on a GPU alone. There are none
+    on a GPU where PyTorch computes (PAGED_BACKEND=torch), whose implementations wait for the device.
+
+    Raises:
+        InvalidInputError: a size is no positive integer.
+    """
+    sizes = as_graphs("cuda_graphs", choice)
+    on_gpu = device.type == "cuda"
+    if sizes is None:
+        sizes = on_gpu
+    if on_gpu and not use_triton(device):
+        sizes = False
+    if isinstance(sizes, bool):
+        sizes = DEFAULT_SIZES if sizes else ()
+    return tuple(sorted({min(size, num_blocks) for size in sizes}))
+
+
+@dataclass(frozen=True, order=True)
+class GraphShape:
+    """The steps that one graph runs: queries at most so long, and so many tokens, which may be as many sequences; with
+    adapters, or without. Of two that fit a step the lesser is faster.
+    """
+
+    longest_query: int
+    num_tokens: int
+    is_adapted: bool = False
+
+
+def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
+    """The graphs to capture, the largest first: decode steps of all sizes; of sizes at least twice as large as the next
+    one drafts that are verified, and queries of any length, such as short prompts beside decodes.
+
+    sizes: rising. is_adapted: the graphs of adapters, which have the fewer sizes for decode steps too.
+    """
+    coarse: list[int] = []
+    for size in reversed(sizes):
+        if not coarse or 2 * size <= coarse[-1]:
+            coarse.append(size)
+    shapes = {GraphShape(1, size, is_adapted) for size in (coarse if is_adapted else sizes)}
+    shapes.update(
+        GraphShape(longest, size, is_adapted) for size in coarse for longest in (min(size, _VERIFIED_TOKENS), size)
+    )
+    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.longest_query), reverse=True)
+
+
+class StepGraphs:
+    """Steps of few tokens, replayed from graphs over static inputs.
+
+    A graph holds the forward from token ids to the head's product, planned for the longest possible sequence, so that
+    it serves all lengths. Rows beyond the batch are padding: their K/V go nowhere, and no sequence has them as queries.
+
+    A graph knows the weights and caches by their addresses: after replacing one of those, capture again. Adapters lie
+    elsewhere. Graphs of steps with adapters know the memory of all that can be loaded, and which of them a row takes is
+    an input; they are there once `capture_adapted` has been called with a first adapter loaded, and are left aside when
+    another one has changed more layers, until it is called again.
+    """
+
+    def __init__(
+        self,
+        network: DecoderNetwork,
+        cache: PagedKvCacheConfig,
+        adapters: LoraAdapters,
+        *,
+        max_seq_len: int,
+        sizes: Sequence[int],
+    ) -> None:
+        """sizes: numbers of tokens, rising. Nothing is captured, and no memory taken, before `capture`."""
+        self._network = network
+        self._adapters = adapters
+        self._device = next(network.parameters()).device
+        self.longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
+        self._num_tables = len(cache.tables)
+        # Token ids, positions, slots, lengths and query offsets.
+        none = np.empty(0, np.int64)
+        slots = np.empty((self._num_tables, 0), np.int64)
+        self._no_sequences: tuple[NDArray[Any], ...] = none, none, slots, np.empty(0, np.int32), np.zeros(1, np.int32)
+        self._table_width = -(-self.longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
+        self._sizes = tuple(sizes)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the graphs and give their memory back."""
+        self._recorder: GraphRecorder | None = None
+        self._replays: dict[GraphShape, Callable[[], None]] = {}
+        self._num_adapted_layers = 0
+        self._inputs = self._table = self._product = torch.empty(0)
+        self._loaded: tuple[ForwardStep, GraphShape] | None = None
+
+    def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
+        """Capture a graph for every shape, the largest first; where that fails there are none. Needs no cache blocks.
+
+        track: iterates over the shapes, and may show how far it has come.
+        """
+        self.clear()
+        if not self._sizes:
+            return
+        most, dtype = self._sizes[-1], next(self._network.parameters()).dtype
+        table = np.empty((self._num_tables, most, self._table_width), np.int32)
+        largest = GraphShape(most, most, is_adapted=True)
+        num_bytes = staged_size((*self._padded(self._no_sequences, largest, None), table))
+        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        self._table = torch.zeros(table.shape, dtype=torch.int32, device=self._device)
+        self._product = torch.empty(most, self._network.config.vocab_size, dtype=dtype, device=self._device)
+        self._recorder = graph_recorder(self._device)
+        try:
+            self._record(self._recorder, track(graph_shapes(self._sizes, is_adapted=False)))
+            self.capture_adapted(track)
+        except BaseException:
+            self.clear()
+            raise
+
+    def capture_adapted(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
+        """Capture the graphs of steps with adapters, once others are captured and a layer has adapters."""
+        if self._recorder is None or self._num_adapted_layers == self._adapters.num_layers:
+            return
+        self._record(self._recorder, track(graph_shapes(self._sizes, is_adapted=True)))
+        self._num_adapted_layers = self._adapters.num_layers
+
+    def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
+        """The graph that runs a step, if there is one and logits are wanted."""
+        num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
+        is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
+        if is_stale or not self._replays or num_tokens > self._sizes[-1] or not len(step.row_ids):
+            return None
+        return next(
+            shape
+            for shape in self._replays
+            if shape.is_adapted == is_adapted and num_tokens <= shape.num_tokens and longest <= shape.longest_query
+        )
+
+    def load(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> None:
+        """Fill the static inputs for a step that the graph of `shape` runs; for its `logits` its tokens may be others.
+
+        adapters: as `LoraAdapters.row_slots` has them.
+        """
+        tables = step.host.block_tables[:, :, : self._table_width]
+        # Of the table's rows as much goes as the batch has: all of 256 rows for 40,000 tokens are 2.6 MB a step.
+        rows = self._padded((step.token_ids, *step.host.arrays[:-1]), shape, adapters)
+        *_, there = to_device((*rows, tables), self._device, out=self._inputs)
+        self._table[:, : tables.shape[1], : tables.shape[2]].copy_(there)
+        self._loaded = step, shape
+
+    def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
+        """Run a step on the graph of `shape`: the rows of `step.row_ids`, float32 [num_rows, vocab_size]."""
+        if self._loaded != (step, shape):
+            self.load(step, shape, adapters)
+        elif step.device_ids is None:
+            to_device((_extended(step.token_ids, shape.num_tokens, 0),), self._device, out=self._inputs)
+        if step.device_ids is not None:
+            self._inputs.view(torch.int64)[: len(step.token_ids)].copy_(step.device_ids)
+        self._replays[shape]()
+        rows = self._product[: len(step.token_ids)]
+        if len(step.row_ids) < len(rows):
+            rows = rows[to_device((step.row_ids,), self._device)[0]]
+        return rows.to(torch.float32, copy=True)
+
+    def _record(self, recorder: GraphRecorder, shapes: Iterable[GraphShape]) -> None:
+        self._loaded = None  # each begins with padding in the static inputs
+        with torch.no_grad():
+            for shape in shapes:
+                self._replays[shape] = recorder.record(self._forward(shape))
+        self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
+
+    def _forward(self, shape: GraphShape) -> Callable[[], None]:
+        """The forward of one shape over the static inputs, all of them padding as yet."""
+        padding = self._padded(self._no_sequences, shape, None)
+        input_ids, *rest = to_device(padding, self._device, out=self._inputs)
+        tensors, lora = (*rest[:4], self._table[:, : shape.num_tokens]), rest[4:]
+        product = self._product[: shape.num_tokens]
+
+        def run() -> None:
+            metadata = AttentionMetadata.over(tensors, max_seqlen_q=shape.longest_query, max_seqlen_k=self.longest)
+            metadata = replace(metadata, lora=LoraBatch(*lora) if lora else None)
+            self._network.head(self._network(input_ids, metadata.positions, metadata), out=product)
+
+        return run
+
+    def _padded(
+        self, arrays: Sequence[NDArray[Any]], shape: GraphShape, adapters: NDArray[np.int32] | None
+    ) -> list[NDArray[Any]]:
+        """Token ids, positions, slots, lengths and query offsets for as many tokens and sequences as the graph has:
+        those beyond the given ones have no query, no key, and no slot for K/V. Then the rows that adapters change.
+        """
+        *rows, offsets = arrays
+        size = shape.num_tokens
+        padded = [_extended(row, size, fill) for row, fill in zip(rows, (0, 0, -1, 0), strict=True)]
+        padded.append(_extended(offsets, size + 1, offsets[-1]))
+        if shape.is_adapted:
+            row_slots = _extended(np.empty(0, np.int32) if adapters is None else adapters, size, -1)
+            batch = LoraBatch.group(torch.from_numpy(row_slots), most_adapters=self._adapters.max_loras)
+            padded += [batch.rows.numpy(), batch.slots.numpy()]
+        return padded
+
+
+def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
+    result = np.full((*array.shape[:-1], length), fill, array.dtype)
+    result[..., : array.shape[-1]] = array
+    return result
