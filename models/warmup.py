@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.kernels.attention.config import query_lengths
+from paged.kernels.attention.config import step_sizes
 from paged.kernels.common.launch import ROW_COUNTS
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.moe.fused_moe import token_counts
@@ -46,13 +46,11 @@ def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, 
 
 
 def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
-    sizes = set(ROW_COUNTS)
-    for group in {layer.num_heads // layer.num_kv_heads for layer in network.config.attention}:
-        sizes.update(query_lengths(group))
+    sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.config.attention), longest))
     moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
     for moe in {moe.w2.shape: moe for moe in moes}.values():
         sizes.update(token_counts(min(longest, _MOST_TOKENS), moe.routing.top_k, moe.w2))
-    return sorted(size for size in sizes if size <= longest)
+    return sorted(sizes)
 
 
 def _run(
