@@ -46,7 +46,7 @@ def query_lengths(group: int) -> tuple[int, ...]:
 
 
 def step_sizes(groups: Iterable[int], longest: int) -> list[int]:
-    """Numbers of tokens, rising to `longest`, that between them lead to every tile of rows, and of queries of `groups`."""
+    """Numbers of tokens, rising to `longest`, that lead to every tile of rows, and to those of queries of `groups`."""
     sizes = {*ROW_COUNTS, *(length for group in groups for length in query_lengths(group))}
     return sorted(size for size in sizes if size <= longest)
 

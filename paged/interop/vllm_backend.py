@@ -195,7 +195,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         )  # fmt: skip
 
     def _caches(self, kv_cache: torch.Tensor, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer's cache, [num_blocks, block_size, num_kv_heads, head_dim] and [..., v_head_dim]."""
+        """Keys and values in a layer's cache: [num_blocks, block_size, num_kv_heads, head_dim], [..., v_head_dim]."""
         sizes = self.head_size, v_head_dim
         if kv_cache.dim() != 4 or kv_cache.shape[3] != sum(sizes):
             raise UnsupportedError(

@@ -59,11 +59,14 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
     def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
         """Compile several kernels at once, and launch them; from here on a compilation is what PAGED_JIT says."""
         steps = list(compile_keys)
-        run_compiled(
-            lambda: [_run(step) for step in steps],
-            partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank()),
-        )
+        bar = partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank())
+        run_compiled(partial(_run_all, steps), bar)
         serving_begins()
+
+
+def _run_all(steps: Iterable[LayerStep]) -> None:
+    for step in steps:
+        _run(step)
 
 
 def _run(step: LayerStep) -> None:
