@@ -9,13 +9,15 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from paged.bench.limits import Ceilings
+from paged.kernels.common.compat import HAS_TRITON, triton
 
 Call = Callable[[], Any]
 Name = TypeVar("Name")
@@ -23,6 +25,36 @@ Name = TypeVar("Name")
 # is 2 % of 8 calls of 60 us and 0.3 % of 4 ms.
 _MIN_CALLS = 8
 _MIN_SECONDS = 4e-3
+
+
+class CompiledWhileTimedError(Exception):
+    """A kernel was compiled between a clock's start and its end, so the time is the compiler's."""
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Around what is timed.
+
+    Raises:
+        CompiledWhileTimedError: at its end; Triton has compiled a kernel inside, of ours or of a peer's, in any thread,
+            or found one on disk.
+    """
+    if not HAS_TRITON:
+        yield
+        return
+    names, before = [], triton.knobs.runtime.jit_post_compile_hook
+
+    def note(**given: Any) -> Any:
+        names.append(given["fn"].name)
+        return None if before is None else before(**given)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    if names:
+        raise CompiledWhileTimedError(f"{', '.join(sorted(set(names)))} compiled while timed")
 
 
 def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Callable[[], float]]:
@@ -56,7 +88,8 @@ def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = T
 def take(calls: Sequence[Call], device: torch.device, repeats: int) -> list[float]:
     """So many samples of `calls`, in seconds; see `sampler`."""
     _, sample = sampler(calls, device)
-    return [sample() for _ in range(repeats)]
+    with timed():
+        return [sample() for _ in range(repeats)]
 
 
 def take_in_turns(
@@ -69,11 +102,12 @@ def take_in_turns(
     """
     samples: dict[Name, list[float]] = {name: [] for name in samplers}
     start, generator = time.monotonic(), random.Random(0)
-    for index in range(repeats):
-        for name in generator.sample(list(samplers), len(samplers)):
-            samples[name].append(samplers[name]())
-        if index + 1 >= least and time.monotonic() - start > seconds:
-            break
+    with timed():
+        for index in range(repeats):
+            for name in generator.sample(list(samplers), len(samplers)):
+                samples[name].append(samplers[name]())
+            if index + 1 >= least and time.monotonic() - start > seconds:
+                break
     return samples
 
 
@@ -84,10 +118,11 @@ def host_seconds(calls: Sequence[Call], device: torch.device, repeats: int) -> l
     """
     samples = []
     torch.cuda.synchronize(device)
-    for call in itertools.islice(itertools.cycle(calls), repeats):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
+    with timed():
+        for call in itertools.islice(itertools.cycle(calls), repeats):
+            start = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
     torch.cuda.synchronize(device)
     return samples
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,11 +147,11 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
 
     def warmup(self) -> None:
-        """Compile kernels and capture CUDA graphs; a bar shows how far it has come. On a CPU, order the weights as it
+        """Compile kernels and capture CUDA graphs; bars show how far it has come. On a CPU, order the weights as it
         multiplies them fastest. Sequences in the cache stay."""
         with self._call(), warming_up():
             if isinstance(self.model, PagedCausalLM):
-                self.model.prepare(partial(tracked, desc="CUDA graphs", unit="size"))
+                self.model.prepare(tracked)
             else:
                 self.model.prepare()
         super().warmup()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.forward_step import PreparedStep, validate_items
+from paged.kernels.common.compilation import run_compiled
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
-from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
+from paged.models.step_graphs import StepGraphs, graph_sizes
 from paged.models.warmup import run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.step_preparer import StepPreparer
+
+Track = Callable[..., Iterable[Any]]
 
 
 class PagedCausalLM(DecoderOnlyLLM):
@@ -120,27 +124,29 @@ class PagedCausalLM(DecoderOnlyLLM):
                 step.upload()
         return prepared
 
-    def prepare(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
-        """Launch every kernel that a step can, so that no request waits for one to compile, and capture `graphs`; on a
-        CPU, pack the weights first.
+    def prepare(self, track: Track = lambda items, **_: items) -> None:
+        """Compile and launch every kernel that a step can, so that no request waits for that, and capture `graphs`; on
+        a CPU, pack the weights first.
 
-        track: iterates over the shapes that are captured, and may show how far it has come.
+        track: iterates over what is compiled and over the shapes that are captured, each named by `desc` and `unit`,
+            and may show how far it has come.
         """
         self.graphs.clear()
         self.network.pack()
-        if self.device.type == "cuda":  # nothing else is compiled
-            run_steps(self.network, self.kv_manager, longest=self.graphs.longest)
-            if self.adapters.num_layers:
-                self.prepare_adapters()
-        self.graphs.capture(track)
+        self._launch_all(run_steps, track)
+        if self.adapters.num_layers:
+            self.prepare_adapters(track)
+        self.graphs.capture(partial(track, desc="CUDA graphs", unit="graph"))
 
-    def prepare_adapters(self) -> None:
-        """Launch on a GPU what loaded adapters add to a step, so that no request waits for that either; where there are
-        graphs, capture those of steps with adapters.
-        """
-        if self.device.type == "cuda":
-            run_adapted_steps(self.network, self.kv_manager, longest=self.graphs.longest)
-        self.graphs.capture_adapted()
+    def prepare_adapters(self, track: Track = lambda items, **_: items) -> None:
+        """The same for what loaded adapters add to a step; where there are graphs, those of steps with adapters."""
+        self._launch_all(run_adapted_steps, track)
+        self.graphs.capture_adapted(partial(track, desc="CUDA graphs", unit="graph"))
+
+    def _launch_all(self, run: Callable[..., None], track: Track) -> None:
+        if self.device.type == "cuda":  # nothing else is compiled
+            steps = partial(run, self.network, self.kv_manager, longest=self.graphs.longest)
+            run_compiled(steps, partial(track, desc="kernels", unit="kernel"))
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens

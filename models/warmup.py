@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.kernels.attention.config import query_lengths
+from paged.kernels.attention.config import step_sizes
+from paged.kernels.common.launch import ROW_COUNTS
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.moe.fused_moe import token_counts
 from paged.kernels.sampling.sample_tokens import launch_all
@@ -19,9 +20,7 @@ from paged.models.decoder_network import DecoderNetwork
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.staging import to_device
 
-# Tiles of rows hold a power of two of them, 1,024 at most. Where an adapter's rows are twice as many blocks, half as
-# many splits are enough, and one is from 512 blocks on.
-_POWERS = tuple(1 << exponent for exponent in range(11))
+# Where an adapter's rows are twice as many blocks, half as many splits are enough, and one is from 512 blocks on.
 _MOST_BLOCKS = 512
 # Tuned tables of experts end here.
 _MOST_TOKENS = 4096
@@ -29,7 +28,7 @@ _MOST_TOKENS = 4096
 
 def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
-    every way, and copy a block. Needs no block of the cache, and changes none.
+    every way, and copy a block. Needs no block of the cache, changes none, and waits for no result.
     """
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
@@ -39,7 +38,7 @@ def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longe
 
 def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """The same for what loaded adapters add to a step."""
-    for num_blocks, size in product(_POWERS, (FEW_ROWS, MANY_ROWS)):
+    for num_blocks, size in product(ROW_COUNTS, (FEW_ROWS, MANY_ROWS)):
         if num_blocks <= _MOST_BLOCKS:
             rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=kv_manager.device)
             batch = LoraBatch(rows, rows[:, 0].contiguous())
@@ -47,13 +46,11 @@ def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, 
 
 
 def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
-    sizes = set(_POWERS)
-    for group in {layer.num_heads // layer.num_kv_heads for layer in network.config.attention}:
-        sizes.update(query_lengths(group))
+    sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.config.attention), longest))
     moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
     for moe in {moe.w2.shape: moe for moe in moes}.values():
         sizes.update(token_counts(min(longest, _MOST_TOKENS), moe.routing.top_k, moe.w2))
-    return sorted(size for size in sizes if size <= longest)
+    return sorted(sizes)
 
 
 def _run(

@@ -17,7 +17,7 @@ from paged.bench.engine.rows import Row
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import Cost, speed
-from paged.bench.timing import ceilings
+from paged.bench.timing import ceilings, timed
 from paged.models.paged_lm import PagedCausalLM
 
 # Samples of each ceiling.
@@ -74,14 +74,15 @@ def decode(
     params = SamplingParams(temperature=0, max_tokens=per_sequence - context)
     for _ in range(batch):
         engine.add_request([rng.randrange(config["vocab_size"]) for _ in range(context)], params)
-    start = perf_counter()
-    while engine.status().decoding < batch:
-        engine.step()
-    prefill_seconds = perf_counter() - start
+    with timed():
+        start = perf_counter()
+        while engine.status().decoding < batch:
+            engine.step()
+        prefill_seconds = perf_counter() - start
 
     steps, forwards, replays = [], [], executor.status().graph_replays
     clock = _Clock(executor.unified_decode, device)
-    with mock.patch.object(executor, "unified_decode", clock):
+    with mock.patch.object(executor, "unified_decode", clock), timed():
         num_tokens = manager.stats().num_tokens
         for _ in range(repeats):
             start = perf_counter()

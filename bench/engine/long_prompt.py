@@ -11,6 +11,7 @@ from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.engine.models import MODELS, random_executor
 from paged.bench.engine.rows import Row
 from paged.bench.goal import at_most
+from paged.bench.timing import timed
 
 _NUM_DECODES = 32
 _BUDGET = 2048
@@ -32,7 +33,7 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
         engine.add_request([index] * (30 + 2 * index), SamplingParams(temperature=0, max_tokens=length))
     while engine.status().decoding < _NUM_DECODES:
         engine.step()
-    # A mixed step that is not timed: kernels may have to compile for it.
+    # A mixed step that is not timed, the first of its kind.
     engine.add_request([8] * 200, SamplingParams(temperature=0, max_tokens=1))
     while engine.num_unfinished > _NUM_DECODES:
         engine.step()
@@ -42,12 +43,13 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
         engine.step()
         return perf_counter() - start
 
-    steady_before = [step() for _ in range(repeats)]
-    long = engine.add_request([7] * length, SamplingParams(temperature=0, max_tokens=1))
-    samples = []
-    while not long.finished:
-        samples.append(step())
-    steady_after = [step() for _ in range(repeats)]
+    with timed():
+        steady_before = [step() for _ in range(repeats)]
+        long = engine.add_request([7] * length, SamplingParams(temperature=0, max_tokens=1))
+        samples = []
+        while not long.finished:
+            samples.append(step())
+        steady_after = [step() for _ in range(repeats)]
     before, after = statistics.median(steady_before), statistics.median(steady_after)
     noise = [seconds / before for seconds in steady_before] + [seconds / after for seconds in steady_after]
     growth = (after - before) / len(samples)

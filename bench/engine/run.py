@@ -50,6 +50,7 @@ from paged.bench.engine.rows import Row, timed_inside
 from paged.bench.engine.throughput import throughput
 from paged.bench.goal import at_most
 from paged.bench.limits import times_us
+from paged.bench.timing import timed
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.sampling import sampler
 from paged.forward_step import ForwardStep
@@ -95,7 +96,7 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
     while engine.status().decoding < 256:
         engine.step()
     samples, with_sampling = [], []
-    with timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling:
+    with timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling, timed():
         for _ in range(repeats):
             executor.seconds = sampling[0] = 0.0
             start = perf_counter()

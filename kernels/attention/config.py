@@ -6,12 +6,14 @@ each score. fp8: the caches hold 8-bit floats.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
+from paged.kernels.common.launch import ROW_COUNTS
 
 # A decode or verify sequence packs its rows (query tokens times the GQA group) into 16-row tiles up to this many rows;
 # beyond it re-reading K and V for every 16 rows costs more than a large tile's idle rows.
@@ -41,6 +43,12 @@ class AttentionTile:
 def query_lengths(group: int) -> tuple[int, ...]:
     """Longest queries that between them lead to every tile there is for `group` query heads to a KV head, rising."""
     return tuple(sorted({max(rows // group, 1) for rows in (16, 32, DECODE_MAX_ROWS, DECODE_MAX_ROWS + group)}))
+
+
+def step_sizes(groups: Iterable[int], longest: int) -> list[int]:
+    """Numbers of tokens, rising to `longest`, that lead to every tile of rows, and to those of queries of `groups`."""
+    sizes = {*ROW_COUNTS, *(length for group in groups for length in query_lengths(group))}
+    return sorted(size for size in sizes if size <= longest)
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -32,7 +32,7 @@ else:
             def __init__(self, fn):
                 self.fn = fn
 
-            def __getitem__(self, grid):
+            def run(self, **_):
                 raise UnsupportedError(f"{self.fn.__name__} needs triton, which is not installed here")
 
         TensorDescriptor = None

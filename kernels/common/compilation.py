@@ -1,4 +1,5 @@
-"""What it is when Triton compiles a kernel while requests are served: PAGED_JIT=allow (as when not set), warn or error.
+"""Compiles kernels before they are needed, and says what it is when Triton compiles one while requests are served:
+PAGED_JIT=allow (as when not set), warn or error.
 
 A compilation takes seconds in which no sequence gets a token. Serving begins with `serving_begins`, and pauses within
 `warming_up`. Kernels that Triton finds in its cache on disk count, too: they were not warmed up either.
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
+
+import torch
 
 from paged.kernels.common.compat import HAS_TRITON, triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
@@ -19,6 +23,10 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 _CHOICES = ("allow", "warn", "error")
 # Of this thread or task alone: another one may be serving.
 _IS_WARMING_UP = ContextVar("_IS_WARMING_UP", default=False)
+_IS_COLLECTING = ContextVar("_IS_COLLECTING", default=False)
+# Threads, as Python's lock was free for 84 % of the time that 8 kernels took for sm_90 (passes, LLVM, ptxas of Triton
+# 3.7.1); more than 6 wait for one another. On AMD LLVM may abort where it compiles several.
+_AT_ONCE = 6 if torch.version.hip is None else 1
 
 
 class _Watch:
@@ -62,6 +70,31 @@ def warming_up() -> Iterator[None]:
         yield
     finally:
         _IS_WARMING_UP.reset(token)
+
+
+def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
+    """Compile, several at once, every kernel that `run` launches, and then call it.
+
+    run: waits for nothing that kernels write, as it is called before that, too, with its launches left out. What is
+    wrong with a kernel is raised by its launch. track: iterates over the kernels, and may show how far it has come.
+    """
+
+    def collect() -> None:
+        _IS_COLLECTING.set(True)
+        with ThreadPoolExecutor(_AT_ONCE) as pool, triton.AsyncCompileMode(pool, ignore_errors=True) as mode:
+            run()
+            if kernels := list(mode.future_kernels.values()):
+                for kernel in track(kernels):
+                    kernel.result(ignore_errors=True)
+
+    if HAS_TRITON:
+        copy_context().run(collect)
+    run()
+
+
+def collecting() -> bool:
+    """Whether launches are left out, and their kernels compiled."""
+    return _IS_COLLECTING.get()
 
 
 def _choice() -> str:

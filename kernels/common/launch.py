@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from paged.kernels.common.compat import TensorDescriptor, interpreting, triton
+from paged.kernels.common.compilation import collecting
 
 _T = TypeVar("_T")
+# Numbers of rows that between them lead to every tile of rows, which holds a power of two of them, 1,024 at most.
+ROW_COUNTS = tuple(1 << exponent for exponent in range(11))
 
 
 def num_warps(block_size: int) -> int:
@@ -148,7 +151,7 @@ class Launch:
 
         They have the signatures of those of the first call, and the same ones are None.
         """
-        if self._run is None:
+        if self._run is None or collecting():
             self._launch_first(tensors)
             return
         ordered = self._ordered.copy()
@@ -169,10 +172,11 @@ class Launch:
         on = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
         described = {name: box.describe(arguments[name]) for name, box in self.boxes.items()}
         with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
-            compiled = self._kernel[self._grid](**arguments | described, **self._options)
-            if compiled is None:  # the interpreter has nothing to keep
+            is_left_out = collecting()
+            compiled = self._kernel.run(**arguments | described, **self._options, grid=self._grid, warmup=is_left_out)
+            if compiled is None or is_left_out:  # the interpreter has nothing to keep
                 return
-            run = compiled[self._grid]
+            run = compiled.__getitem__(self._grid)  # [] would not find what another thread compiles ahead
         self._device = on.get_device()
         # Without this call's tensors: a plan, which lives as long as its step, would keep its first layer's alive.
         self._ordered = [None if name in tensors else arguments[name] for name in names]

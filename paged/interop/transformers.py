@@ -99,13 +99,15 @@ class PagedTritonAttention:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [1, num_q_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim].
+        """query [1, num_q_heads, num_tokens, head_dim], key [1, num_kv_heads, num_tokens, head_dim], value likewise; in
+        layers with full attention its head_dim may be smaller.
 
         Returns:
             [1, num_tokens, num_q_heads, the values' head_dim], and no weights.
 
         Raises:
-            UnsupportedError: no paged cache, a mask, a position bias, dropout, or new keys by block table.
+            UnsupportedError: no paged cache, a mask, a position bias, dropout, new keys by block table, or heads of
+                other sizes than the cache's.
         """
         paged_cache = kwargs.get("cache")
         refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
@@ -121,9 +123,16 @@ class PagedTritonAttention:
             "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, -1),
             "softcap": softcap or 0.0,
         }
-        layer, q = module.layer_idx, query[0].transpose(0, 1)
-        out = torch.empty(*q.shape[:2], value.shape[3], dtype=q.dtype, device=q.device)
+        layer, q, v_head_dim = module.layer_idx, query[0].transpose(0, 1), value.shape[3]
+        out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=q.device)
         allocator = paged_cache.layer_to_allocator[layer]
+        heads, head_dim = allocator.num_key_value_heads, allocator.head_dim
+        narrowest = 1 if allocator.supports_block_table else head_dim
+        if key.shape[1::2] != (heads, head_dim) or not narrowest <= v_head_dim <= head_dim:
+            shapes = f"key: shape {list(key.shape)}, value: shape {list(value.shape)}"
+            raise UnsupportedError(
+                f"{shapes}; in this layer the cache of generate_batch has {heads} heads of {head_dim}"
+            )
         if not allocator.supports_block_table:
             # A window's cache is a ring, whose oldest keys the new ones replace before they have been read.
             key, value = paged_cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
@@ -140,6 +149,7 @@ class PagedTritonAttention:
             )
             return out.unsqueeze(0), None
         k_cache, v_cache = allocator.get_cache_for_block_table(layer)
+        v_cache = v_cache[..., :v_head_dim]
         write_index = kwargs["write_index"][allocator.index]
         reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
         step = self._step(allocator, write_index, kwargs)

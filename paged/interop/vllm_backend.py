@@ -1,7 +1,7 @@
 """vLLM's attention backend on the operations here, for its version 0.33; importing this imports vLLM.
 
-vLLM owns the cache and the batch: a layer's cache is [num_blocks, num_kv_heads, block_size, 2 * head_dim] with strides
-of any of its layouts, keys before values, and is read and written in place.
+vLLM owns the cache and the batch: a layer's cache is [num_blocks, num_kv_heads, block_size, head_dim + v_head_dim] with
+strides of any of its layouts, keys before values, and is read and written in place.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
 from paged.interop.vllm_metadata import PagedMetadata, PagedMetadataBuilder
+from paged.interop.vllm_warmup import AttentionWarmup
 from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.attention.paged_attention import paged_attention
 
@@ -126,6 +127,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        _WARMUP.register_warmup()
 
     def forward(
         self,
@@ -142,7 +144,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Attention over the cache, into `output`; rows beyond the batch and a run without metadata (profiling) give 0.
 
         Args:
-            query, output: [num_tokens, num_q_heads, head_dim].
+            query: [num_tokens, num_q_heads, head_dim].
+            output: [num_tokens, num_q_heads, v_head_dim].
             key, value: not used, `do_kv_cache_update` has written them.
             kv_cache: as above.
 
@@ -154,7 +157,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:
             return output.zero_()
         plan, causal = attn_metadata.plan()
-        k_cache, v_cache = self._caches(kv_cache)
+        k_cache, v_cache = self._caches(kv_cache, output.shape[-1])
         paged_attention(
             query,
             k_cache,
@@ -184,20 +187,24 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write key and value [at least num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens]."""
-        caches = self._caches(kv_cache)
+        """Write key [at least num_tokens, num_kv_heads, head_dim] and value [..., v_head_dim] to slot_mapping int64
+        [num_tokens]."""
+        caches = self._caches(kv_cache, value.shape[-1])
         reshape_and_cache_flash(
             key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
         )  # fmt: skip
 
-    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer's cache, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * self.head_size:
+    def _caches(self, kv_cache: torch.Tensor, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in a layer's cache: [num_blocks, block_size, num_kv_heads, head_dim], [..., v_head_dim]."""
+        sizes = self.head_size, v_head_dim
+        if kv_cache.dim() != 4 or kv_cache.shape[3] != sum(sizes):
             raise UnsupportedError(
-                f"kv_cache: shape {list(kv_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, "
-                f"{2 * self.head_size}]"
+                f"kv_cache: shape {list(kv_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, {sum(sizes)}]"
             )
         if self.is_scaled:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        k_cache, v_cache = kv_cache.transpose(1, 2).split(sizes, dim=-1)
         return k_cache, v_cache
+
+
+_WARMUP = AttentionWarmup(PagedImpl)

@@ -11,6 +11,7 @@ import pytest
 
 from paged.bench import benchmark
 from paged.bench.benchmark import DEVICE_LOST, Benchmark
+from paged.bench.timing import CompiledWhileTimedError
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,23 @@ def test_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "illegal memory access" in found["refused"]["loses"]
     assert found["not_run"] == []
     assert "running" not in found
+
+
+def test_a_row_that_compiled_while_timed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is refused where it does so every time."""
+    monkeypatch.setattr(benchmark, "interpreting", lambda: False)
+    measured: list[str] = []
+
+    def measure(case: Case, _: Any) -> dict[str, Any]:
+        measured.append(case.name)
+        if case.name == "always" or measured.count(case.name) == 1:
+            raise CompiledWhileTimedError("_late_kernel compiled while timed")
+        return {"name": case.name}
+
+    cases, path = [Case("once"), Case("always")], tmp_path / "some.json"
+    some = Benchmark("some", "Some.", lambda _: cases, measure, {"cpu": 2}, device="cpu", has_limits=False)
+    assert some.main(["--json", str(path)], lambda _: None) == 1
+    assert measured == ["once", "once", "always", "always"]
+    found = json.loads(path.read_text())
+    assert [row["name"] for row in found["rows"]] == ["once"]
+    assert "_late_kernel" in found["refused"]["always"]

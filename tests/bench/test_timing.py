@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from paged.bench.timing import host_seconds, sampler
+from paged.bench.timing import CompiledWhileTimedError, host_seconds, sampler, take, take_in_turns
 
 CUDA = torch.device("cuda")
 
@@ -92,3 +94,35 @@ def test_host_time_takes_the_calls_in_turns() -> None:
     assert order == list("ababa")
     assert len(samples) == 5
     assert all(0 < seconds < 1 for seconds in samples)
+
+
+_WAYS: dict[str, Callable[[Callable[[], float]], Any]] = {
+    "take": lambda call: take([call], torch.device("cpu"), 3),
+    "take in turns": lambda call: take_in_turns({"ours": lambda: 0.0, "a peer": call}, 3),
+    "host": lambda call: host_seconds([call], CUDA, 3),
+}
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("late", [1, 3])
+def test_what_compiles_while_timed_is_refused(way: str, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first call or at a later one; Triton's hook is called as its JIT calls it, and stays the one it was."""
+    triton = pytest.importorskip("triton")
+    calls, seen = itertools.count(1), []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: seen.append(given))
+
+    def call() -> float:
+        if next(calls) == late:
+            triton.knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name="_late_kernel"))
+        return 0.0
+
+    if (way, late) == ("take", 1):  # which warms up by itself
+        _WAYS[way](call)
+    else:
+        with pytest.raises(CompiledWhileTimedError, match="_late_kernel"):
+            _WAYS[way](call)
+    assert len(seen) == 1
+    assert len(_WAYS[way](call)) > 0
+    triton.knobs.runtime.jit_post_compile_hook(fn=None)
+    assert len(seen) == 2

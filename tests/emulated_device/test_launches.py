@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from paged.kernels.common.compilation import run_compiled
+from paged.kernels.layers.silu_and_mul import silu_and_mul
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import ROOM, captured, double, double_kernel, kinds
 
@@ -30,6 +32,23 @@ def test_what_is_compiled_and_why(cuda: EmulatedCuda) -> None:
         {"length": ("i32", "i64 / 16")},
     ]
     assert {kernel.place.split(":")[0] for kernel in cuda.report.compiled} == {f"{ROOM}planted.py"}
+
+
+def test_what_is_compiled_ahead_runs_once(cuda: EmulatedCuda) -> None:
+    x, results, seen = torch.ones(3, 64, device="cuda"), [], []
+
+    def run() -> None:
+        seen.append((len(cuda.report.compiled), len(cuda.report.launches)))
+        results.append(silu_and_mul(x))
+        results.append(silu_and_mul(x))
+
+    run_compiled(run)
+    assert seen == [(0, 0), (1, 0)]
+    assert (len(cuda.report.compiled), len(cuda.report.launches)) == (1, 2)
+    for result in results[2:]:
+        torch.testing.assert_close(result.cpu(), torch.full((3, 32), 1 / (1 + 1 / torch.e)))
+    run_compiled(run)
+    assert seen[2:] == [(1, 2), (1, 2)], "launches that ran before are left out, too"
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 17), (1, 17), (0, 16), (0, 1)])

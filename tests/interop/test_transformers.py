@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, MiMoV2FlashConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
@@ -23,6 +23,20 @@ from tests.models.families import FAMILIES, tokens
 
 # Over several pages of 8 and sliding windows of 8; 40 tokens need two chunks of a batch of 32.
 PROMPTS = [tokens(length, seed=length) for length in (40, 1, 16, 17, 33)]
+
+# In its layers with a window it has twice as many KV heads, for which the cache of transformers has no room.
+UNEQUAL = MiMoV2FlashConfig(
+    v_head_dim=16,
+    layer_types=["full_attention"] * 2,
+    mlp_layer_types=["dense"] * 2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=FAMILIES["llama"].vocab_size,
+    initializer_range=0.1,
+)
 
 
 def _model(family: str, device: torch.device) -> Any:
@@ -72,6 +86,40 @@ def test_generate_batch_gives_the_same_tokens(
     assert calls["paged_attention"] > 0
     assert (calls["flash_attn_varlen_func"] > 0) == (family in ("gpt_oss", "qwen3_window_in_one_layer"))
     assert (calls["fused_moe"] > 0) == (family in ("gpt_oss", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("sizes", ["512", "24 and 16"])
+def test_head_sizes(sizes: str, backend: str, device: torch.device) -> None:
+    """The tokens of transformers without its continuous batching, which takes keys and values of one size."""
+    config = deepcopy(FAMILIES["llama"] if sizes == "512" else UNEQUAL)
+    config.head_dim = int(sizes.split()[0])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().to(device)
+    num_tokens, prompts = (6 if backend == "torch" else 2), PROMPTS[-2:]
+    greedy = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        expected.append(model.generate(ids, generation_config=greedy)[0, len(prompt) :].tolist())
+    interop.register()
+    assert _generate(model, interop.NAME, interop.NAME, prompts, num_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "has_window"), [((2, 192), (2, 128), False), ((4, 64), (4, 64), False), ((2, 64), (2, 65), False),
+                                     ((2, 64), (2, 48), True)]
+)  # fmt: skip
+def test_heads_that_the_cache_has_no_room_for_are_refused(
+    key: tuple[int, int], value: tuple[int, int], has_window: bool
+) -> None:
+    """As latent attention's in its expanded form, and those of layers with more heads than others."""
+    allocator = SimpleNamespace(num_key_value_heads=2, head_dim=64, supports_block_table=not has_window)
+    cache = SimpleNamespace(layer_to_allocator={0: allocator})
+    rows = [torch.zeros(1, heads, 3, size) for heads, size in ((4, key[1]), key, value)]
+    with pytest.raises(UnsupportedError, match=r"key: .*value: .*2 heads of 64"):
+        interop.PagedTritonAttention()(
+            SimpleNamespace(layer_idx=0, is_causal=True), *rows, None, cache=cache, max_length_q=3
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])

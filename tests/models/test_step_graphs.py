@@ -333,16 +333,17 @@ def test_nothing_is_captured_before_prepare(llama_folder: Path) -> None:
     begin(model, (5, 6))
     expected = decode(model, (0, 1), 3)
     assert model.num_graph_replays == 0
-    seen: list[GraphShape] = []
-    model.prepare(lambda shapes: (seen.append(shape) or shape for shape in shapes))  # type: ignore[func-returns-value]
-    assert seen == graph_shapes((1, 8, 32), is_adapted=False), "none that the cache has no sequences for"
+    seen: dict[str, list[Any]] = {}
+    model.prepare(lambda items, desc, unit: seen.setdefault(desc, list(items)))
+    wanted = graph_shapes((1, 8, 32), is_adapted=False)
+    assert seen["CUDA graphs"] == wanted, "none that the cache has no sequences for"
     for name, length in ((0, 5), (1, 6)):
         model.truncate_kv(name, length)
     assert_same_logits(decode(model, (0, 1), 3), expected.cpu())
     assert model.num_graph_replays == 1
 
-    def fail(shapes: Sequence[GraphShape]) -> Iterator[GraphShape]:
-        yield shapes[0]
+    def fail(items: Sequence[Any], desc: str, unit: str) -> Iterator[Any]:
+        yield items[0]
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):

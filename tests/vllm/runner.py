@@ -83,9 +83,10 @@ class Runner:
         dtype: torch.dtype = torch.float32,
         layout: str = "LBNHC",
         kv_cache_dtype: str = "auto",
+        head_dim: int = HEAD_DIM,
         layers: tuple[dict[str, Any], ...] = ({}, {}),
     ) -> None:
-        """layers: what each `Attention` gets besides heads, head size and scale."""
+        """layers: what each `Attention` gets besides heads, head size and scale, as `head_size_v`."""
         cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype=kv_cache_dtype)
         cache.kv_cache_layout = layout
         self.device = device
@@ -104,7 +105,7 @@ class Runner:
             with set_current_vllm_config(self.config), torch.device(device):
                 self.layers = [
                     Attention(
-                        HEADS[0], HEAD_DIM, HEAD_DIM**-0.5, HEADS[1], cache_config=cache, prefix=f"layers.{i}.attn",
+                        HEADS[0], head_dim, head_dim**-0.5, HEADS[1], cache_config=cache, prefix=f"layers.{i}.attn",
                         **options,
                     )
                     for i, options in enumerate(layers)
@@ -124,9 +125,11 @@ class Runner:
 
     def tensors(self, num_rows: int) -> list[tuple[torch.Tensor, ...]]:
         """Each layer's query, key and value as a fused projection leaves them: side by side in one tensor."""
-        sizes = [heads * HEAD_DIM for heads in (HEADS[0], HEADS[1], HEADS[1])]
-        dtype = self.config.model_config.dtype
-        return [torch.randn(num_rows, sum(sizes), device=self.device).to(dtype).split(sizes, 1) for _ in self.layers]
+        dtype, tensors = self.config.model_config.dtype, []
+        for layer in self.layers:
+            sizes = [HEADS[0] * layer.head_size, HEADS[1] * layer.head_size, HEADS[1] * layer.head_size_v]
+            tensors.append(torch.randn(num_rows, sum(sizes), device=self.device).to(dtype).split(sizes, 1))
+        return tensors
 
     def group_of(self, index: int) -> int:
         """The cache group of a layer."""
@@ -162,11 +165,11 @@ class Runner:
     def forward(
         self, batch: Batch, metadata: dict[str, Any] | None, tensors: list[tuple[torch.Tensor, ...]]
     ) -> list[torch.Tensor]:
-        """Each layer's output [num_tokens + padding_rows, num_q_heads, head_dim] of its query, key and value."""
+        """Each layer's output [num_tokens + padding_rows, num_q_heads, v_head_dim] of its query, key and value."""
         by_layer = None if metadata is None else build_slot_mappings_by_layer(self._slots(batch), self.cache)
         with torch.no_grad(), set_forward_context(metadata, self.config, slot_mapping=by_layer):
             outs = [layer(*given) for layer, given in zip(self.layers, tensors, strict=True)]
-        return [out.view(-1, HEADS[0], HEAD_DIM) for out in outs]
+        return [out.unflatten(1, (HEADS[0], -1)) for out in outs]
 
     def _slots(self, batch: Batch) -> torch.Tensor:
         return torch.stack([batch.of_group(group).slots() for group in range(len(self.attn_groups))])

@@ -41,6 +41,7 @@ class Case:
     kv_cache_dtype: str = "auto"
     dtype: torch.dtype = torch.float32
     scale: tuple[float, ...] = ()
+    head_dim: int = HEAD_DIM
     given: tuple[dict[str, Any], ...] = ({}, {})
     expected: tuple[dict[str, Any], ...] = ({}, {})
     causal: bool | tuple[int, ...] = True
@@ -53,6 +54,25 @@ CASES = (
     Case("float16", dtype=torch.float16, lengths=LENGTHS, **_ONE_LAYER),
     Case(
         "float16 by name, without its scale", dtype=torch.float16, kv_cache_dtype="float16", scale=(0.5,), **_ONE_LAYER
+    ),
+    *(
+        Case(
+            f"heads of {head_dim} and {v_head_dim}",
+            head_dim=head_dim,
+            dtype=torch.float16,
+            given=({"head_size_v": v_head_dim},),
+            expected=({},),
+            layout=layout,
+        )
+        for head_dim, v_head_dim, layout in ((192, 128, "LBHNC"), (512, 512, "BLHNC"))
+    ),
+    Case(
+        "fp8 of heads of 24 and 40",
+        kv_cache_dtype="fp8",
+        scale=(0.5,),
+        head_dim=24,
+        given=({"head_size_v": 40},),
+        expected=({},),
     ),
     Case("fp8", kv_cache_dtype="fp8", scale=(0.5,), **_ONE_LAYER),
     Case("fp8 of each head", kv_cache_dtype="fp8_e4m3", scale=(0.5, 2.0), layout="LBHNC", **_ONE_LAYER),
@@ -90,16 +110,22 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
     A cache holds what vLLM expects where it expects it: keys, then values, of each head and position.
     """
     runner = Runner(
-        device, dtype=case.dtype, layout=case.layout, kv_cache_dtype=case.kv_cache_dtype, layers=case.given
-    )  # fmt: skip
+        device,
+        dtype=case.dtype,
+        layout=case.layout,
+        kv_cache_dtype=case.kv_cache_dtype,
+        head_dim=case.head_dim,
+        layers=case.given,
+    )
     scales = {name: i * torch.tensor(case.scale) for i, name in enumerate(("k_scale", "v_scale"), 1) if case.scale}
     for layer, (name, scale) in itertools.product(runner.layers, scales.items()):
         setattr(layer, f"_{name}", scale.squeeze(0).to(device))
     is_fp8 = case.kv_cache_dtype.startswith("fp8")
     used = scales if is_fp8 else {}
     stored = torch.float8_e4m3fn if is_fp8 else case.dtype
-    shape = NUM_BLOCKS, BLOCK_SIZE, HEADS[1], HEAD_DIM
-    caches = {index: [torch.full(shape, torch.nan).to(stored)] * 2 for index in range(len(runner.layers))}
+    sizes = [(layer.head_size, layer.head_size_v) for layer in runner.layers]
+    shape = NUM_BLOCKS, BLOCK_SIZE, HEADS[1]
+    caches = [[torch.full((*shape, size), torch.nan).to(stored) for size in both] for both in sizes]
 
     batch = replace(Batch.on(device, *case.lengths), padding_rows=3)
     before = tuple((seq_len - q_len, seq_len - q_len) for q_len, seq_len in case.lengths)
@@ -110,9 +136,9 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
         for index, (out, rows) in enumerate(zip(outs, tensors, strict=True)):
             given = step.of_group(runner.group_of(index))
             slots = given.slots()[: step.num_tokens].cpu()
-            q, key, value = (x.cpu().unflatten(1, (-1, HEAD_DIM)) for x in rows)
+            q, key, value = (x.cpu().unflatten(1, (n, -1)) for x, n in zip(rows, (*HEADS, HEADS[1]), strict=True))
             caches[index] = list(cache_reference.reshape_and_cache(key, value, *caches[index], slots, **used))
-            written = runner.layers[index].kv_cache.view(stored).transpose(1, 2).split(HEAD_DIM, dim=-1)
+            written = runner.layers[index].kv_cache.view(stored).transpose(1, 2).split(sizes[index], dim=-1)
             for cache, want in zip(written, caches[index], strict=True):
                 assert_close(cache.flatten(0, 1).cpu()[slots], want.flatten(0, 1)[slots].double())
             arguments = {"q": q, "k_cache": caches[index][0], "v_cache": caches[index][1], **used}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="without it nothing is compiled")
 
+import torch
 import triton
 
 from paged.errors import InvalidInputError, UnsupportedError
@@ -92,3 +97,15 @@ def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_JIT", "never")
     with pytest.raises(InvalidInputError, match="PAGED_JIT='never'"):
         serving_begins()
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="one at a time on AMD")
+def test_several_are_compiled_at_once_and_before_any_launch(tmp_path: Path) -> None:
+    """In a process of its own: this one may have replaced the compiler by the interpreter."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, "-m", "tests.kernels.common.compiles_ahead"],
+        cwd=Path(__file__).resolve().parents[3],
+        env={**kept, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=True,
+    )
