@@ -147,6 +147,12 @@ class PagedKvCacheConfig:
         return max(counts), size
 
     @property
+    def elements_per_token(self) -> int:
+        """Numbers that a token takes in all layers, in blocks of every table."""
+        num_slots, size = self.slots
+        return num_slots * size * len(self.tables)
+
+    @property
     def elements_per_block(self) -> int:
         """Numbers in a block."""
         num_slots, size = self.slots

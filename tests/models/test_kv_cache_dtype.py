@@ -155,7 +155,7 @@ def test_scales_keep_large_keys_and_values_in_range(factors: tuple[float, ...], 
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4_shared_kv", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe"])
 def test_logits_over_an_8_bit_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own logits, once its keys and values are rounded too; however the prompt is cut."""
     theirs = save_checkpoint(FAMILIES[family], tmp_path)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("_fast")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {
     "gemma3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
+    "gemma4_shared_kv": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
     "gpt_oss": ATTENTION,
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen2": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
