@@ -143,8 +143,7 @@ class PagedKvCacheConfig:
         one layer, or of several small ones.
         """
         size = max(max(table.sizes) for table in self.tables)
-        counts = [sum(-(-len(table.layers) // (size // one)) for one in table.sizes) for table in self.tables]
-        return max(counts), size
+        return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
 
     @property
     def elements_per_token(self) -> int:
