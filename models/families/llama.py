@@ -32,11 +32,16 @@ class DecoderLayer(nn.Module):
         norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         self.self_attn = Attention(config, index)
-        self.mlp = self.make_mlp(config, index)
+        self.add_module(self.mlp_name, self.make_mlp(config, index))
         self.norm_names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else stream_norm(config) for name in self.norm_names
         )
+
+    @property
+    def ffn(self) -> GatedMlp | SparseMoe:
+        """The MLP or its experts, under their name in a checkpoint, as adapters are found by that."""
+        return cast("GatedMlp | SparseMoe", getattr(self, self.mlp_name))
 
     def make_mlp(self, config: DecoderConfig, index: int) -> GatedMlp | SparseMoe:
         """What stands behind attention."""
@@ -59,7 +64,7 @@ class DecoderLayer(nn.Module):
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """What the MLP makes of normalised `hidden`; may write over that. residual: the stream, which stays."""
-        out: torch.Tensor = self.mlp(hidden, lora)
+        out: torch.Tensor = self.ffn(hidden, lora)
         return out
 
     def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,7 +74,7 @@ class DecoderLayer(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        slots = self.self_attn.weight_slots(f"{prefix}.self_attn") | self.mlp.weight_slots(f"{prefix}.{self.mlp_name}")
+        slots = self.self_attn.weight_slots(f"{prefix}.self_attn") | self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
         for name, norm in zip(self.norm_names, norms, strict=True):
             if norm is not None:
                 slots |= norm.weight_slots(f"{prefix}.{name}")

@@ -252,6 +252,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "glm4_moe_in_every_layer": Glm4MoeConfig(
         **_SIZES, **_ROUTED, first_k_dense_replace=0, norm_topk_prob=False, n_shared_experts=1
     ),
+    "glm_without_biases_tied": GlmConfig(
+        **_SIZES,
+        pad_token_id=0,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25},
+    ),
     "glm4_without_biases": Glm4Config(
         **_SIZES, pad_token_id=0, attention_bias=False, rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25}
     ),
@@ -259,6 +266,17 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **_SIZES, **_MULTIPLIERS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "granite_moe": GraniteMoeConfig(**_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
+    "granite_moe_shared_biases_tied": GraniteMoeSharedConfig(
+        **_SIZES,
+        **_MULTIPLIERS,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        shared_intermediate_size=32,
+        hidden_act="gelu",
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3_ROPE,
+    ),
     "llama4_dense_layer": Llama4TextConfig(
         **_SIZES,
         pad_token_id=0,
@@ -273,6 +291,14 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         rope_parameters=_LLAMA3_ROPE,
     ),
     "minimax_m2_rotates_all": MiniMaxM2Config(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "ministral_whole_tied": MinistralConfig(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
+        rope_parameters=_YARN_ROPE,
+    ),
     "ministral3_window": Ministral3Config(
         **_SIZES, sliding_window=WINDOW, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.1}
     ),
