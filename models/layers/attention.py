@@ -34,10 +34,11 @@ class HeldCaches:
         length, offset = cache.shape[0] * cache.stride(0), int(cache.storage_offset())
         start = offset - offset % length
         if start not in self._slots:
-            slot = cache.as_strided((length,), (1,), start)
+            whole = cache.as_strided((length,), (1,), start)
             # As bytes: not every DLPack knows 8-bit floats.
-            self._slots[start] = from_dlpack(slot.view(torch.uint8)).view(cache.dtype)
-        view = self._slots[start].as_strided(cache.shape, cache.stride(), offset - start)
+            self._slots[start] = from_dlpack(whole.view(torch.uint8)).view(cache.dtype)
+        slot = self._slots[start]
+        view = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset - start)
         return self._caches.setdefault((offset, cache.shape), view)
 
 
