@@ -51,10 +51,14 @@ class LlmExecutor(UnifiedExecutor):
         self.kv_manager = getattr(model, "kv_manager", None)
         self._model_caches: dict[SeqId, ModelCacheHandle] = {}
         self._is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
-        kv_dtype = info.dtype if self.kv_manager is None else self.kv_manager.k_cache(0).dtype
+        if self.kv_manager is None:
+            kv_bytes = 2 * info.num_kv_heads * info.head_dim * info.dtype.itemsize
+        else:
+            itemsize = self.kv_manager.k_cache(0).element_size()
+            kv_bytes = -(-self.kv_manager.config.elements_per_token * itemsize // info.num_layers)
         self._memory = MemoryRequirements(
             weight_bytes=info.num_parameters * info.dtype.itemsize,
-            kv_bytes_per_token_per_layer=2 * info.num_kv_heads * info.head_dim * kv_dtype.itemsize,
+            kv_bytes_per_token_per_layer=kv_bytes,
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
         super().__init__(info)

@@ -34,7 +34,7 @@ class ModelInfo:
 class MemoryRequirements:
     """Bytes a model needs.
 
-    kv_bytes_per_token_per_layer: keys and values of one token.
+    kv_bytes_per_token_per_layer: keys and values of one token, on average where layers differ or read another's.
     activation_bytes_per_token: what a token of a forward needs at its widest point, given back when the forward ends.
     """
 

@@ -54,7 +54,13 @@ _SWITCHES = (
     *("moe_num_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "first_k_dense_replace"),
     *("num_dense_layers", "mlp_only_layers", "moe_layers", "moe_latent_size", "zero_expert_num", "use_expert_bias"),
-    *("is_moe", "enable_moe_block", "moe_apply_router_weight_on_input", "moe_normalize_expert_weights"),
+    *(
+        "is_moe",
+        "enable_moe_block",
+        "use_double_wide_mlp",
+        "moe_apply_router_weight_on_input",
+        "moe_normalize_expert_weights",
+    ),
     # weights that are packed
     *("quantization", "compression_config"),
     # multipliers that are no plain factor of 1

@@ -24,10 +24,14 @@ from paged.models.loading.weights import (
 _log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_KV = re.compile(r"self_attn\.[kv]_")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.\w+\.experts\.(\d{1,9})\.")
 # The text part of a model that reads more, as published and as transformers 5 writes it, and the other parts.
 _TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_OTHER_PARTS = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("embed_vision.", "audio_tower.", "embed_audio."),
+)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -62,7 +66,7 @@ def load_network(
     network = network.to_empty(device=device)
     load_weights(stored, network.weight_slots())
     if has_fp8_cache:
-        network.scale_caches(load_kv_scales(stored, config.num_layers, config.num_kv_heads, device))
+        network.scale_caches(load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device))
     return network
 
 
@@ -85,7 +89,7 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
     """What a folder holds for the network, by the names that the family has for it.
 
     Of a model that reads more than text, tensors of its other parts are left, and of any those of layers that predict
-    tokens further ahead.
+    tokens further ahead, and of keys and values where a layer reads another's.
 
     Raises:
         CheckpointError: two tensors have one name, or a header cannot be read.
@@ -95,14 +99,15 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
     found: StoredTensors = {}
     left: set[str] = set()
     for name, tensor in stored.items():
-        layer = _LAYER.match(name)
-        is_ahead = layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_mtp_layers
-        if is_ahead or (has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS)):
+        if has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS):
             left.add(name)
             continue
         name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
         for theirs, ours in network_class.renames.items():
             name = re.sub(theirs, ours, name)
+        if _is_unused(name, config):
+            left.add(tensor.name)
+            continue
         if name in found:
             raise CheckpointError(f"{tensor.name}: the same as {found[name].name}, in {tensor.file}")
         found[name] = tensor
@@ -111,6 +116,17 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
             "%s: %d tensors are not loaded, as text does not take them, %s the first", folder, len(left), min(left)
         )
     return found
+
+
+def _is_unused(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor is of a layer that predicts further ahead, or of keys and values that no layer has."""
+    match = _LAYER.match(name)
+    if match is None:
+        return False
+    layer = int(match[1])
+    if layer >= config.num_layers:
+        return layer < config.num_layers + config.num_mtp_layers
+    return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None
 
 
 def _as_stored(moe: MoeConfig | None, stored: StoredTensors, prefix: str) -> MoeConfig | None:

@@ -138,7 +138,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None:
-            kinds.setdefault((layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.window), []).append(index)
+            kinds.setdefault(layer.cache_kind, []).append(index)
     sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0])
     if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
         fields["sliding_window"] = config.windows[0]
@@ -184,9 +184,6 @@ def config_of(network_class: type[Llama], hf: HfConfig) -> DecoderConfig:
     """What a family reads, once no other key of `hf` is seen to change what it computes; errors as there."""
     config = network_class.read_config(hf)
     refuse_unread(hf, config)
-    sizes = {(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in config.attention}
-    if len(sizes) > 1:
-        raise UnsupportedError(f"{hf.source}: layers with {sorted(sizes)} KV heads and sizes, known is one for all")
     return config
 
 

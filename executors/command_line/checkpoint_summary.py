@@ -25,8 +25,8 @@ class CheckpointSummary:
 
     parameters: once loaded; of one that is not supported, elements stored. tensors: those by dtype. weight_bytes: once
     loaded in `dtype`.
-    kv_bytes_per_token: K and V of all layers. kv_tokens: how many fit into `device_bytes` beside the weights, in whole
-    blocks, over all sequences. sliding_layers: those that see a window only.
+    kv_bytes_per_token: K and V of all layers that have some. kv_tokens: how many fit into `device_bytes` beside the
+    weights, in whole blocks, over all sequences. sliding_layers: those that see a window only.
     """
 
     folder: str
@@ -80,7 +80,7 @@ def summarize(
         parameters, weight_bytes = _loaded(network_class, config, dtype)
         cache = cache_config(config, block_size=block_size)
         block_bytes = cache.elements_per_block * cache_dtype.itemsize
-        kv_bytes = block_bytes * len(cache.tables) // block_size
+        kv_bytes = cache.elements_per_token * cache_dtype.itemsize
         if device_bytes is not None:
             left = int((device_bytes - weight_bytes) * GPU_FRACTION)
             num_blocks = max(0, left // block_bytes)
@@ -125,9 +125,12 @@ def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Parameters and their bytes once loaded, packed weights unpacked: of one layer of every kind, times how many."""
-    rest = num_parameters, num_bytes = _size(network_class, replace(config, attention=(), moe=()), dtype)
-    for (attention, moe), count in Counter(zip(config.attention, config.moe, strict=True)).items():
-        one = _size(network_class, replace(config, attention=(attention,), moe=(moe,)), dtype)
+    none = replace(config, attention=(), moe=(), intermediate_size=())
+    rest = num_parameters, num_bytes = _size(network_class, none, dtype)
+    layers = Counter(zip(config.attention, config.moe, config.intermediate_size, strict=True))
+    for (attention, moe, size), count in layers.items():
+        layer = replace(config, attention=(attention,), moe=(moe,), intermediate_size=(size,))
+        one = _size(network_class, layer, dtype)
         num_parameters += count * (one[0] - rest[0])
         num_bytes += count * (one[1] - rest[1])
     return num_parameters, num_bytes

@@ -1,22 +1,78 @@
-"""Gemma 4 (Gemma Team, 2026), text of the dense models alone: keys that are values, and layers with a factor."""
+"""Gemma 4 (Gemma Team, 2026), text alone: two sizes of heads, layers that read others' keys and values, experts beside
+the MLP, and an input of every layer's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import nn
+from torch.nn import functional
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
+from paged.kernels.layers.silu_and_mul import silu_and_mul
+from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
 from paged.models.families.gemma import gemma_fields
 from paged.models.families.llama import DecoderLayer, Llama
-from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import empty_parameter
-from paged.models.layers.decoder_config import decoder_config, layer_windows, read_head_dim
+from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
+from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, read_head_dim, require
 from paged.models.layers.rope_config import ropes_by_kind
+from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
 
 _SIZES = ("head_dim", "num_key_value_heads")
+
+
+class _Experts(nn.Module):
+    """Experts that read the residual stream beside the MLP; they and their router have a norm of it each."""
+
+    def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self.moe = SparseMoe(config, moe)
+        self.before_router, self.before_experts = stream_norm(config), stream_norm(config)
+        self.after_mlp, self.after_experts = stream_norm(config), stream_norm(config)
+        self.router_scale = config.hidden_size**-0.5
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """hidden: what the MLP gives."""
+        routed_by = self.before_router(residual)[0].mul_(self.router_scale)
+        routed = self.moe(self.before_experts(residual)[0], routed_by=routed_by)
+        out: torch.Tensor = self.after_mlp(hidden)[0]
+        return out.add_(self.after_experts(routed)[0])
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            **self.moe.weight_slots(prefix),
+            f"{prefix}.router.scale": self.before_router.weight,
+            **self.before_experts.weight_slots(f"{prefix}.pre_feedforward_layernorm_2"),
+            **self.after_mlp.weight_slots(f"{prefix}.post_feedforward_layernorm_1"),
+            **self.after_experts.weight_slots(f"{prefix}.post_feedforward_layernorm_2"),
+        }
+
+
+class _OwnInput(nn.Module):
+    """A gate of the residual stream lets a layer's own input through, which is then projected and normalised."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.activation, size = config.activation, config.layer_input_size
+        self.gate = Linear(config.hidden_size, {"per_layer_input_gate": size})
+        self.projection = Linear(size, {"per_layer_projection": config.hidden_size})
+        self.norm = stream_norm(config)
+
+    def forward(self, residual: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        gated = silu_and_mul(torch.cat((self.gate(residual), own), -1), activation=self.activation)
+        added: torch.Tensor = self.norm(self.projection(gated))[0]
+        return added
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        norm = self.norm.weight_slots(f"{prefix}.post_per_layer_input_norm")
+        return self.gate.weight_slots(prefix) | self.projection.weight_slots(prefix) | norm
 
 
 class Gemma4Layer(DecoderLayer):
@@ -24,7 +80,13 @@ class Gemma4Layer(DecoderLayer):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__(config, index)
+        moe = config.moe[index]
         self.layer_scalar = empty_parameter(1)
+        self.experts = None if moe is None else _Experts(config, moe)
+        self.own_input = _OwnInput(config) if config.layer_input_size else None
+
+    def make_mlp(self, config: DecoderConfig, index: int) -> GatedMlp | SparseMoe:
+        return GatedMlp(config, config.intermediate_size[index])
 
     def forward(
         self,
@@ -32,40 +94,144 @@ class Gemma4Layer(DecoderLayer):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        own: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """own: this layer's input beside the residual stream, [num_tokens, layer_input_size]."""
         hidden, residual = super().forward(hidden, residual, positions, metadata)
         assert residual is not None
-        return residual.add_(hidden).mul_(self.layer_scalar), None
+        residual.add_(hidden)
+        if self.own_input is not None and own is not None:
+            residual.add_(self.own_input(residual, own))
+        return residual.mul_(self.layer_scalar), None
+
+    def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        hidden = super().run_mlp(hidden, residual, lora)
+        if self.experts is not None:
+            hidden = self.experts(hidden, residual)
+        return hidden
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        return {**super().weight_slots(prefix), f"{prefix}.layer_scalar": self.layer_scalar}
+        slots: WeightSlots = {**super().weight_slots(prefix), f"{prefix}.layer_scalar": self.layer_scalar}
+        for part in (self.experts, self.own_input):
+            if part is not None:
+                slots |= part.weight_slots(prefix)
+        return slots
+
+
+class _LayerInputs(nn.Module):
+    """The own inputs of all layers: looked up by token, and projected from its embedding."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.size, width = config.layer_input_size, config.num_layers * config.layer_input_size
+        self.embedding = empty_parameter(config.layer_input_vocab_size, width)
+        self.projection = Linear(config.hidden_size, {"per_layer_model_projection": width})
+        self.projection_scale = config.hidden_size**-0.5
+        self.norm = RmsNorm(self.size, config.norms)
+
+    def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_layers, size]."""
+        looked_up = functional.embedding(input_ids, self.embedding).mul_(self.size**0.5)
+        projected = self.projection(hidden).mul_(self.projection_scale).unflatten(-1, (-1, self.size))
+        both: torch.Tensor = self.norm(projected)[0].add_(looked_up.view(projected.shape))
+        return both.mul_(2**-0.5)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {
+            f"{prefix}.embed_tokens_per_layer.weight": self.embedding,
+            **self.projection.weight_slots(prefix),
+            **self.norm.weight_slots(f"{prefix}.per_layer_projection_norm"),
+        }
 
 
 class Gemma4(Llama):
-    """Layers that see everything have heads of a size of their own, and values that are their keys."""
+    """Layers that see everything have heads of a size of their own, and may have values that are their keys."""
 
     model_type = "gemma4_text"
     layer_class = Gemma4Layer
 
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.own_inputs = _LayerInputs(config) if config.layer_input_size else None
+
+    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        if self.own_inputs is None:
+            return super().layer_inputs(input_ids, hidden)
+        return [(own,) for own in self.own_inputs(input_ids, hidden).unbind(1)]
+
+    def weight_slots(self) -> WeightSlots:
+        slots = super().weight_slots()
+        return slots if self.own_inputs is None else slots | self.own_inputs.weight_slots("model")
+
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
+        require(hf, "use_bidirectional_attention", "vision")  # between parts of a picture, and there are none
         windows = layer_windows(hf, hf.integer("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)
+        windows = (*windows[:-1], None)  # the last layer sees everything whatever its type, as in transformers
         if hf.section("rope_parameters") is None:
             raise CheckpointError(f"{hf.source}: rope_parameters is missing, expected those of both kinds of layers")
         whole, local = ropes_by_kind(hf, 1e6, 1e4)
         k_eq_v = hf.flag("attention_k_eq_v")
         layers = [_layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v) for index, window in enumerate(windows)]
+        sources, size = _sources(hf, windows), hf.integer("intermediate_size")
+        widened = 2 * size if hf.flag("use_double_wide_mlp") else size
         return decoder_config(
             hf,
             **gemma_fields(hf) | {"softmax_scale": 1.0, "zero_centred": False},
+            **_layer_input(hf),
             window=windows,
             rope=tuple(whole if window is None else local for window in windows),
             head_dim=tuple(read_head_dim(layer) for layer in layers),
             num_kv_heads=tuple(layer.integer("num_key_value_heads") for layer in layers),
+            shares_kv_with=sources,
+            intermediate_size=tuple(size if source is None else widened for source in sources),
+            moe=_moe(hf) if hf.flag("enable_moe_block") else None,
             k_eq_v=tuple(k_eq_v and window is None for window in windows),
             qk_norm="head",
             v_norm=True,
         )
+
+
+def _layer_input(hf: HfConfig) -> dict[str, Any]:
+    """Sizes of the layers' own inputs.
+
+    Raises:
+        CheckpointError: they are malformed, or the embedding ends before the vocabulary does.
+    """
+    size, vocab_size = hf.integer("hidden_size_per_layer_input", 256, least=0), hf.integer("vocab_size")
+    known = hf.integer("vocab_size_per_layer_input", 262_144)
+    if size and known < vocab_size:
+        raise CheckpointError(f"{hf.source}: vocab_size_per_layer_input {known}, expected at least {vocab_size}")
+    return {"layer_input_size": size, "layer_input_vocab_size": known}
+
+
+def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Of each layer the one whose keys and values it reads: of the last `num_kv_shared_layers` the last one before them
+    that has the same window.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    first = len(windows) - hf.integer("num_kv_shared_layers", 0, least=0, most=len(windows) - 1)
+    latest = {window: layer for layer, window in enumerate(windows[:first])}
+    if unknown := [layer for layer, window in enumerate(windows) if window not in latest]:
+        raise CheckpointError(
+            f"{hf.source}: no layer has keys and values for layer {unknown[0]}, one of the last that "
+            "num_kv_shared_layers lets read another's"
+        )
+    return tuple(None if layer < first else latest[window] for layer, window in enumerate(windows))
+
+
+def _moe(hf: HfConfig) -> MoeConfig:
+    return moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        top_k_key="top_k_experts",
+        renormalize=True,
+        stacked=True,
+        router_name="router.proj",
+        expert_scale="router.per_expert_scale",
+    )
 
 
 def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfig:

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.common.torch_ops.linear import linear, pack
+from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
-from paged.models.layers.attention import Attention, in_storage_of_its_own
+from paged.models.layers.attention import Attention, HeldCaches
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
@@ -28,14 +29,24 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        norms, moe = config.norms, config.moe[index]
+        norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         self.self_attn = Attention(config, index)
-        self.mlp = GatedMlp(config, config.intermediate_size) if moe is None else SparseMoe(config, moe)
+        self.add_module(self.mlp_name, self.make_mlp(config, index))
         self.norm_names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else stream_norm(config) for name in self.norm_names
         )
+
+    @property
+    def ffn(self) -> GatedMlp | SparseMoe:
+        """The MLP or its experts, under their name in a checkpoint, as adapters are found by that."""
+        return cast("GatedMlp | SparseMoe", getattr(self, self.mlp_name))
+
+    def make_mlp(self, config: DecoderConfig, index: int) -> GatedMlp | SparseMoe:
+        """What stands behind attention."""
+        moe = config.moe[index]
+        return GatedMlp(config, config.intermediate_size[index]) if moe is None else SparseMoe(config, moe)
 
     def forward(
         self,
@@ -49,7 +60,12 @@ class DecoderLayer(nn.Module):
         hidden, residual = _enter(self.before_attention, hidden, residual)
         hidden = self._leave(self.after_attention, self.self_attn(hidden, positions, metadata))
         hidden, residual = _enter(self.before_mlp, hidden, residual)
-        return self._leave(self.after_mlp, self.mlp(hidden, metadata.lora)), residual
+        return self._leave(self.after_mlp, self.run_mlp(hidden, residual, metadata.lora)), residual
+
+    def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        """What the MLP makes of normalised `hidden`; may write over that. residual: the stream, which stays."""
+        out: torch.Tensor = self.ffn(hidden, lora)
+        return out
 
     def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
         if norm is not None:
@@ -58,7 +74,7 @@ class DecoderLayer(nn.Module):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        slots = self.self_attn.weight_slots(f"{prefix}.self_attn") | self.mlp.weight_slots(f"{prefix}.{self.mlp_name}")
+        slots = self.self_attn.weight_slots(f"{prefix}.self_attn") | self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
         for name, norm in zip(self.norm_names, norms, strict=True):
             if norm is not None:
                 slots |= norm.weight_slots(f"{prefix}.{name}")
@@ -117,22 +133,20 @@ class Llama(nn.Module):
         config, device = self.config, self.embed_tokens.device
         rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
-        # One tensor for layers whose groups share memory: of two, a compiler would write both back whole.
-        held: dict[tuple[int, torch.Size], torch.Tensor] = {}
-        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
-            caches = kv_manager.k_cache(index), kv_manager.v_cache(index)
-            k_cache, v_cache = (
-                held.setdefault((each.data_ptr(), each.shape), in_storage_of_its_own(each)) for each in caches
-            )
-            layer.self_attn.bind(k_cache, v_cache, kv_manager.table_of(index), tables[rotation])
-            if isinstance(layer.mlp, SparseMoe):
-                layer.mlp.bind()
+        held = HeldCaches()
+        for layer, source, rotation in zip(self.layers, config.cache_layers, rotations, strict=True):
+            caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
+            layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
+        for module in self.modules():
+            if isinstance(module, SparseMoe):
+                module.bind()
         # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Give every layer the k_scale and v_scale of its cache; one that is not there stands for 1."""
-        for layer, found in zip(self.layers, scales, strict=True):
+        """Give every layer the k_scale and v_scale of the cache it reads; one that is not there stands for 1."""
+        for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
+            found = scales[source]
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
 
     def pack(self) -> None:
@@ -156,11 +170,16 @@ class Llama(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""
         hidden = self.embed(input_ids)
+        inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, positions, metadata)
+        for layer, own in zip(self.layers, inputs, strict=True):
+            hidden, residual = layer(hidden, residual, positions, metadata, *own)
         normed: torch.Tensor = self.norm(hidden, residual)[0]
         return normed
+
+    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        """What each layer gets beside the residual stream. hidden: the embedded tokens."""
+        return [()] * self.config.num_layers
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the weights' dtype, [num_rows, vocab_size]; written to `out` where given."""

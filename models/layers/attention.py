@@ -9,16 +9,37 @@ from torch.utils.dlpack import from_dlpack
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.layers.rms_norm import rms_norm
+from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.metadata import AttentionMetadata
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import WeightSlots
 
 
-def in_storage_of_its_own(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory for compilers: a cache that is a part of a larger storage, inductor copies out of it and back
-    before and after every write."""
-    return from_dlpack(cache.view(torch.uint8)).view(cache.dtype)  # not every DLPack knows 8-bit floats
+class HeldCaches:
+    """A model's caches as compilers run them best: the same memory in other tensors.
+
+    Of a cache that is a part of a larger storage inductor makes a copy before every write and another behind it, so
+    each slot of the cache (see `KvCacheTensors`) is a storage of its own. Where layers of different tables share a
+    slot, a compiler must know that a write to one of them is one to the other: they hold one tensor, or where their
+    heads differ two views of one storage.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, torch.Tensor] = {}
+        self._caches: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def of(self, cache: torch.Tensor) -> torch.Tensor:
+        """The tensor to hold for a layer's cache."""
+        length, offset = cache.shape[0] * cache.stride(0), int(cache.storage_offset())
+        start = offset - offset % length
+        if start not in self._slots:
+            whole = cache.as_strided((length,), (1,), start)
+            # As bytes: not every DLPack knows 8-bit floats.
+            self._slots[start] = from_dlpack(whole.view(torch.uint8)).view(cache.dtype)
+        slot = self._slots[start]
+        view = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset - start)
+        return self._caches.setdefault((offset, cache.shape), view)
 
 
 class Attention(nn.Module):
@@ -37,25 +58,28 @@ class Attention(nn.Module):
         super().__init__()
         self.config = layer = config.attention[index]
         self.eps = config.norms.eps
+        q_size, k_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        has_k = layer.shares_kv_with is None
         self.sizes = {
-            "q_proj": layer.num_heads * layer.head_dim,
-            "k_proj": layer.num_kv_heads * layer.head_dim,
-            **({} if layer.k_eq_v else {"v_proj": layer.num_kv_heads * layer.v_head_dim}),
+            "q_proj": q_size,
+            **({"k_proj": k_size} if has_k else {}),
+            **({"v_proj": layer.num_kv_heads * layer.v_head_dim} if has_k and not layer.k_eq_v else {}),
         }
         parts = {"qkv_proj": sum(self.sizes.values())} if layer.fused else self.sizes
         self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
-        widths = {"head": (layer.head_dim, layer.head_dim), "width": (self.sizes["q_proj"], self.sizes["k_proj"])}
+        widths = {"head": (layer.head_dim, layer.head_dim), "width": (q_size, k_size)}
         q_width, k_width = widths.get(layer.qk_norm or "", (0, 0))
         self.q_norm = RmsNorm(q_width, config.norms) if q_width else None
-        self.k_norm = RmsNorm(k_width, config.norms) if k_width else None
+        self.k_norm = RmsNorm(k_width, config.norms) if k_width and has_k else None
         self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         # A window of W tokens is the token itself and W - 1 before it.
         self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
-        """Give the layer its cache, the table of the metadata that says where it is written, and the rotary table that
-        layers of its kind share.
+        """Give the layer the cache it reads, the table of the metadata that says where that is written, and the rotary
+        table that layers of its kind share.
         """
         self.k_cache, self.v_cache = k_cache, v_cache
         self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
@@ -68,33 +92,34 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         layer = self.config
-        q, k, *rest = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
-        v = (rest[0] if rest else k).unflatten(-1, (-1, layer.v_head_dim))
-        if layer.v_norm and self.unit_weight is not None:
-            v = rms_norm(v, self.unit_weight, self.eps)
-        q_weight = k_weight = self.unit_weight if layer.qk_norm == "unit" else None
-        if self.q_norm is not None and self.k_norm is not None:
-            if layer.qk_norm == "width":
-                (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
-            else:
-                q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         block_table, slot_mapping = metadata.table(self.table)
-        q = qk_norm_rope_and_cache(
-            q.unflatten(-1, (-1, layer.head_dim)),
-            k.unflatten(-1, (-1, layer.head_dim)),
-            v,
-            self.k_cache,
-            self.v_cache,
-            slot_mapping,
-            positions,
-            self.cos_sin_cache,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=self.eps,
-            interleaved=layer.rope is not None and layer.rope.interleaved,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-        )
+        q, *kv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
+        q, q_weight = self._norm(self.q_norm, q)
+        q = q.unflatten(-1, (-1, layer.head_dim))
+        if kv:
+            k, k_weight = self._norm(self.k_norm, kv[0])
+            v = kv[-1].unflatten(-1, (-1, layer.v_head_dim))
+            if layer.v_norm and self.unit_weight is not None:
+                v = rms_norm(v, self.unit_weight, self.eps)
+            q = qk_norm_rope_and_cache(
+                q,
+                k.unflatten(-1, (-1, layer.head_dim)),
+                v,
+                self.k_cache,
+                self.v_cache,
+                slot_mapping,
+                positions,
+                self.cos_sin_cache,
+                q_weight=q_weight,
+                k_weight=k_weight,
+                eps=self.eps,
+                interleaved=self.interleaved,
+                k_scale=self.k_scale,
+                v_scale=self.v_scale,
+            )
+        else:
+            q = q if q_weight is None else rms_norm(q, q_weight, self.eps)
+            q, _ = rotary_embedding(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
@@ -119,10 +144,17 @@ class Attention(nn.Module):
         projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)
         return projected
 
+    def _norm(self, norm: RmsNorm | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries or keys, normalised where that is over all heads, and else the weight that every head's takes."""
+        if norm is None:
+            return x, self.unit_weight if self.config.qk_norm == "unit" else None
+        return (norm(x)[0], None) if self.config.qk_norm == "width" else (x, norm.weight)
+
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            slots |= self.q_norm.weight_slots(f"{prefix}.q_norm") | self.k_norm.weight_slots(f"{prefix}.k_norm")
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                slots |= norm.weight_slots(f"{prefix}.{name}")
         if self.sinks is not None:
             slots[f"{prefix}.sinks"] = self.sinks
         return slots

@@ -25,7 +25,7 @@ class AttentionConfig:
     v_head_dim: of the values, where they are not of the size of the keys.
     rope: the rotation of queries and keys; None for none.
     window: how many tokens are seen, the own one included; None for all.
-    shares_kv_with: the layer whose keys and values are read in place of own ones.
+    shares_kv_with: an earlier layer, whose keys and values are read in place of own ones.
     softmax_scale: what products of queries and keys are multiplied by.
     softcap: scores become softcap * tanh(score / softcap); 0 for none.
     qkv_bias, o_bias: of the projections before and after attention.
@@ -57,6 +57,11 @@ class AttentionConfig:
     fused: bool
     sinks: bool
 
+    @property
+    def cache_kind(self) -> tuple[int, int, int, int | None]:
+        """What layers have in common that share a cache group, in the order of CacheGroup's fields."""
+        return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window
+
 
 @dataclass(frozen=True)
 class NormConfig:
@@ -80,7 +85,8 @@ class MoeConfig:
     """A mixture of experts: each token takes top_k of num_experts gated MLPs.
 
     renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
-    correction_bias: the name of its tensor in a checkpoint; None for none.
+    correction_bias: the name of its tensor in a checkpoint; None for none. expert_scale: likewise, of factors that
+        multiply the weights of each expert.
     float32_router: the router multiplies in float32.
     weighs_inputs: the weights multiply what experts get, not what they give; with top_k of 1 alone.
     shared_size: intermediate size of an MLP that every token takes; 0 for none. shared_gate: its weight is the sigmoid
@@ -100,6 +106,7 @@ class MoeConfig:
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     correction_bias: str | None = None
+    expert_scale: str | None = None
     float32_router: bool = False
     weighs_inputs: bool = False
     shared_size: int = 0
@@ -120,7 +127,7 @@ class MoeConfig:
 class DecoderConfig:
     """A Llama-like decoder: norms, rotary grouped-query attention, gated MLP or a mixture of them.
 
-    attention: of each layer.
+    attention: of each layer. intermediate_size: of each layer's plain MLP.
     moe: each layer's mixture of experts; None for a plain MLP.
     mlp_name: of MLPs and experts in a checkpoint. fused_mlp: gate and up are one tensor there, `gate_up_proj`.
     activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
@@ -129,11 +136,13 @@ class DecoderConfig:
     logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
     dtype: of the weights as published.
     num_mtp_layers: behind the others, for tokens further ahead; they are not loaded.
+    layer_input_size: of what every layer gets of a token beside the residual stream; 0 for none.
+    layer_input_vocab_size: of the embedding that this is looked up in.
     """
 
     model_type: str
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: tuple[int, ...]
     vocab_size: int
     max_position_embeddings: int
     attention: tuple[AttentionConfig, ...]
@@ -150,6 +159,8 @@ class DecoderConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     num_mtp_layers: int
+    layer_input_size: int
+    layer_input_vocab_size: int
 
     @property
     def num_layers(self) -> int:
@@ -167,6 +178,14 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         return self.attention[0].head_dim
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """Of each layer the one whose keys and values it reads: itself, or that of `shares_kv_with`."""
+        return tuple(
+            index if layer.shares_kv_with is None else layer.shares_kv_with
+            for index, layer in enumerate(self.attention)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

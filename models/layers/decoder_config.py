@@ -29,8 +29,8 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
     """Read every field of DecoderConfig, AttentionConfig and NormConfig as `_FIELDS` says, but for those that the
     family gives in `fields`.
 
-    Of `moe` and the fields of AttentionConfig a family gives a tuple with an entry for every layer, or the one value
-    that all share. quant_method: a way to pack weights that the family unpacks.
+    Of `moe`, `intermediate_size` and the fields of AttentionConfig a family gives a tuple with an entry for every
+    layer, or the one value that all share. quant_method: a way to pack weights that the family unpacks.
 
     Raises:
         CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
@@ -45,10 +45,18 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
     norms = NormConfig(**{field.name: values.pop(field.name) for field in fields_of(NormConfig)})
     layers = {field.name: _per_layer(values.pop(field.name), num_layers) for field in fields_of(AttentionConfig)}
     attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
-    values["moe"] = _per_layer(values["moe"], num_layers)
+    for name in ("moe", "intermediate_size"):
+        values[name] = _per_layer(values[name], num_layers)
     config = DecoderConfig(attention=attention, norms=norms, **values)
     for layer in set(attention):
         _check_attention(layer, config.max_position_embeddings, hf)
+    for index, source in enumerate(config.cache_layers):
+        own, read = attention[index].cache_kind, attention[source].cache_kind
+        if own != read:
+            raise CheckpointError(
+                f"{hf.source}: layer {index} reads K/V of layer {source}, whose KV heads, sizes and window are {read}, "
+                f"expected {own}"
+            )
     return config
 
 
@@ -70,12 +78,17 @@ def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -
 
 
 def moe_config(
-    hf: HfConfig, *, size_key: str = "intermediate_size", count_key: str = "num_experts", **fields: Any
+    hf: HfConfig,
+    *,
+    size_key: str = "intermediate_size",
+    count_key: str = "num_experts",
+    top_k_key: str = "num_experts_per_tok",
+    **fields: Any,
 ) -> MoeConfig:
     """Read the sizes of a mixture of experts; a family gives the other fields of MoeConfig.
 
     size_key: the key of an expert's intermediate size. count_key: of how many there are, beside `num_local_experts`, as
-        transformers 5 writes it.
+        transformers 5 writes it. top_k_key: of how many a token takes.
 
     Raises:
         CheckpointError: a size is missing or malformed, there are fewer experts than a token takes, or groups of them
@@ -85,7 +98,7 @@ def moe_config(
     groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
     if num_experts % groups or topk_groups > groups:
         raise CheckpointError(f"{hf.source}: {topk_groups} of {groups} groups of {num_experts} experts")
-    top_k = hf.integer("num_experts_per_tok", most=num_experts // groups * topk_groups)
+    top_k = hf.integer(top_k_key, most=num_experts // groups * topk_groups)
     return MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=hf.integer(size_key), **fields)
 
 
@@ -232,6 +245,8 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
     "num_mtp_layers": lambda hf: 0,
+    "layer_input_size": lambda hf: 0,
+    "layer_input_vocab_size": lambda hf: 0,
     # of attention
     "num_heads": lambda hf: hf.integer("num_attention_heads"),
     "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),

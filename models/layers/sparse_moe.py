@@ -43,6 +43,7 @@ class SparseMoe(nn.Module):
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
         self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
         self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
+        self.expert_scale = empty_parameter(num_experts) if moe.expert_scale else None
         self.w1 = empty_parameter(num_experts, 2 * size, hidden_size)
         self.w2 = empty_parameter(num_experts, hidden_size, size)
         self.w1_bias = empty_parameter(num_experts, 2 * size) if moe.bias else None
@@ -77,15 +78,19 @@ class SparseMoe(nn.Module):
         )
         self.ticket = torch.zeros(1, dtype=torch.int32, device=self.w1.device)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        """May write over x."""
-        logits = self.router(x.to(self.router.weight.dtype))
+    def forward(
+        self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """May write over x. routed_by: what the router reads in place of x."""
+        logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
         block_size = moe_block_size(len(x), self.routing.top_k, self.w2)
         aligned = None
         if block_size is None:
             topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
         else:
             topk_weights, topk_ids, aligned = route_and_align(logits, self.routing, block_size, ticket=self.ticket)
+        if self.expert_scale is not None:
+            topk_weights = topk_weights * self.expert_scale[topk_ids]
         routed = x
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
@@ -113,6 +118,8 @@ class SparseMoe(nn.Module):
         moe, slots = self.config, self.router.weight_slots(prefix)
         if self.correction_bias is not None:
             slots[f"{prefix}.{moe.correction_bias}"] = self.correction_bias
+        if self.expert_scale is not None:
+            slots[f"{prefix}.{moe.expert_scale}"] = self.expert_scale
         if self.shared is not None:
             slots |= self.shared.weight_slots(f"{prefix}.{moe.shared_name}")
         if self.shared_gate is not None:

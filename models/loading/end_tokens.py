@@ -11,7 +11,8 @@ from paged.printable import one_line
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, as in transformers; either may hold one id or several.
+    """From generation_config.json, else config.json, else what that says of text alone (`text_config`), as in
+    transformers; each may hold one id or several.
 
     Raises:
         CheckpointError: a file is unreadable or malformed, or holds something else.
@@ -19,7 +20,9 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not is_there(folder / name):
             continue
-        found = HfConfig.read(folder, name).values.get("eos_token_id")
+        hf = HfConfig.read(folder, name)
+        text = hf.section("text_config") or hf
+        found = next((one for one in (hf.value("eos_token_id"), text.value("eos_token_id")) if one is not None), None)
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]

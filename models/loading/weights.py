@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,26 +145,29 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
 
 
 def load_kv_scales(
-    stored: StoredTensors, num_layers: int, num_kv_heads: int, device: torch.device
+    stored: StoredTensors, num_kv_heads: Sequence[int], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """`k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads]: value = stored * scale.
+
+    num_kv_heads: of each layer.
 
     Raises:
         CheckpointError: a scale is there twice, of a layer that is not, of another size, no floating point number, or
             not finite and above 0.
     """
-    scales: list[dict[str, torch.Tensor]] = [{} for _ in range(num_layers)]
+    scales: list[dict[str, torch.Tensor]] = [{} for _ in num_kv_heads]
     for name, tensor in sorted(stored.items()):
         match = _KV_SCALE.fullmatch(name)
         if match is None:
             continue
         layer, kind = int(match[1]), f"{match[2] or match[3]}_scale"
-        if layer >= num_layers or kind in scales[layer]:
-            problem = "unexpected tensor in" if layer >= num_layers else f"a second {kind}, again in"
+        if layer >= len(scales) or kind in scales[layer]:
+            problem = "unexpected tensor in" if layer >= len(scales) else f"a second {kind}, again in"
             raise CheckpointError(f"{name}: {problem} {tensor.file}")
         check_dtype(name, tensor, FLOATING)
-        if math.prod(tensor.shape) not in (1, num_kv_heads):
-            raise CheckpointError(f"{name}: shape {tensor.shape} in {tensor.file}, expected 1 or {num_kv_heads} values")
+        heads = num_kv_heads[layer]
+        if math.prod(tensor.shape) not in (1, heads):
+            raise CheckpointError(f"{name}: shape {tensor.shape} in {tensor.file}, expected 1 or {heads} values")
         scale = read_tensor(stored, name).float().flatten()
         if not (scale.isfinite() & (scale > 0)).all():
             raise CheckpointError(f"{name}: {scale.tolist()} in {tensor.file}, expected numbers above 0")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int, shown
@@ -59,6 +61,10 @@ class CacheGroup:
         assert self.v_head_dim is not None
         return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
 
+    def num_slots(self, width: int, num_layers: int) -> int:
+        """Slots of `width` elements a token that keys and values of so many layers take, several small ones in one."""
+        return sum(-(-num_layers // (width // one)) for one in self.sizes)
+
     def first_seen_block(self, num_tokens: int, block_size: int) -> int:
         """Index of the first block that the token after `num_tokens` can see."""
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // block_size
@@ -94,16 +100,22 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     for group in groups:
         kinds.setdefault(replace(group, layers=(0,)), []).extend(group.layers)
 
-    def counts(size: int) -> list[int]:
-        """Tables of each kind, where a block has `size` elements a token."""
-        return [-(-len(layers) // (size // sum(kind.sizes))) for kind, layers in kinds.items()]
+    width = max(max(kind.sizes) for kind in kinds)
 
-    widest = max(sum(kind.sizes) for kind in kinds)
-    sizes = sorted({max(widest, len(layers) * sum(kind.sizes)) for kind, layers in kinds.items()}, reverse=True)
-    few = [size for size in sizes if sum(counts(size)) <= _MAX_TABLES]
-    size = min(few or sizes[:1], key=lambda size: size * sum(counts(size)))
+    def counts(num_slots: int) -> list[int]:
+        """Tables of each kind, where a block has so many slots."""
+        most = [
+            bisect_right(range(1, len(layers) + 1), num_slots, key=partial(kind.num_slots, width))
+            for kind, layers in kinds.items()
+        ]
+        return [-(-len(layers) // fitting) for layers, fitting in zip(kinds.values(), most, strict=True)]
+
+    least = max(kind.num_slots(width, 1) for kind in kinds)
+    sizes = sorted({max(least, kind.num_slots(width, len(layers))) for kind, layers in kinds.items()}, reverse=True)
+    few = [num_slots for num_slots in sizes if sum(counts(num_slots)) <= _MAX_TABLES]
+    num_slots = min(few or sizes[:1], key=lambda num_slots: num_slots * sum(counts(num_slots)))
     tables = []
-    for (kind, layers), count in zip(kinds.items(), counts(size), strict=True):
+    for (kind, layers), count in zip(kinds.items(), counts(num_slots), strict=True):
         layers.sort()
         length = -(-len(layers) // count)
         parts = [tuple(layers[start : start + length]) for start in range(0, len(layers), length)]

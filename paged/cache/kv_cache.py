@@ -143,8 +143,13 @@ class PagedKvCacheConfig:
         one layer, or of several small ones.
         """
         size = max(max(table.sizes) for table in self.tables)
-        counts = [sum(-(-len(table.layers) // (size // one)) for one in table.sizes) for table in self.tables]
-        return max(counts), size
+        return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that a token takes in all layers, in blocks of every table."""
+        num_slots, size = self.slots
+        return num_slots * size * len(self.tables)
 
     @property
     def elements_per_block(self) -> int:

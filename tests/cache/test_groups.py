@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -79,6 +80,25 @@ def test_larger_heads_make_tables_of_fewer_layers() -> None:
     assert [(len(table.layers), table.head_dim) for table in config.tables] == [(3, 512), (6, 256), (6, 256)]
     assert config.elements_per_block == 16 * 2 * 3 * 512  # nothing is lost
     assert split_evenly(config.tables) == config.tables
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_kind_has_more_tables_than_its_layers_need(seed: int) -> None:
+    """Heads of several sizes leave gaps in slots, so that more layers may fit than there are bytes for."""
+    draw = random.Random(seed)
+    bounds = sorted(draw.sample(range(1, 40), draw.randint(1, 3)))
+    groups = [
+        CacheGroup(tuple(range(start, end)), draw.choice((1, 2, 8)), draw.choice((64, 128, 256)), sliding_window=window)
+        for window, (start, end) in enumerate(itertools.pairwise((0, *bounds)), 1)
+    ]
+    config = PagedKvCacheConfig(40, 1, 64, groups=groups)
+    num_slots, width = config.slots
+    assert sorted(layer for table in config.tables for layer in table.layers) == list(range(bounds[-1]))
+    for group in groups:
+        tables = [table for table in config.tables if set(table.layers) <= set(group.layers)]
+        assert all(table.num_slots(width, len(table.layers)) <= num_slots for table in tables)
+        if fewer := len(tables) - 1:
+            assert tables[0].num_slots(width, -(-len(group.layers) // fewer)) > num_slots
 
 
 def test_one_kind_of_layers_is_one_table() -> None:

@@ -42,7 +42,7 @@ def _step(models: tuple[PagedCausalLM, PagedCausalLM], lengths: dict[str, int]) 
         assert_same_logits(got, want)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4_moe", "gemma4_shared_kv", "gpt_oss", "llama", "qwen3_moe"])
 def test_forward_is_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     torch._dynamo.reset()

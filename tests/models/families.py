@@ -83,6 +83,10 @@ _LONG_ROPE = {
     "long_factor": [1.0 + 2.0 * pair for pair in range(6)],
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+}
 
 # These run in all ways that there are.
 FAMILIES: dict[str, PreTrainedConfig] = {
@@ -104,18 +108,32 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         },
     ),
-    "gemma4": Gemma4TextConfig(
+    "gemma4_moe": Gemma4TextConfig(
         **_SIZES,
-        global_head_dim=32,
+        num_experts=4,
+        moe_intermediate_size=32,
+        top_k_experts=2,
+        enable_moe_block=True,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
         sliding_window=WINDOW,
         layer_types=_ALTERNATING,
         attention_k_eq_v=True,
         final_logit_softcapping=3.0,
         hidden_size_per_layer_input=0,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
-        },
+        use_bidirectional_attention="vision",
+        rope_parameters=_GEMMA4_ROPE,
+    ),
+    "gemma4_shared_kv": Gemma4TextConfig(
+        **_SIZES | {"num_hidden_layers": 5, "head_dim": 16},
+        global_head_dim=24,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", *_ALTERNATING, *_ALTERNATING],
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=24,
+        vocab_size_per_layer_input=VOCAB_SIZE + 8,
+        rope_parameters=_GEMMA4_ROPE,
     ),
     "glm": GlmConfig(**_SIZES, pad_token_id=0),
     "glm4": Glm4Config(**_SIZES, pad_token_id=0),
@@ -207,8 +225,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 # Other options of them, for which one way is enough.
 VARIANTS: dict[str, PreTrainedConfig] = {
-    "gemma4_with_values": Gemma4TextConfig(
-        **_SIZES, global_head_dim=32, hidden_size_per_layer_input=0, attention_bias=True, tie_word_embeddings=False
+    "gemma4_one_head_size": Gemma4TextConfig(
+        **_SIZES,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        attention_bias=True,
+        tie_word_embeddings=False,
     ),
     "cohere2_biases_untied": Cohere2Config(
         **_SIZES | {"head_dim": 16},
@@ -230,6 +252,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "glm4_moe_in_every_layer": Glm4MoeConfig(
         **_SIZES, **_ROUTED, first_k_dense_replace=0, norm_topk_prob=False, n_shared_experts=1
     ),
+    "glm_without_biases_tied": GlmConfig(
+        **_SIZES,
+        pad_token_id=0,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25},
+    ),
     "glm4_without_biases": Glm4Config(
         **_SIZES, pad_token_id=0, attention_bias=False, rope_parameters=_LLAMA3_ROPE | {"partial_rotary_factor": 0.25}
     ),
@@ -237,6 +266,17 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         **_SIZES, **_MULTIPLIERS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "granite_moe": GraniteMoeConfig(**_SIZES, **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
+    "granite_moe_shared_biases_tied": GraniteMoeSharedConfig(
+        **_SIZES,
+        **_MULTIPLIERS,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        shared_intermediate_size=32,
+        hidden_act="gelu",
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3_ROPE,
+    ),
     "llama4_dense_layer": Llama4TextConfig(
         **_SIZES,
         pad_token_id=0,
@@ -251,6 +291,14 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         rope_parameters=_LLAMA3_ROPE,
     ),
     "minimax_m2_rotates_all": MiniMaxM2Config(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "ministral_whole_tied": MinistralConfig(
+        **_SIZES,
+        sliding_window=WINDOW,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
+        rope_parameters=_YARN_ROPE,
+    ),
     "ministral3_window": Ministral3Config(
         **_SIZES, sliding_window=WINDOW, rope_parameters=_YARN_ROPE | {"llama_4_scaling_beta": 0.1}
     ),
@@ -304,8 +352,10 @@ def save_checkpoint(config: PreTrainedConfig, folder: Path, **save_options: Any)
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(0.1, 0.4)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, **save_options)
     return model
 

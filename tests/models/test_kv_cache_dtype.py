@@ -105,6 +105,26 @@ def test_wrong_scales(scales: Tensors, message: str, folder: Path) -> None:
         load_model(folder, kv_cache_dtype=FP8)
 
 
+def test_scales_of_layers_that_differ(tmp_path: Path) -> None:
+    """Each layer has as many as its cache has heads; one that reads another's K/V takes that one's."""
+    save_checkpoint(FAMILIES["gemma4_moe"], tmp_path / "moe")
+    edit(tmp_path / "moe", lambda t: t.update({LAYER.format(layer) + "k_scale": torch.ones(2) for layer in range(2)}))
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.k_scale: shape \[2\] in .*, expected 1 or 1 values"):
+        load_model(tmp_path / "moe", kv_cache_dtype=FP8)
+    save_checkpoint(FAMILIES["gemma4_shared_kv"], tmp_path / "shared")
+    scales = {LAYER.format(layer) + "v_scale": torch.full((2,), 1.0 + layer) for layer in range(3)}
+    edit(tmp_path / "shared", lambda t: t.update(scales))
+    executor = LlmExecutor.from_pretrained(tmp_path / "shared", kv_cache_dtype=FP8)
+    found = [attention(executor.model, layer).v_scale for layer in range(5)]
+    assert [scale.tolist() for scale in found if scale is not None] == [[one, one] for one in (1.0, 2.0, 3.0, 2.0, 3.0)]
+    # Two layers of two heads of 16, and one of heads of 24, of five.
+    needed = executor.capabilities().memory_requirements
+    assert needed.total(1, 100, 5) - needed.total(1, 0, 5) >= 100 * 2 * 2 * (16 + 16 + 24)
+    assert executor.info().num_layers == 5
+    with pytest.raises(InvalidInputError, match="layer: 3 has no K/V of its own"):
+        executor.kv_manager.k_cache(3)
+
+
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn.k_scale", "model.layers.0.self_attn.k_proj.v_scale"])
 def test_scales_of_nothing(name: str, folder: Path) -> None:
     edit(folder, lambda t: t.update({name: torch.ones(1)}))
@@ -155,7 +175,7 @@ def test_scales_keep_large_keys_and_values_in_range(factors: tuple[float, ...], 
 
 
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4_shared_kv", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe"])
 def test_logits_over_an_8_bit_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own logits, once its keys and values are rounded too; however the prompt is cut."""
     theirs = save_checkpoint(FAMILIES[family], tmp_path)

@@ -18,6 +18,8 @@ IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_norm
 ONCE_IN_INTERPRETER = [
     "cohere2",
     "gemma2",
+    "gemma4_moe",
+    "gemma4_shared_kv",
     "glm4_moe",
     "llama4",
     "minimax_m2",
@@ -41,7 +43,7 @@ PROMPT = tokens(40)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save_checkpoint((FAMILIES | VARIANTS)[request.param], folder)
-    return Case(theirs, load_model(folder, block_size=8, num_blocks=64))
+    return Case(theirs, load_model(folder, block_size=8, num_blocks=64, num_swap_blocks=16))
 
 
 @pytest.fixture
@@ -157,6 +159,23 @@ def test_after_fork_both_go_their_own_way(case: Case) -> None:
     )
     assert_same_logits(results[0], case.expected(PROMPT[:19] + left)[-1])
     assert_same_logits(results[1], case.expected(PROMPT[:19] + right)[-1])
+
+
+@on_torch
+def test_after_a_swap_and_behind_a_cached_prefix(case: Case) -> None:
+    expected, manager = case.expected(PROMPT), case.ours.kv_manager
+    case.ours.prefill("a", PROMPT[:30])
+    handle = manager.get_handle("a")
+    assert handle is not None
+    manager.swap_out(handle)
+    for other in range(3):  # over what it left
+        case.ours.prefill(other, tokens(40, other))
+    manager.swap_in(handle)
+    assert_same_logits(case.ours.prefill("a", PROMPT[30:]), expected[-1])
+    manager.commit(handle, PROMPT)
+    assert manager.allocate("b", token_ids=PROMPT).num_cached_tokens == 39
+    assert_same_logits(case.ours.forward_verify("b", PROMPT[39:]), expected[39:])
+    manager.clear_prefix_cache()
 
 
 @on_torch

@@ -40,7 +40,7 @@ def make(folder: Path, cuda_graphs: bool | Sequence[int] | None = SIZES, **sizes
     model = load_model(
         folder, **{"block_size": 4, "num_blocks": 32, "max_seq_len": 64, **sizes}, cuda_graphs=cuda_graphs
     )
-    for layer in range(model.config.num_layers):
+    for layer in set(model.network.config.cache_layers):
         model.kv_manager.k_cache(layer).fill_(torch.nan)
         model.kv_manager.v_cache(layer).fill_(torch.nan)
     model.graphs.capture()
@@ -62,6 +62,8 @@ def decode(model: PagedCausalLM, names: Sequence[int], token: int) -> torch.Tens
     ("folder", "is_interpreted"),
     [
         ("gemma3", False),
+        ("gemma4_moe", False),
+        ("gemma4_shared_kv", False),
         ("gpt_oss", False),
         ("llama", False),
         ("mistral", False),
@@ -88,7 +90,7 @@ def test_same_logits_as_eager(folder: Path, is_interpreted: bool, monkeypatch: p
     assert eager.num_graph_replays == 0
     blocks = {block for handle in replayed.kv_manager.handles() for block in handle.blocks}
     unowned = [block for block in range(replayed.kv_manager.config.num_blocks + 1) if block not in blocks]
-    for layer in range(replayed.config.num_layers):
+    for layer in set(replayed.network.config.cache_layers):
         for cache in (replayed.kv_manager.k_cache(layer), replayed.kv_manager.v_cache(layer)):
             assert cache[unowned].isnan().all(), "padding wrote to the cache"
 
@@ -385,7 +387,7 @@ class _NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("folder", ["qwen3_moe", "gpt_oss", "gemma3"], indirect=True)
+@pytest.mark.parametrize("folder", ["qwen3_moe", "gpt_oss", "gemma3", "gemma4_moe", "gemma4_shared_kv"], indirect=True)
 def test_a_forward_asks_the_device_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The PyTorch implementations do, so that the check is seen to work."""
     forward = make(folder).graphs._forward(GraphShape(4, 4))

@@ -84,6 +84,10 @@ def _rotary_cases(
         name = f"qk_norm_rope_and_cache {shape} float32 weights"
         found.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
     found.append(_case(f"rotary_embedding {shape}", _rotary_embedding_kernel, alone_heads * rotary_block, alone))
+    if head_dim >= 256:  # Gemma 4's layers that read another's keys
+        queries = alone | {"NUM_KV_HEADS": 0, "key_ptr": None}
+        name = f"rotary_embedding {shape} queries alone"
+        found.append(_case(name, _rotary_embedding_kernel, alone_heads * rotary_block, queries))
     for name, constexprs in (("qk_norm_rope_and_cache", fused), ("rope_and_cache", fused | plain)):
         elements = fused_heads * block_dim
         found += _cache_write_cases(f"{name} {shape}", _qk_norm_rope_and_cache_kernel, elements, constexprs)

@@ -150,3 +150,103 @@ def test_picture_of_a_cache(inspect: Inspect, tmp_path: Path, capsys: pytest.Cap
     ):
         assert cli.main(["inspect", *arguments]) == 1
         assert message in capsys.readouterr().err
+
+
+_LOCAL = "sliding_attention"
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262_144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_GEMMA4_SMALL = {
+    "sliding_window": 512,
+    "max_position_embeddings": 131_072,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+}
+_GEMMA4_LARGE = {
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+}
+
+
+def _gemma4(layers: int, every: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention" if layer % every == every - 1 else _LOCAL for layer in range(layers)],
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+_26B_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "billions", "kv_elements", "held_elements"),
+    [
+        # 15 of 35 layers have K and V, in 3 tables of 6 slots of 512.
+        (
+            _gemma4(35, 5, 1536, 6144, 8, 1),
+            _GEMMA4_SMALL | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+            4.63,
+            2 * (3 * 512 + 12 * 256),
+            3 * 6 * 512,
+        ),
+        # 24 of 42, in 4 tables of 8 slots of 1,024.
+        (
+            _gemma4(42, 6, 2560, 10_240, 8, 2),
+            _GEMMA4_SMALL | {"num_kv_shared_layers": 18},
+            7.46,
+            2 * 2 * (4 * 512 + 20 * 256),
+            4 * 8 * 1024,
+        ),
+        # A table of 5 layers that see everything, 9 of 3 others at most.
+        (
+            _gemma4(30, 6, 2816, 2112, 16, 8),
+            _GEMMA4_LARGE | _26B_EXPERTS | {"num_global_key_value_heads": 2},
+            25.2,
+            2 * (5 * 2 * 512 + 25 * 8 * 256),
+            10 * 6 * 2048,
+        ),
+        # A table of 10 layers that see everything, 10 of 5 others.
+        (
+            _gemma4(60, 6, 5376, 21_504, 32, 16),
+            _GEMMA4_LARGE | {"num_global_key_value_heads": 4},
+            30.7,
+            2 * (10 * 4 * 512 + 50 * 16 * 256),
+            11 * 10 * 4096,
+        ),
+    ],
+    ids=["E2B", "E4B", "26B-A4B", "31B"],
+)
+def test_gemma_4_as_published(
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    billions: float,
+    kv_elements: int,
+    held_elements: int,
+    tmp_path: Path,
+    inspect: Inspect,
+) -> None:
+    """The published numbers of parameters are those of text with towers of 0.45 billion in the two small ones."""
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": _GEMMA4 | sizes | options}))
+    found = inspect(str(tmp_path))
+    assert found["supported"], found["reason"]
+    assert found["parameters"] / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert found["kv_bytes_per_token"] == 2 * held_elements
+    assert kv_elements <= held_elements <= 1.15 * kv_elements
+    assert found["num_experts"] == options.get("num_experts")

@@ -64,6 +64,8 @@ def test_malformed_folders(tmp_path: Path) -> None:
 def test_end_tokens(tmp_path: Path) -> None:
     save(tmp_path, None)
     assert ChatTokenizer.from_folder(tmp_path).eos_token_ids == ()
+    edit(tmp_path / "config.json", text_config={"eos_token_id": [1, 2]})
+    assert ChatTokenizer.from_folder(tmp_path).eos_token_ids == (1, 2)
     edit(tmp_path / "config.json", eos_token_id=0)
     assert ChatTokenizer.from_folder(tmp_path).eos_token_ids == (0,)
     edit(tmp_path / "generation_config.json", temperature=1)

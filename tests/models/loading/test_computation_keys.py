@@ -20,7 +20,7 @@ PROMPT = tokens(40)
 NAMES = (
     *("cohere2", "gemma2", "gemma3", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_moe_shared", "llama"),
     *(
-        "gemma4",
+        "gemma4_shared_kv",
         "llama4",
         "minimax_m2",
         "ministral",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     Llama4Config,
     Llama4TextConfig,
     Mistral3Config,
@@ -63,12 +64,36 @@ def test_layers_that_predict_further_ahead_are_left(tmp_path: Path, caplog: pyte
         load_model(tmp_path)
 
 
+def test_keys_and_values_that_no_layer_has_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Published checkpoints hold them for layers that read another's."""
+    theirs = save_checkpoint(FAMILIES["gemma4_shared_kv"], tmp_path)
+    file, prefix = tmp_path / "model.safetensors", "model.layers.4.self_attn."
+    names = [f"{prefix}{name}" for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_scale")]
+    save_file(load_file(file) | {name: torch.ones(1) for name in names}, file)
+    with caplog.at_level(logging.WARNING, "paged"), torch.no_grad():
+        assert_same_logits(load_model(tmp_path).prefill("a", PROMPT), theirs(torch.tensor([PROMPT])).logits[0, -1])
+    assert "4 tensors are not loaded, as text does not take them, model.layers.4.self_attn.k_norm" in caplog.text
+    for name in ("model.layers.3.self_attn.q_bias", "model.layers.0.self_attn.k_taste"):
+        save_file(load_file(file) | {name: torch.ones(1)}, file)
+        with pytest.raises(CheckpointError, match=rf"{name}: unexpected tensor"):
+            load_model(tmp_path)
+
+
 def _text(name: str) -> dict[str, Any]:
     return FAMILIES[name].to_dict()
 
 
 WRAPPED: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3Config(text_config=_text("gemma3"), vision_config=_VISION, mm_tokens_per_image=4),
+    "gemma4_shared_kv": Gemma4Config(
+        text_config=_text("gemma4_shared_kv"),
+        vision_config={**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+        audio_config=None,
+        image_token_id=125,  # none of the prompt
+        video_token_id=126,
+        audio_token_id=127,
+        pad_token_id=0,
+    ),
     "llama4": Llama4Config(
         text_config=Llama4TextConfig(**_text("llama4")),
         vision_config={**_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},

@@ -34,7 +34,7 @@ class Adapter:
         tensors = {}
         for name, weight in sorted(load_file(base / "model.safetensors").items()):
             module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] in self.targets:
+            if module != name and module.rpartition(".")[2] in self.targets:  # stacked experts are no modules
                 prefix = f"base_model.model.{module}"
                 out_features, in_features = weight.shape
                 for which, shape in (("A", (self.rank, in_features)), ("B", (out_features, self.rank))):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from paged.batch import UnifiedBatchItem
 from paged.errors import UnsupportedError
 from paged.models.registry import load_model
-from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+from tests.models.families import FAMILIES, VARIANTS, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 pytestmark = pytest.mark.usefixtures("_fast")
@@ -19,7 +19,10 @@ pytestmark = pytest.mark.usefixtures("_fast")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {
     "gemma3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
+    "gemma4_shared_kv": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
     "gpt_oss": ATTENTION,
+    "llama4": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),  # of the shared expert
+    "llama4_dense_layer": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen2": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
 }
@@ -28,7 +31,7 @@ TARGETS = {
 @pytest.mark.parametrize("family", TARGETS)
 def test_beside_the_base_model(family: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
-    save_checkpoint(FAMILIES[family], base)
+    save_checkpoint((FAMILIES | VARIANTS)[family], base)
     adapter = Adapter(TARGETS[family])
     folder = adapter.save(tmp_path / "adapter", base)
     merged = load_model(adapter.merge(folder, base, tmp_path / "merged"))
