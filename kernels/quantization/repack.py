@@ -10,8 +10,8 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.quantization.packing import pack_codes
-from paged.kernels.quantization.weight import E8M0, MXFP4_GROUP, NVFP4_GROUP, QuantizedWeight
+from paged.kernels.common.quantized.packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
+from paged.kernels.quantization.weight import QuantizedWeight
 
 # The column, of eight, whose code stands in nibble 0, 1, ... of a word of AWQ's (Lin et al., 2024).
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -204,7 +204,7 @@ def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
         check_shape(name, packed, ("out_features", "groups", MXFP4_GROUP // 2))
         packed = packed.flatten(1)
     check_shape(name, packed, ("out_features", "in_features / 2"))
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    codes = unpack_pairs(packed)
     return codes, codes.shape[1]
 
 

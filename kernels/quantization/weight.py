@@ -15,16 +15,11 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.quantized.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
 from paged.kernels.common.scalars import as_bool, as_int
 
 # Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).
 FP8_BLOCK = 128
-# Columns that 16 words of eight 4-bit codes hold, see `packing`.
-UNIT = 128
-E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-# Columns that share a scale in the formats that fix it.
-MXFP4_GROUP, NVFP4_GROUP = 32, 16
-E2M1_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +64,7 @@ class QuantizedWeight:
         object.__setattr__(self, "in_features", as_int("in_features", self.in_features, 1))
         object.__setattr__(self, "quantizes_input", as_bool("quantizes_input", self.quantizes_input))
         check_dtype("values", self.values, torch.float8_e4m3fn, torch.int8, torch.int32)
-        columns = UNIT // 8 * -(-self.in_features // UNIT) if self.is_packed else self.in_features
+        columns = num_words(self.in_features) if self.is_packed else self.in_features
         check_shape("values", self.values, ("out_features", columns))
         check_contiguous("values", self.values)
         check_is_tensor("scale", self.scale)
@@ -99,9 +94,7 @@ class QuantizedWeight:
         """What a code is: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
         if not self.is_packed:
             return "int8" if self.values.dtype == torch.int8 else "e4m3"
-        if self.scale.dtype in E8M0:
-            return "mxfp4"
-        return "nvfp4" if self.scale.dtype == torch.float8_e4m3fn else "int4"
+        return format_of_words(self.scale)
 
     @property
     def out_features(self) -> int:

@@ -11,7 +11,7 @@ import torch
 import paged
 from paged import LoraBatch, LoraWeights, Penalties, Routing
 from paged.bench.attention.problem import Problem, make
-from paged.kernels.quantization.packing import quantize
+from paged.kernels.quantization.quantize import quantize
 from tests.operations import OPERATIONS
 
 Arguments = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from paged.kernels.common.quantized.torch_ops.dequantize import dequantize
 from paged.kernels.common.torch_ops.linear import linear
-from paged.kernels.quantization.packing import E2M1, unpack_codes
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
 
 # Weights that are unpacked at once: 4 MB in float32, which stay in a core's cache until they are multiplied.
@@ -23,7 +23,17 @@ def quantized_linear(
     for start in range(0, weight.out_features, rows):
         end = min(start + rows, weight.out_features)
         part = None if bias is None else bias[start:end].float()
-        out[:, start:end] = linear(wide, _dequantized(weight, start, end), part)
+        w = dequantize(
+            weight.values,
+            weight.scale,
+            weight.format,
+            weight.group,
+            weight.in_features,
+            rows=slice(start, end),
+            zero_point=weight.zero_point,
+            tensor_scale=weight.tensor_scale,
+        )
+        out[:, start:end] = linear(wide, w, part)
     return out
 
 
@@ -42,34 +52,3 @@ def _quantized(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     rounded = scaled.round() if weight.format == "int8" else scaled.to(torch.float8_e4m3fn).float()
     not_finite = (groups * 0).sum(-1, keepdim=True)
     return (rounded * scale + not_finite).flatten(-2)[:, :size]
-
-
-def _dequantized(weight: QuantizedWeight, start: int, end: int) -> torch.Tensor:
-    """Rows start to end of the weights, float32; start is a multiple of the rows that share a scale."""
-    values, zero_point = weight.values[start:end], weight.zero_point
-    if weight.is_packed:
-        codes = unpack_codes(values, weight.in_features)
-        if weight.format == "int4":
-            values = codes.float() if zero_point is not None else codes.float() - 8
-        else:
-            table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=values.device)
-            values = table[codes.int()]
-    values = values.float()
-    if zero_point is not None:
-        values = values - _spread(zero_point.float(), weight, start, end)
-    scale = weight.scale
-    if weight.format == "mxfp4":
-        scale = torch.exp2(scale.view(torch.uint8).float() - 127)
-    values *= _spread(scale.float(), weight, start, end)
-    return values if weight.tensor_scale is None else values.mul_(weight.tensor_scale)
-
-
-def _spread(scale: torch.Tensor, weight: QuantizedWeight, start: int, end: int) -> torch.Tensor:
-    """What belongs to the groups as what belongs to rows start to end and all columns, or broadcasts to it."""
-    group_n, group_k = weight.group
-    if scale.dim() == 0:
-        return scale
-    scale = scale[start // group_n : -(-end // group_n)]
-    if scale.dim() == 1:
-        return scale.unsqueeze(1)
-    return scale.repeat_interleave(group_n, 0)[: end - start].repeat_interleave(group_k, 1)[:, : weight.in_features]

@@ -9,7 +9,7 @@ import torch
 
 from paged import QuantizedWeight, quantized_linear
 from paged.kernels.quantization import reference
-from paged.kernels.quantization.packing import quantize
+from paged.kernels.quantization.quantize import quantize
 from tests.tolerance import assert_close
 
 # Name -> arguments of `quantize`: every form, with every number of columns a group.

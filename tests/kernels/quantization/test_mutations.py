@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import paged.kernels.quantization.decode
+import paged.kernels.common.quantized.decode
+import paged.kernels.common.quantized.product
 import paged.kernels.quantization.gemm
 import paged.kernels.quantization.gemm_kernel
 import paged.kernels.quantization.partials
@@ -15,20 +16,26 @@ import paged.kernels.quantization.quantize_rows
 from tests.kernels.faulty import load_copy, replaced
 from tests.kernels.quantization.problem import Problem
 
-NAMES = ("decode", "gemm_kernel", "partials", "quantize_rows")
-FILES = {name: Path(getattr(paged.kernels.quantization, name).__file__ or "") for name in NAMES}
+MODULES = (
+    paged.kernels.common.quantized.decode,
+    paged.kernels.common.quantized.product,
+    paged.kernels.quantization.gemm_kernel,
+    paged.kernels.quantization.partials,
+    paged.kernels.quantization.quantize_rows,
+)
+FILES = {module.__name__.rpartition(".")[2]: Path(module.__file__ or "") for module in MODULES}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
     "no fault": ("gemm_kernel", "", ""),
     "nibbles are swapped": ("decode", "tl.join(low, high)", "tl.join(high, low)"),
     "the next run's nibble": ("decode", "(words >> 4 * RUN) & 0x", "(words >> 4 * (3 - RUN)) & 0x"),
     "the sign is lost": ("decode", "& -0x7FFF8000", "& 0"),
-    "the neighbour's scale": ("gemm_kernel", "stride_scale_group, step + 1,", "stride_scale_group, step + 2,"),
-    "the first group's scale for all runs": ("gemm_kernel", "(first + RUN) // GROUP_K", "first // GROUP_K"),
-    "the first half's scale for a whole run": ("gemm_kernel", "groups + per_run", "groups"),
+    "the neighbour's scale": ("product", "stride_scale_group, step + 1,", "stride_scale_group, step + 2,"),
+    "the first group's scale for all runs": ("product", "(first + RUN) // GROUP_K", "first // GROUP_K"),
+    "the first half's scale for a whole run": ("product", "groups + per_run", "groups"),
     "the zero point is one off": ("decode", "zero = zero_point.to(half) + ", "zero = zero_point.to(half) + 1 + "),
-    "the neighbour's zero point": ("gemm_kernel", "zeros[run if BY_RUN else 0]", "next_zeros[run if BY_RUN else 0]"),
-    "the int8 zero point is added": ("decode", "values.to(dtype) - zero", "values.to(dtype) + zero"),
+    "the neighbour's zero point": ("product", "zeros[run if BY_RUN else 0]", "next_zeros[run if BY_RUN else 0]"),
+    "the int8 zero point is added": ("decode", "numbers -= zero", "numbers += zero"),
     "the grid of blocks is transposed": (
         "gemm_kernel",
         "scale_ptr + scale_rows.to(tl.int64) * stride_scale_row",
@@ -36,11 +43,11 @@ MUTATIONS = {
     ),
     "another row's activation scale": (
         "gemm_kernel",
-        "x_scale_ptrs = x_scale_ptr + x_rows",
-        "x_scale_ptrs = x_scale_ptr + x_rows * 0",
+        "x_scale_ptr + x_rows * num_x_groups",
+        "x_scale_ptr + x_rows * 0",
     ),
     "a step is dropped": (
-        "gemm_kernel",
+        "product",
         "for step in range(first_step, end_step)",
         "for step in range(first_step, end_step - 1)",
     ),
@@ -85,7 +92,11 @@ def test_checks_see_the_fault(
     faulty = load_copy(f"faulty_{name}", tmp_path, replaced(source, text, replacement), monkeypatch)
     modules = paged.kernels.quantization
     users = {
-        "decode": (modules.gemm_kernel, ("decode_run", "decode_bytes", "run_scale", "as_zero", "load_zero")),
+        "product": (modules.gemm_kernel, ("quantized_product",)),
+        "decode": (
+            paged.kernels.common.quantized.product,
+            ("decode_run", "decode_bytes", "run_scale", "as_zero", "load_zero"),
+        ),
         "gemm_kernel": (modules.gemm, ("_quantized_linear_kernel",)),
         "quantize_rows": (modules.quantize_rows, ("_quantize_rows_kernel",)),
     }

@@ -12,7 +12,7 @@ from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantize
 from paged.kernels.common.device import Device
 from paged.kernels.quantization import reference
 from paged.kernels.quantization.config import LinearShape, linear_tile
-from paged.kernels.quantization.packing import quantize
+from paged.kernels.quantization.quantize import quantize
 from tests.kernels.quantization.problem import FORMATS, Problem
 from tests.tolerance import assert_close, dtypes
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError
+from paged.kernels.common.quantized.packing import pack_codes, unpack_codes
 from paged.kernels.quantization import reference
-from paged.kernels.quantization.packing import pack_codes, unpack_codes
 from paged.kernels.quantization.repack import (
     from_awq,
     from_compressed_tensors,

@@ -1,17 +1,4 @@
-"""Packs 4-bit codes in the one order that kernels take, and quantises plain weights.
-
-A unit of 128 columns is 16 words of int32. Nibble i of word r's lower half is the code of column 32 i + 2 r of the
-unit, nibble i of its upper half that of the column after it, for i from 0 to 3: four runs of 32 columns, each with a
-shift of its own, in which two neighbours stand 16 bits apart, where the registers of a matrix instruction want them as
-16-bit numbers. A shift and a mask yield both at once.
-
-Instructions of all warps in the loop over columns, for a KB of packed int4 weights and 16 rows in bfloat16, 64 columns
-a program, on sm_90 and sm_80: 248 and 254, and 186 and 210 with 128 columns. Two neighbours in a byte, the order of
-all published layouts but AWQ's: 535 and 539. The halves of a unit in the nibbles of a byte: 526 and 523. Words of eight
-neighbours, which is AWQ's order along the other axis, take two nibbles at once too, but are sorted through shared
-memory: 323 and 307, or 240 and 319 with operands swapped. An H100 that reads 3.35 TB/s has 274 to spend on a KB, an
-A100 with 2 TB/s 306. 16-bit weights take 21 a KB.
-"""
+"""Quantises plain weights."""
 
 from __future__ import annotations
 
@@ -20,35 +7,11 @@ from torch.nn import functional
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.quantized.packing import E2M1, MXFP4_GROUP, NVFP4_GROUP, pack_codes
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.quantization.weight import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP, UNIT, QuantizedWeight
+from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
 
-# The magnitudes of E2M1's codes 0 to 7; bit 3 is the sign.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "nvfp4": 6.0}
-
-
-def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns] of 0 to 15 as int32 words [rows, 16 * ceil(columns / 128)], filled up with code 0.
-
-    Raises:
-        InvalidInputError: the shape or dtype is another.
-    """
-    check_shape("codes", codes, ("rows", "columns"))
-    check_dtype("codes", codes, torch.uint8)
-    padded = functional.pad(codes, (0, -codes.shape[1] % UNIT)).int()
-    runs = padded.view(len(codes), -1, 4, UNIT // 8, 2)  # unit, i, r, half
-    words = torch.zeros_like(runs[:, :, 0, :, 0])
-    for i in range(4):
-        words |= runs[:, :, i, :, 0] << 4 * i | runs[:, :, i, :, 1] << 4 * i + 16
-    return words.flatten(1)
-
-
-def unpack_codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """The uint8 codes [rows, num_columns] of `pack_codes`."""
-    units = words.view(len(words), -1, UNIT // 8)
-    runs = [torch.stack([units >> 4 * i & 15, units >> 4 * i + 16 & 15], -1) for i in range(4)]
-    return torch.stack(runs, 2).flatten(1)[:, :num_columns].to(torch.uint8)
 
 
 def quantize(

@@ -39,13 +39,17 @@ def decode_run(words, zero, RUN: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def decode_bytes(values, zero, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """int8 less its zero point, or e4m3 codes where the chip does not multiply them, as numbers of `dtype`, exact."""
+    """Codes less their zero point as numbers of `dtype`, exact: int8, int4 two a byte (the first in the low bits), or
+    e4m3 where the chip does not multiply them."""
     if FORMAT == "e4m3":
         numbers = decode_e4m3(values).to(dtype)
-    elif zero is None:
-        numbers = values.to(dtype)
     else:
-        numbers = values.to(dtype) - zero
+        if FORMAT == "int4":
+            values = values.to(tl.int8, bitcast=True)
+            values = tl.join(values & 15, (values >> 4) & 15).reshape(values.shape[0], 2 * values.shape[1])
+        numbers = values.to(dtype)
+        if zero is not None:
+            numbers -= zero
     return numbers
 
 
@@ -74,10 +78,10 @@ def run_scale(scale, SCALE: tl.constexpr, RUN: tl.constexpr, dtype: tl.constexpr
 
 
 @triton.jit
-def as_zero(zero_point, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """What `decode_run` and `decode_bytes` subtract for zero points [rows]: [rows, 1]."""
+def as_zero(zero_point, FORMAT: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr):
+    """What `decode_run` (PACKED) or `decode_bytes` subtracts for zero points [rows]: [rows, 1]."""
     half: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
-    if FORMAT == "int4":
+    if FORMAT == "int4" and PACKED:
         zero = zero_point.to(half) + tl.full((), 128 if dtype == tl.bfloat16 else 1024, half)
     else:
         zero = zero_point.to(dtype)
@@ -85,12 +89,12 @@ def as_zero(zero_point, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_zero(zero_ptrs, FORMAT: tl.constexpr, dtype: tl.constexpr):
+def load_zero(zero_ptrs, FORMAT: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr):
     """What is subtracted where a row has one zero point, or none is given: 8 of int4, nothing (None) of others."""
     if zero_ptrs is not None:
-        zero = as_zero(tl.load(zero_ptrs), FORMAT, dtype)
+        zero = as_zero(tl.load(zero_ptrs), FORMAT, PACKED, dtype)
     elif FORMAT == "int4":
-        zero = as_zero(tl.full((1,), 8, tl.int8), FORMAT, dtype)
+        zero = as_zero(tl.full((1,), 8, tl.int8), FORMAT, PACKED, dtype)
     else:
         zero = None
     return zero

@@ -1,0 +1,71 @@
+"""The one order of 4-bit codes that kernels take.
+
+A unit of 128 columns is 16 words of int32. Nibble i of word r's lower half is the code of column 32 i + 2 r of the
+unit, nibble i of its upper half that of the column after it, for i from 0 to 3: four runs of 32 columns, each with a
+shift of its own, in which two neighbours stand 16 bits apart, where the registers of a matrix instruction want them as
+16-bit numbers. A shift and a mask yield both at once.
+
+Instructions of all warps in the loop over columns, for a KB of packed int4 weights and 16 rows in bfloat16, 64 columns
+a program, on sm_90 and sm_80: 248 and 254, and 186 and 210 with 128 columns. Two neighbours in a byte, the order of
+all published layouts but AWQ's: 535 and 539. The halves of a unit in the nibbles of a byte: 526 and 523. Words of eight
+neighbours, which is AWQ's order along the other axis, take two nibbles at once too, but are sorted through shared
+memory: 323 and 307, or 240 and 319 with operands swapped. An H100 that reads 3.35 TB/s has 274 to spend on a KB, an
+A100 with 2 TB/s 306. 16-bit weights take 21 a KB.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from paged.kernels.common.checks import check_dtype, check_shape
+
+# Columns that 16 words of eight codes hold.
+UNIT = 128
+# The magnitudes of E2M1's codes 0 to 7; bit 3 is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Columns that share a scale in the formats that fix it (Open Compute Project, 2023; NVIDIA, 2025).
+MXFP4_GROUP, NVFP4_GROUP = 32, 16
+E2M1_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
+# Types that scales come in which are powers of two: 2^(byte - 127).
+E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def num_words(num_columns: int) -> int:
+    """Words of a row of `pack_codes`."""
+    return UNIT // 8 * -(-num_columns // UNIT)
+
+
+def format_of_words(scale: torch.Tensor) -> str:
+    """What packed codes are, which the type of their scales tells: "int4", "mxfp4" or "nvfp4"."""
+    if scale.dtype in E8M0:
+        return "mxfp4"
+    return "nvfp4" if scale.dtype == torch.float8_e4m3fn else "int4"
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, columns] of 0 to 15 as int32 words [rows, 16 * ceil(columns / 128)], filled up with code 0.
+
+    Raises:
+        InvalidInputError: the shape or dtype is another.
+    """
+    check_shape("codes", codes, ("rows", "columns"))
+    check_dtype("codes", codes, torch.uint8)
+    padded = functional.pad(codes, (0, -codes.shape[1] % UNIT)).int()
+    runs = padded.view(len(codes), -1, 4, UNIT // 8, 2)  # unit, i, r, half
+    words = torch.zeros_like(runs[:, :, 0, :, 0])
+    for i in range(4):
+        words |= runs[:, :, i, :, 0] << 4 * i | runs[:, :, i, :, 1] << 4 * i + 16
+    return words.flatten(1)
+
+
+def unpack_codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """The uint8 codes [rows, num_columns] of `pack_codes`."""
+    units = words.view(len(words), -1, UNIT // 8)
+    runs = [torch.stack([units >> 4 * i & 15, units >> 4 * i + 16 & 15], -1) for i in range(4)]
+    return torch.stack(runs, 2).flatten(1)[:, :num_columns].to(torch.uint8)
+
+
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """The uint8 codes [..., columns] of bytes [..., columns / 2] that hold two, the first in the low bits."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)

@@ -1,0 +1,157 @@
+"""The product of rows with quantised weights, as every kernel that has such weights runs it."""
+
+from __future__ import annotations
+
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.dot import dot
+from paged.kernels.common.quantized.decode import as_zero, decode_bytes, decode_run, load_zero, run_scale
+
+
+@triton.jit
+def quantized_product(
+    x_row_ptrs,  # [BLOCK_M], where each row of x begins
+    is_row,  # [BLOCK_M], which of them are there
+    x_scale_ptrs,  # [BLOCK_M], where their scales begin, of groups of X_GROUPS columns, or None
+    w_row_ptrs,  # [BLOCK_N]
+    scale_ptrs,  # [BLOCK_N], where each row's scales begin, or [] where all have one; read where GROUP_K > 0
+    zero_ptrs,  # the same of zero points, int8, or None
+    stride_scale_group,
+    stride_zero_group,
+    K,
+    first_step,
+    end_step,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+):
+    """x @ w^T over the steps of BLOCK_K columns from first_step on, [BLOCK_M, BLOCK_N] in float32.
+
+    FORMAT: "e4m3", "int8", "int4" or "e2m1". 4-bit codes come in int32 words of `packing.pack_codes`, or of int4 two in
+    a byte. SCALE: how scales come, "e8m0", "e4m3" or "" for numbers. GROUP_K: columns of w that share one, 0 for all.
+    Those of whole steps multiply a step's product of codes in float32; those of shorter groups the codes, in the dtype
+    of x; those that span K are left to the caller. SWAP_AB: weights are the left operand.
+    """
+    dtype: tl.constexpr = x_row_ptrs.dtype.element_ty
+    w_dtype: tl.constexpr = w_row_ptrs.dtype.element_ty
+    PACKED: tl.constexpr = w_dtype == tl.int32
+    VALUES: tl.constexpr = 8 if PACKED else 2 if FORMAT == "int4" else 1
+    BY_STEP: tl.constexpr = GROUP_K > 0 and GROUP_K % BLOCK_K == 0
+    BY_RUN: tl.constexpr = GROUP_K > 0 and not BY_STEP
+    NUM_RUNS: tl.constexpr = 4 if PACKED else 1
+    RUN: tl.constexpr = BLOCK_K // NUM_RUNS
+    # Of few rows an absent one is not read, as the weights take all the bandwidth. Of many it reads without a mask.
+    FEW_ROWS: tl.constexpr = x_row_ptrs.shape[0] <= 32
+    # Sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024): a step's are added by themselves.
+    IN_PARTS: tl.constexpr = BY_STEP or X_GROUPS or dtype == tl.float8e4nv
+    acc_type: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
+    M: tl.constexpr = x_row_ptrs.shape[0]
+    N: tl.constexpr = w_row_ptrs.shape[0]
+
+    w_nothing: tl.constexpr = 0.0 if w_dtype == tl.float8e4nv else 0
+    nothing: tl.constexpr = 0 if dtype == tl.int8 else 0.0
+    offs_k = tl.arange(0, RUN)
+    offs_w = tl.arange(0, BLOCK_K // VALUES)
+    x_ptrs = x_row_ptrs[:, None] + offs_k[None, :]
+    w_ptrs = w_row_ptrs[:, None] + offs_w[None, :]
+    num_groups = (K + GROUP_K - 1) // GROUP_K if GROUP_K > 0 else 1
+    num_x_groups = (K + X_GROUPS - 1) // X_GROUPS if X_GROUPS > 0 else 1
+    # Scales and zero points are asked for a step ahead: nothing else hides the way to memory.
+    zero = load_zero(None if GROUP_K > 0 else zero_ptrs, FORMAT, PACKED, dtype)
+    if GROUP_K > 0:
+        next_scales = _step_scales(scale_ptrs, stride_scale_group, first_step, num_groups, GROUP_K, BLOCK_K, NUM_RUNS)
+        if zero_ptrs is not None:
+            next_zeros = _step_scales(zero_ptrs, stride_zero_group, first_step, num_groups, GROUP_K, BLOCK_K, NUM_RUNS)
+    if X_GROUPS > 0:
+        next_x_scale = tl.load(x_scale_ptrs + first_step * BLOCK_K // X_GROUPS)
+    acc = tl.zeros((N, M) if SWAP_AB else (M, N), acc_type)
+    for step in range(first_step, end_step):
+        start = step * BLOCK_K
+        if GROUP_K > 0:
+            scales = next_scales
+            next_scales = _step_scales(scale_ptrs, stride_scale_group, step + 1, num_groups, GROUP_K, BLOCK_K, NUM_RUNS)
+            if zero_ptrs is not None:
+                zeros = next_zeros
+                next_zeros = _step_scales(
+                    zero_ptrs, stride_zero_group, step + 1, num_groups, GROUP_K, BLOCK_K, NUM_RUNS
+                )
+        if X_GROUPS > 0:
+            x_scale = next_x_scale
+            next_x_scale = tl.load(x_scale_ptrs + tl.minimum((start + BLOCK_K) // X_GROUPS, num_x_groups - 1))
+        if EVEN_K or PACKED:
+            values = tl.load(w_ptrs + step * (BLOCK_K // VALUES))
+        else:
+            in_row = offs_w[None, :] * VALUES < K - start
+            values = tl.load(w_ptrs + step * (BLOCK_K // VALUES), mask=in_row, other=w_nothing)
+        part = tl.zeros_like(acc) if IN_PARTS else acc
+        for run in tl.static_range(NUM_RUNS):
+            first = start + run * RUN
+            in_row = offs_k[None, :] < K - first
+            if EVEN_K:
+                x = (
+                    tl.load(x_ptrs + first, mask=is_row[:, None], other=nothing)
+                    if FEW_ROWS
+                    else tl.load(x_ptrs + first)
+                )
+            else:
+                x = tl.load(x_ptrs + first, mask=(is_row[:, None] & in_row) if FEW_ROWS else in_row, other=nothing)
+            if GROUP_K > 0 and zero_ptrs is not None:
+                run_zero = as_zero(zeros[run if BY_RUN else 0], FORMAT, PACKED, dtype)
+            else:
+                run_zero = zero
+            if PACKED:
+                w = decode_run(values, run_zero, run, FORMAT, dtype)
+            elif values.dtype == dtype:
+                w = values
+            else:
+                w = decode_bytes(values, run_zero, FORMAT, dtype)
+            if BY_RUN:
+                w *= run_scale(scales[run], SCALE, RUN, dtype)
+            part = _multiply(w, x, part, SWAP_AB)
+        if X_GROUPS > 0:
+            part *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
+        if BY_STEP:
+            scale = scales[0].to(tl.float32)
+            # One for a tile within a block of rows: 128 of them would take as many registers.
+            part *= scale if len(scale.shape) == 0 else scale[:, None] if SWAP_AB else scale[None, :]
+        acc = acc + part if IN_PARTS else part
+    if SWAP_AB:
+        acc = acc.T
+    return acc.to(tl.float32)
+
+
+@triton.jit
+def _step_scales(
+    ptrs, stride_group, step, num_groups, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_RUNS: tl.constexpr
+):
+    """The scales, or zero points, of a step's four runs of columns (or of all of it, four times)."""
+    RUN: tl.constexpr = BLOCK_K // NUM_RUNS
+    first = step * BLOCK_K
+    if GROUP_K >= RUN:
+        last = num_groups - 1
+        a = tl.load(ptrs + tl.minimum(first // GROUP_K, last) * stride_group)
+        b, c, d = a, a, a
+        if GROUP_K % BLOCK_K != 0:
+            b = tl.load(ptrs + tl.minimum((first + RUN) // GROUP_K, last) * stride_group)
+            c = tl.load(ptrs + tl.minimum((first + 2 * RUN) // GROUP_K, last) * stride_group)
+            d = tl.load(ptrs + tl.minimum((first + 3 * RUN) // GROUP_K, last) * stride_group)
+    else:
+        groups = first // GROUP_K + tl.arange(0, RUN // GROUP_K)[None, :]
+        per_run: tl.constexpr = RUN // GROUP_K
+        last = num_groups - 1
+        a = tl.load(ptrs[:, None] + tl.minimum(groups, last) * stride_group)
+        b = tl.load(ptrs[:, None] + tl.minimum(groups + per_run, last) * stride_group)
+        c = tl.load(ptrs[:, None] + tl.minimum(groups + 2 * per_run, last) * stride_group)
+        d = tl.load(ptrs[:, None] + tl.minimum(groups + 3 * per_run, last) * stride_group)
+    return a, b, c, d
+
+
+@triton.jit
+def _multiply(w, x, acc, SWAP_AB: tl.constexpr):
+    """acc + x @ w^T, or its transpose."""
+    a, b = (w, x.T) if SWAP_AB else (x, w.T)
+    # `dot` adds up float32, which holds no sums of int8 of more than 1,024 columns.
+    return tl.dot(a, b, acc, out_dtype=tl.int32) if w.dtype == tl.int8 else dot(a, b, acc)
