@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import paged
 from paged.bench.limits import Cost
-from paged.bench.moe.formats import FORMATS, Format, quantize
+from paged.bench.moe.formats import FORMATS, MXFP4, NVFP4, Format, quantize
 from paged.bench.timing import Call
 
 ROUTINGS = ("balanced", "zipf")
@@ -45,25 +45,29 @@ QUANTIZED_TOKENS = (1, 16384, 128, 16, 1024)
 QUANTIZED_FORMATS = (
     *(FORMATS[f"e4m3 {layout}"] for layout in ("block", "channel", "tensor")),
     *(Format(kind, 1, 128) for kind in ("int8", "int4")),
+    Format("int4", 1, 128, zeros=True, in_words=True),
+    NVFP4,
 )
+# With experts in MXFP4, as it is published.
+GPT_OSS = MoeModel("gpt-oss-20b", 32, 4, 2880, 2880, 32)
 # Run as it is, for a comparison of experts on a CPU.
 CPU_MODEL = MoeModel("small-cpu", 16, 4, 256, 256, 16)
 
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """The weights of one layer; expert_map where it holds a rank's part, scales where weights are quantised."""
+    """The weights of one layer; expert_map where it holds a rank's part, quantization: scales and what else belongs
+    to quantised weights, by the names that `fused_moe` has for them."""
 
     w1: torch.Tensor
     w2: torch.Tensor
     expert_map: torch.Tensor | None = None
-    w1_scale: torch.Tensor | None = None
-    w2_scale: torch.Tensor | None = None
+    quantization: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
         """What `fused_moe` takes of it by keyword."""
-        return {"expert_map": self.expert_map, "w1_scale": self.w1_scale, "w2_scale": self.w2_scale}
+        return {"expert_map": self.expert_map, **self.quantization}
 
     def arguments(self, batch: MoeBatch) -> list[torch.Tensor]:
         """What `fused_moe` takes of it and of a batch by position."""
@@ -75,7 +79,7 @@ class MoeLayer:
     @property
     def expert_bytes(self) -> int:
         """Of one expert's weights and scales, as they are stored."""
-        tensors = (self.w1, self.w2, self.w1_scale, self.w2_scale)
+        tensors = (self.w1, self.w2, *self.quantization.values())
         return sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
 
 
@@ -119,7 +123,7 @@ class MoeCase:
         model, part, layout = self.model, 16, self.format
         if layout is not None:
             part = 8
-            layout = layout._replace(group_k=layout.group_k // 4) if layout.kind != "e4m3" else layout
+            layout = layout._replace(group_k=layout.group_k // 4) if layout.kind.startswith("int") else layout
         narrow = replace(
             model,
             num_experts=max(model.num_experts // 16, 2 * model.top_k),
@@ -145,8 +149,8 @@ class MoeCase:
             expert_map = torch.where(ids < model.num_local_experts, ids, -1)
         if self.format is None:
             return MoeLayer(w1, w2, expert_map)
-        (w1, w1_scale), (w2, w2_scale) = (quantize(w, *self.format) for w in (w1, w2))
-        return MoeLayer(w1, w2, expert_map, w1_scale, w2_scale)
+        first, second = (quantize(w, self.format) for w in (w1, w2))
+        return MoeLayer(first.w, second.w, expert_map, first.options("w1") | second.options("w2"))
 
     def batch(self, device: torch.device, dtype: torch.dtype) -> MoeBatch:
         """Distinct experts a token, drawn without replacement (the largest of logarithms plus Gumbel noise)."""
@@ -184,5 +188,6 @@ CASES = (
         for num_tokens in QUANTIZED_TOKENS
         for layout in QUANTIZED_FORMATS
     ),
+    *(MoeCase(GPT_OSS, num_tokens, "balanced", MXFP4) for num_tokens in QUANTIZED_TOKENS),
 )
 CPU_CASES = tuple(MoeCase(CPU_MODEL, 2**exponent, "balanced") for exponent in range(10))

@@ -6,47 +6,74 @@ from typing import NamedTuple
 
 import torch
 
+from paged.kernels.common.quantized.packing import unpack_codes
+from paged.kernels.quantization.quantize import quantize as quantize_linear
+
 
 class Format(NamedTuple):
-    """Weights and how many of their rows and columns share a scale; 0 for all of them."""
+    """Weights and how many of their rows and columns share a scale; 0 for all of them. zeros: groups of whole numbers
+    have zero points. in_words: 4-bit whole numbers are eight a word, as E2M1 always is, not two a byte."""
 
     kind: str
     group_n: int
     group_k: int
+    zeros: bool = False
+    in_words: bool = False
 
     def __str__(self) -> str:
         """The numbers of an expert that share a scale as the field calls them: "tensor", "channel" or their sizes."""
         sizes = f"{self.group_n}x{self.group_k}" if self.group_k else "channel" if self.group_n else "tensor"
-        return f"{self.kind}-{sizes}"
+        return f"{self.kind}{'-words' * self.in_words}-{sizes}{'-zeros' * self.zeros}"
 
 
+MXFP4, NVFP4 = Format("mxfp4", 1, 32), Format("nvfp4", 1, 16)
 FORMATS = {
     "e4m3 tensor": Format("e4m3", 0, 0),
     "e4m3 channel": Format("e4m3", 1, 0),
     "e4m3 block": Format("e4m3", 128, 128),
     "int8 channel": Format("int8", 1, 0),
     "int8 group": Format("int8", 1, 32),
+    "int8 group zeros": Format("int8", 1, 32, zeros=True),
     "int4 channel": Format("int4", 1, 0),
     "int4 group": Format("int4", 1, 96),
+    "int4 group zeros": Format("int4", 1, 96, zeros=True),
+    "int4 words channel zeros": Format("int4", 1, 0, zeros=True, in_words=True),
+    "int4 words": Format("int4", 1, 96, in_words=True),
+    "int4 words zeros": Format("int4", 1, 32, zeros=True, in_words=True),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 
 
-def quantize(w: torch.Tensor, kind: str, group_n: int, group_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of which every group's largest has the format's largest value, and their scales."""
-    num_experts, num_rows, num_columns = w.shape
-    group_n, group_k = group_n or num_rows, group_k or num_columns
-    blocks = (-(-num_rows // group_n), -(-num_columns // group_k))
-    padded = torch.zeros(num_experts, blocks[0] * group_n, blocks[1] * group_k, device=w.device)
-    padded[:, :num_rows, :num_columns] = w
-    groups = padded.view(num_experts, blocks[0], group_n, blocks[1], group_k)
-    scale = groups.abs().amax((2, 4)) / {"e4m3": 448, "int8": 127, "int4": 7}[kind]
-    values = (groups / scale[:, :, None, :, None]).reshape(padded.shape)[:, :num_rows, :num_columns]
-    if group_k == num_columns:
-        scale = scale[..., 0, 0] if group_n == num_rows else scale[..., 0]
-    if kind == "e4m3":
-        return values.to(torch.float8_e4m3fn).contiguous(), scale.contiguous()
-    whole = values.round().to(torch.int8)
-    if kind == "int4":
-        nibbles = (whole + 8).to(torch.uint8)
-        return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous(), scale
-    return whole.contiguous(), scale
+class QuantizedExperts(NamedTuple):
+    """One projection of all experts, as `fused_moe` takes it."""
+
+    w: torch.Tensor
+    scale: torch.Tensor
+    zeros: torch.Tensor | None
+    tensor_scale: torch.Tensor | None
+
+    def options(self, name: str) -> dict[str, torch.Tensor | None]:
+        """Its keywords, for w1 or w2."""
+        return {f"{name}_{field}": tensor for field, tensor in self._asdict().items() if field != "w"}
+
+
+def quantize(w: torch.Tensor, form: Format) -> QuantizedExperts:
+    """Weights of which every group's largest has the format's largest value. Scales of words have rows side by side."""
+    group_size = form.group_k or (-1 if form.group_n else 0)
+    linears = [
+        quantize_linear(expert.float(), form.kind, group_size=group_size, symmetric=not form.zeros) for expert in w
+    ]
+    values, scale, zeros, tensor_scale = (
+        None if getattr(linears[0], field) is None else torch.stack([getattr(each, field) for each in linears])
+        for field in ("values", "scale", "zero_point", "tensor_scale")
+    )
+    assert values is not None
+    assert scale is not None
+    if form.kind == "int4" and not form.in_words:
+        codes = torch.stack([unpack_codes(words, w.shape[2]) for words in values])
+        values = codes[..., 0::2] | codes[..., 1::2] << 4
+    elif scale.dim() == 3 and form.kind != "e4m3":
+        scale, zeros = (None if each is None else each.mT.contiguous().mT for each in (scale, zeros))
+        assert scale is not None
+    return QuantizedExperts(values, scale, zeros, tensor_scale)

@@ -78,6 +78,8 @@ def refused_by_vllm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> 
         return "rounds what such weights multiply with a scale a token, not one for every 128 values"
     if kind == "int4" and case.num_tokens * case.model.top_k <= _COMPILED_INT4_ENTRIES * case.model.num_experts:
         return "takes a compiled kernel, which is not here, for so few entries"
+    if kind in ("mxfp4", "nvfp4") or (case.format is not None and case.format.in_words):
+        return "has no kernel here for words of eight codes"
     if kind in ("int8", "int4"):
         return None
     return None if _table(case, device) else "vLLM ships no table for these experts on this device"
@@ -102,9 +104,17 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
                 rows = torch.where(experts >= 0, layer.expert_map[experts.clamp(min=0)], -1)
                 aligned = (aligned[0], rows, aligned[2])
         gate_up = x.new_empty(num_entries, w1.shape[1])
-        _gemm(case, x, w1, layer.w1_scale, gate_up, aligned, None)
+        _gemm(case, x, w1, layer.quantization.get("w1_scale"), gate_up, aligned, None)
         parts = x.new_empty(num_entries, x.shape[1])
-        _gemm(case, paged.silu_and_mul(gate_up), w2, layer.w2_scale, parts, aligned, batch.topk_weights.view(-1))
+        _gemm(
+            case,
+            paged.silu_and_mul(gate_up),
+            w2,
+            layer.quantization.get("w2_scale"),
+            parts,
+            aligned,
+            batch.topk_weights.view(-1),
+        )
         out = torch.empty_like(x)
         moe_sum(parts, batch.topk_weights, ids, len(w2), layer.expert_map, out)
         return out

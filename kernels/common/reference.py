@@ -13,6 +13,9 @@ import torch
 
 from paged.kernels.common.errors import InvalidInputError
 
+# The value of each E2M1 code: sign, 2 bits of exponent, 1 of mantissa (Open Compute Project, 2023).
+E2M1 = [sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+
 
 def f64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(device="cpu", dtype=torch.float64)
@@ -50,3 +53,11 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return gate / (1 + torch.exp(-1.702 * gate)) * (1 + up)
     raise InvalidInputError(f"activation={activation!r}: expected 'silu', 'gelu', 'gelu_tanh' or 'swiglu_oai'")
+
+
+def codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """The code of each column, as `quantized.packing` says where it stands: nibble i of half h of word r of unit u."""
+    columns = torch.arange(num_columns)
+    unit, inside = columns // 128, columns % 128
+    i, r, half = inside // 32, inside % 32 // 2, inside % 2
+    return (words.cpu().long()[:, unit * 16 + r] >> (4 * i + 16 * half)) % 16

@@ -50,13 +50,15 @@ class MoeTiles:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What tile choices depend on. num_experts: those that entries are routed over, of which a rank may hold a part."""
+    """What tile choices depend on. num_experts: those that entries are routed over, of which a rank may hold a part.
+    packed: "int4", "mxfp4" or "nvfp4" where weights are words of eight such codes."""
 
     num_entries: int
     num_experts: int
     hidden_size: int
     intermediate_size: int
     element_size: int
+    packed: str = ""
 
     @property
     def entries_per_expert(self) -> float:
@@ -73,7 +75,12 @@ def moe_tiles(shape: MoeShape, dtype: torch.dtype, device: Device) -> MoeTiles:
 
     Logs once which file is missing.
     """
-    return _tiles(shape, str(dtype).removeprefix("torch."), device, FOLDER)
+    return _tiles(shape, table_dtype(shape.packed, dtype), device, FOLDER)
+
+
+def table_dtype(packed: str, dtype: torch.dtype) -> str:
+    """What tables call the weights, as vLLM does: packed ones beside 16-bit activations are "mxfp4_w4a16"."""
+    return f"{packed}_w4a{8 * dtype.itemsize}" if packed else str(dtype).removeprefix("torch.")
 
 
 def table_name(num_experts: int, intermediate_size: int, device_name: str, dtype: str) -> str:
@@ -113,7 +120,9 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
     The rows of a tile change where vLLM 0.33's tuned table for 128 experts on an H200 changes: at 12, 24 and 48 entries
     an expert, the middles between its rows. Of 12 entries on average one expert in ten has more than 16.
     """
-    if shape.element_size == 4 or shape.hidden_size % 16 or shape.intermediate_size % 16:
+    if shape.packed:
+        gate_up, down = _packed(shape, device)
+    elif shape.element_size == 4 or shape.hidden_size % 16 or shape.intermediate_size % 16:
         # float32 has no tensor core to feed, and rows off the 16-byte grid are loaded element by element: both take so
         # many registers that larger tiles spill.
         num_warps = 8 if device.arch in SMALL_SHARED_MEMORY else 4  # on sm_89 4 warps spill 3 registers of the first
@@ -182,6 +191,34 @@ def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
     depths = (shape.hidden_size, shape.intermediate_size)
     first, second = (depth >= 2048 and depth % 64 == 0 for depth in depths)
     return wide[0] if first else narrow[0], wide[1] if second else narrow[1]
+
+
+def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
+    """Words of eight 4-bit codes, which a step takes in whole units: 128 columns, of which 128 rows are 8 KB.
+
+    The tiles are those of `quantization.config.linear_tile`, which says why: weights on the left, from registers where
+    the matrix unit takes them there, and 8 warps for many rows, since unpacked weights take registers. For a KB of
+    MXFP4 and 16 rows 128 columns take 321 instructions on sm_90, 64 take 419: they are for SMs that had no program.
+    """
+    entries = shape.entries_per_expert
+    few_rows = 16 if entries <= 12 else 32
+    if shape.element_size == 4 or shape.hidden_size % 16 or shape.intermediate_size % 16:
+        return MoeTile(few_rows, 16, 128, 1, 4, 2), MoeTile(few_rows, 32, 128, 1, 4, 2)
+    if entries <= 24:
+        num_blocks = min(shape.num_entries, shape.num_experts)
+
+        def width(columns: int) -> int:
+            fills = num_blocks * columns >= device.num_sms * 128
+            # For 64 columns ptxas puts 12 registers away on sm_89, outside of the loop.
+            return 128 if fills or device.arch in SMALL_SHARED_MEMORY else 64
+
+        return (
+            MoeTile(few_rows, width(2 * shape.intermediate_size) // 2, 128, 1, 4, 4, swap_ab=True),
+            MoeTile(few_rows, width(shape.hidden_size), 128, 1, 4, 4, swap_ab=True),
+        )
+    fills_memory = device.arch in ("sm_100", "sm_103")
+    rows, group_m = (64, 4) if entries <= 48 or fills_memory else (128, 8)
+    return MoeTile(rows, 64, 128, group_m, 8, 3, swap_ab=True), MoeTile(rows, 128, 128, group_m, 8, 3, swap_ab=True)
 
 
 def _fitting(tile: MoeTile, arch: str) -> MoeTile:

@@ -50,6 +50,10 @@ def fused_moe(
     aligned: MoeAlignment | None = None,
     w1_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
+    w1_zeros: torch.Tensor | None = None,
+    w2_zeros: torch.Tensor | None = None,
+    w1_tensor_scale: torch.Tensor | None = None,
+    w2_tensor_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum over a token's experts of weight * (w2[e] @ act(gate, up) + w2_bias[e]), (gate, up) = w1[e] @ x + w1_bias[e].
 
@@ -74,20 +78,29 @@ def fused_moe(
         interleaved: w1's gate and up rows alternate.
         aligned: `route_and_align`'s or `moe_align_block_size`'s result for these ids and this expert_map, at
             `moe_block_size`; made when not given.
-        w1_scale, w2_scale: of quantised weights, float32, contiguous: one an expert, one a row [num_experts, rows], or
-            one a group [num_experts, rows / group_n, columns / group_k]. float8_e4m3fn weights have groups of 128 x
-            128, the last ones may be smaller, and what they multiply is rounded to e4m3 with a scale for every 128
-            values of a token. int8 weights, and uint8 ones that hold two 4-bit values a byte, the first in the low bits
-            and all of them plus 8, have groups of one row and a multiple of 32 columns.
+        w1_scale, w2_scale: of quantised weights, with any strides: one an expert, one a row [num_experts, rows], or one
+            a group [num_experts, rows / group_n, columns / group_k]. float8_e4m3fn weights have float32 ones and groups
+            of 128 x 128, the last ones may be smaller, and what they multiply is rounded to e4m3 with a scale for every
+            128 values of a token. int8 weights, and uint8 ones that hold two 4-bit values a byte, the first in the low
+            bits, have groups of one row and a multiple of 32 columns, and any float type.
+            int32 weights [num_experts, rows, 16 * ceil(columns / 128)] are 4-bit values as `pack_codes` orders them:
+            whole numbers with such scales; MXFP4 (E2M1, Open Compute Project, 2023) with uint8 or float8_e8m0fnu ones
+            for 32 columns, 2^(byte - 127); NVFP4 with float8_e4m3fn ones for 16 columns, none negative. Of these,
+            scales of fewer than 128 columns are multiplied in the dtype of hidden_states, which has to hold them, and
+            are read in whole lines where rows are neighbours in memory.
+        w1_zeros, w2_zeros: int8, the value that stands for 0, in the shape of the scales; 0 of int8 and 8 of 4-bit
+            whole numbers when not given, which alone have some.
+        w1_tensor_scale, w2_tensor_scale: float32 [num_experts], what an expert's weights are multiplied by besides.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
         UnsupportedError: the activation, or the size of a group, is another one, or a gradient is asked for.
     """
-    refuse_gradients("fused_moe", hidden_states, w1, w2, topk_weights, w1_bias, w2_bias, w1_scale, w2_scale, out)
+    quantization = w1_scale, w2_scale, w1_zeros, w2_zeros, w1_tensor_scale, w2_tensor_scale
+    refuse_gradients("fused_moe", hidden_states, w1, w2, topk_weights, w1_bias, w2_bias, *quantization, out)
     if torch.compiler.is_dynamo_compiling():
         inputs = hidden_states, w1, w2, topk_weights, topk_ids
-        settings = activation, expert_map, w1_bias, w2_bias, interleaved, aligned, w1_scale, w2_scale
+        settings = activation, expert_map, w1_bias, w2_bias, interleaved, aligned, *quantization
         if out is None:
             return ops.fused_moe(*inputs, *settings)
         ops.fused_moe_out(*inputs, out, *settings)
@@ -96,9 +109,10 @@ def fused_moe(
     interleaved = as_bool("interleaved", interleaved)
     if aligned is not None and not isinstance(aligned, MoeAlignment):
         raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
-    gate_up, down = ExpertLinear(w1, w1_bias, w1_scale), ExpertLinear(w2, w2_bias, w2_scale)
+    gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
+    down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
     tensors = (
-        hidden_states, w1, w2, topk_weights, topk_ids, expert_map, out, w1_bias, w2_bias, w1_scale, w2_scale,
+        hidden_states, w1, w2, topk_weights, topk_ids, expert_map, out, w1_bias, w2_bias, *quantization,
         *(aligned or ()),
     )  # fmt: skip
     key = call_key("fused_moe", tensors, activation, interleaved)
@@ -147,7 +161,7 @@ def _grouped(
             _check_aligned(aligned, ids, tiles.gate_up.block_m, num_experts)
         _check_entries(aligned, ids.numel(), num_experts)
     first, second, third = launches or (None, None, None)
-    activated = x.new_empty((ids.numel(), call.down.in_features))
+    activated = x.new_empty((ids.numel(), call.intermediate_size))
     first = expert_gemm(
         x,
         call.gate_up,
@@ -189,11 +203,14 @@ def moe_block_size(
     return None if tiles is None else tiles.gate_up.block_m
 
 
-def token_counts(most: int, top_k: int, w2: torch.Tensor) -> list[int]:
+def token_counts(
+    most: int, top_k: int, w2: torch.Tensor, *, w2_scale: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> list[int]:
     """The least number of tokens, of 1 to `most`, for each way that `fused_moe` and its routing take, rising."""
     counts: dict[object, int] = {}
+    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
     for count in range(1, most + 1):
-        tiles = _chosen_tiles(count, top_k, ExpertLinear(w2), w2.dtype, None)
+        tiles = _chosen_tiles(count, top_k, down, dtype, None)
         counts.setdefault((tiles, count > MAX_FUSED_TOKENS), count)
     return list(counts.values())
 
@@ -205,7 +222,8 @@ def _chosen_tiles(
     num_experts, hidden_size, _ = down.w.shape
     # The entries spread over all experts, of which a rank holds a part.
     num_routed = num_experts if expert_map is None else expert_map.numel()
-    shape = MoeShape(num_tokens * top_k, num_routed, hidden_size, down.in_features, dtype.itemsize)
+    packed = down.format if down.is_packed else ""
+    shape = MoeShape(num_tokens * top_k, num_routed, hidden_size, down.columns, dtype.itemsize, packed)
     if takes_gemv(shape, is_quantized=bool(down.format)):
         return None
     return moe_tiles(shape, dtype, device_of(down.w.device))
@@ -223,8 +241,14 @@ def _check(
     device, dtype = hidden_states.device, hidden_states.dtype
     check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
     num_tokens, hidden_size = hidden_states.shape
-    check_weights("w2", down, ("num_experts", hidden_size, "intermediate_size"), dtype, device)
-    check_weights("w1", gate_up, (len(down.w), 2 * down.in_features, hidden_size), dtype, device)
+    check_shape("w1", gate_up.w, ("num_experts", "2 * intermediate_size", "hidden_size"))
+    # Words do not say how many columns they hold.
+    intermediate_size: int | str = gate_up.w.shape[1] // 2 if down.is_packed else "intermediate_size"
+    check_weights("w2", down, ("num_experts", hidden_size, intermediate_size), dtype, device)
+    num_rows = 2 * (intermediate_size if isinstance(intermediate_size, int) else down.columns)
+    check_weights("w1", gate_up, (len(down.w), num_rows, hidden_size), dtype, device)
+    if gate_up.is_packed != down.is_packed:
+        raise InvalidInputError(f"w1, w2: {gate_up.w.dtype} and {down.w.dtype}, expected int32 of both or of none")
     check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
     check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), device)
     check_last_dim_contiguous("hidden_states", hidden_states)

@@ -20,7 +20,8 @@ _ROUTING = (
 _EXPERTS = (
     "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, {}str activation='silu', "
     "Tensor? expert_map=None, Tensor? w1_bias=None, Tensor? w2_bias=None, bool interleaved=False, "
-    "Tensor[]? aligned=None, Tensor? w1_scale=None, Tensor? w2_scale=None"
+    "Tensor[]? aligned=None, Tensor? w1_scale=None, Tensor? w2_scale=None, "
+    "Tensor? w1_zeros=None, Tensor? w2_zeros=None, Tensor? w1_tensor_scale=None, Tensor? w2_tensor_scale=None"
 )
 _FUSED_MOE = "paged.kernels.moe.fused_moe"
 

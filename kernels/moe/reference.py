@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.reference import f64, gated_activation
+from paged.kernels.common.reference import E2M1, codes, f64, gated_activation
 from paged.kernels.moe.routing import SCORINGS, Routing
 
 
@@ -77,27 +77,44 @@ def quantize_token_groups(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def dequantize(w: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """One expert's weights [rows, columns] times their scale: one, one a row, or one a group of rows and columns.
+def dequantize(
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    zeros: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
+    *,
+    num_columns: int = 0,
+) -> torch.Tensor:
+    """One expert's weights [rows, columns]: (code - zero) * scale * tensor_scale, with a zero and a scale for all of
+    them, each row, or each group of rows and columns.
 
-    Groups of e4m3 are 128 x 128, those of int8 and of two 4-bit values plus 8 a byte (low bits first) one row each.
+    Groups of e4m3 are 128 x 128, those of others some columns of a row. Bytes are two 4-bit codes, low bits first,
+    int32 words codes as `packing` orders them, of num_columns columns; a 4-bit code stands for 8 less where there are
+    no zeros, or for E2M1 beside scales that are no plain numbers.
     """
     if scale is None:
         return f64(w)
-    if w.dtype == torch.uint8:
-        low, high = f64(w % 16) - 8, f64(w // 16) - 8
-        values = torch.zeros(w.shape[0], 2 * w.shape[1], dtype=torch.float64)
-        values[:, 0::2], values[:, 1::2] = low, high
+    is_e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    is_e2m1 = w.dtype == torch.int32 and (is_e8m0 or scale.dtype == torch.float8_e4m3fn)
+    if w.dtype == torch.int32:
+        code = codes(w, num_columns)
+    elif w.dtype == torch.uint8:
+        code = torch.stack([w.cpu() % 16, w.cpu() // 16], -1).flatten(1).long()
     else:
-        values = f64(w)
-    scale = f64(scale)
-    if scale.dim() < 2:
-        return values * scale.reshape(-1, 1)
-    height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // scale.shape[1])
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            values[i * height : (i + 1) * height, j * width : (j + 1) * width] *= scale[i, j]
-    return values
+        code = f64(w)
+    values = torch.tensor(E2M1, dtype=torch.float64)[code] if is_e2m1 else code.double()
+    middle = 8.0 if w.dtype in (torch.int32, torch.uint8) and not is_e2m1 else 0.0
+    factors = 2.0 ** (scale.cpu().view(torch.uint8).double() - 127) if is_e8m0 else f64(scale)
+
+    def of_each(given: torch.Tensor) -> torch.Tensor:
+        if given.dim() < 2:
+            return given.reshape(-1, 1)
+        height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // given.shape[1])
+        rows, columns = torch.arange(values.shape[0]) // height, torch.arange(values.shape[1]) // width
+        return given[rows][:, columns]
+
+    numbers = (values - (middle if zeros is None else of_each(f64(zeros)))) * of_each(factors)
+    return numbers if tensor_scale is None else numbers * f64(tensor_scale)
 
 
 def fused_moe(
@@ -114,6 +131,10 @@ def fused_moe(
     interleaved: bool = False,
     w1_scale: torch.Tensor | None = None,
     w2_scale: torch.Tensor | None = None,
+    w1_zeros: torch.Tensor | None = None,
+    w2_zeros: torch.Tensor | None = None,
+    w1_tensor_scale: torch.Tensor | None = None,
+    w2_tensor_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fused_moe`, one entry at a time."""
     x, weights = f64(hidden_states), f64(topk_weights)
@@ -125,8 +146,12 @@ def fused_moe(
 
     @functools.cache
     def matrices(local: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = dequantize(w1[local], None if w1_scale is None else w1_scale[local])
-        return first, dequantize(w2[local], None if w2_scale is None else w2_scale[local])
+        def expert(*given: torch.Tensor | None) -> list[torch.Tensor | None]:
+            return [None if each is None else each[local] for each in given]
+
+        first = dequantize(w1[local], *expert(w1_scale, w1_zeros, w1_tensor_scale), num_columns=x.shape[1])
+        second = dequantize(w2[local], *expert(w2_scale, w2_zeros, w2_tensor_scale), num_columns=w1.shape[1] // 2)
+        return first, second
 
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):

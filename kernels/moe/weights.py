@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paged.kernels.common.checks import (
+    FLOAT_DTYPES,
     check_contiguous,
     check_device,
     check_dtype,
@@ -15,42 +16,56 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.quantized.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
 
 # Values of a token, and rows and columns of weights, that share a scale in 128 x 128 quantisation (DeepSeek-V3, 2024).
 FP8_GROUP = 128
-FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
+_QUANTIZED = (*_FORMATS, torch.int32)
+_E2M1_SCALES = (*E8M0, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """One of the two projections of all experts.
+    """One of the two projections of all experts; weight = (code - zeros) * scale * tensor_scale where quantised.
 
-    w: [num_experts, out_features, in_features], or two values a byte in in_features / 2. bias: [num_experts,
-    out_features], contiguous, or None. scale: what quantised weights are multiplied by, [num_experts], [num_experts,
-    out_features] or [num_experts, out_features / group_n, in_features / group_k], float32, contiguous, or None.
+    w: [num_experts, out_features, in_features]; or two 4-bit codes a byte in in_features / 2; or 16 *
+    ceil(in_features / 128) int32 words of `pack_codes`. bias: [num_experts, out_features], contiguous, or None. scale,
+    zeros, tensor_scale: see `fused_moe`.
     """
 
     w: torch.Tensor
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
 
     @property
     def format(self) -> str:
-        """ "" for weights that are not quantised, "e4m3", "int8" or "int4"."""
-        return "" if self.scale is None else FORMATS[self.w.dtype]
+        """ "" for weights that are not quantised, "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
+        if self.scale is None:
+            return ""
+        return format_of_words(self.scale) if self.is_packed else _FORMATS[self.w.dtype]
 
     @property
-    def in_features(self) -> int:
-        return self.w.shape[2] * (2 if self.format == "int4" else 1)
+    def is_packed(self) -> bool:
+        """Whether a word of `w` holds eight codes."""
+        return self.scale is not None and self.w.dtype == torch.int32
 
     @property
-    def group(self) -> tuple[int, int]:
+    def columns(self) -> int:
+        """in_features, of words with the columns that fill the last ones."""
+        codes = 1 if self.scale is None else {torch.uint8: 2, torch.int32: 8}.get(self.w.dtype, 1)
+        return self.w.shape[2] * codes
+
+    def group(self, in_features: int) -> tuple[int, int]:
         """Rows and columns of the weights that share a scale."""
         assert self.scale is not None
-        num_rows = self.w.shape[1]
         if self.scale.dim() < 3:
-            return num_rows if self.scale.dim() == 1 else 1, self.in_features
-        return (FP8_GROUP, FP8_GROUP) if self.format == "e4m3" else (1, self.in_features // self.scale.shape[2])
+            return self.w.shape[1] if self.scale.dim() == 1 else 1, in_features
+        if self.format == "e4m3":
+            return FP8_GROUP, FP8_GROUP
+        return 1, E2M1_GROUPS.get(self.format) or in_features // self.scale.shape[2]
 
 
 @dataclass(frozen=True)
@@ -71,42 +86,61 @@ class MoeCall:
     def is_quantized(self) -> bool:
         return bool(self.gate_up.format or self.down.format)
 
+    @property
+    def intermediate_size(self) -> int:
+        return self.gate_up.w.shape[1] // 2
+
 
 def check_weights(
     name: str, linear: ExpertLinear, expected: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless a projection's weights have the expected shape, and its bias and scale fit them.
+    """Raise unless a projection's weights have the expected shape, and its bias, scales and zero points fit them.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit.
         UnsupportedError: a group of columns is no multiple of 32, the shortest step of a matrix product.
     """
-    w, bias, scale = linear.w, linear.bias, linear.scale
-    check_dtype(name, w, *((dtype,) if scale is None else FORMATS))
+    w, bias = linear.w, linear.bias
+    check_dtype(name, w, *((dtype,) if linear.scale is None else _QUANTIZED))
     check_device(name, w, device)
     *rows, columns = expected
-    if linear.format == "int4" and isinstance(columns, int):
-        columns = columns // 2
+    in_features = columns if isinstance(columns, int) else linear.columns
+    if isinstance(columns, int) and linear.scale is not None:
+        columns = {torch.uint8: columns // 2, torch.int32: num_words(columns)}.get(w.dtype, columns)
     check_shape(name, w, (*rows, columns))
     check_last_dim_contiguous(name, w)
     if bias is not None:
         check_tensor(f"{name}_bias", bias, w.shape[:2], (dtype, torch.float32), device)
         check_contiguous(f"{name}_bias", bias)
-    if scale is not None:
-        _check_scale(f"{name}_scale", linear, scale)
+    _check_scales(name, linear, in_features)
 
 
-def _check_scale(name: str, linear: ExpertLinear, scale: torch.Tensor) -> None:
-    num_experts, num_rows, _ = linear.w.shape
-    expected: tuple[int | str, ...] = (num_experts, num_rows)[: scale.dim()]
-    if scale.dim() > 2:
-        blocks = tuple(-(-size // FP8_GROUP) for size in (num_rows, linear.in_features))
-        expected = (num_experts, *blocks) if linear.format == "e4m3" else (num_experts, num_rows, "groups")
-    check_tensor(name, scale, expected, (torch.float32,), linear.w.device)
-    check_contiguous(name, scale)
-    if scale.dim() == 3 and linear.format != "e4m3":
+def _check_scales(name: str, linear: ExpertLinear, in_features: int) -> None:
+    (num_experts, num_rows, _), device, form = linear.w.shape, linear.w.device, linear.format
+    scale, zeros, tensor_scale = linear.scale, linear.zeros, linear.tensor_scale
+    if zeros is not None and form not in ("int8", "int4"):
+        raise InvalidInputError(f"{name}_zeros: given with {form or 'plain'} weights, expected None")
+    if scale is None:
+        if tensor_scale is not None:
+            raise InvalidInputError(f"{name}_tensor_scale: given without {name}_scale, expected None")
+        return
+    expected: tuple[int | str, ...] = (num_experts, num_rows)[: max(scale.dim(), 1)]
+    if form in E2M1_GROUPS:
+        expected = num_experts, num_rows, -(-in_features // E2M1_GROUPS[form])
+    elif scale.dim() > 2:
+        blocks = tuple(-(-size // FP8_GROUP) for size in (num_rows, in_features))
+        expected = (num_experts, *blocks) if form == "e4m3" else (num_experts, num_rows, "groups")
+    # Those of words say what the words are.
+    dtypes = (torch.float32,) if form == "e4m3" else (*FLOAT_DTYPES, *_E2M1_SCALES * linear.is_packed)
+    check_tensor(f"{name}_scale", scale, expected, dtypes, device)
+    if expected[-1] == "groups":
         num_groups = scale.shape[2]
-        if num_groups == 0 or linear.in_features % num_groups:
-            raise InvalidInputError(f"{name}: {num_groups} groups, expected a divisor of {linear.in_features} columns")
-        if linear.group[1] % 32:
-            raise UnsupportedError(f"{name}: groups of {linear.group[1]} columns, expected a multiple of 32")
+        if num_groups == 0 or in_features % num_groups:
+            groups = f"{num_groups} groups, expected a divisor of {in_features} columns"
+            raise InvalidInputError(f"{name}_scale: {groups}")
+        if (size := in_features // num_groups) % 32:
+            raise UnsupportedError(f"{name}_scale: groups of {size} columns, expected a multiple of 32")
+    if zeros is not None:
+        check_tensor(f"{name}_zeros", zeros, scale.shape, (torch.int8,), device)
+    if tensor_scale is not None:
+        check_tensor(f"{name}_tensor_scale", tensor_scale, (num_experts,), (torch.float32,), device)

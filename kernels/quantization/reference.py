@@ -8,19 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.reference import f64, to_e4m3
+from paged.kernels.common.reference import E2M1, codes, f64, to_e4m3
 from paged.kernels.quantization.weight import QuantizedWeight
-
-# The value of each E2M1 code: sign, 2 bits of exponent, 1 of mantissa (Open Compute Project, 2023).
-E2M1 = [sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-
-
-def codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """The code of each column, as `packing` says where it stands: nibble i of half h of word r of unit u."""
-    columns = torch.arange(num_columns)
-    unit, inside = columns // 128, columns % 128
-    i, r, half = inside // 32, inside % 32 // 2, inside % 2
-    return (words.cpu().long()[:, unit * 16 + r] >> (4 * i + 16 * half)) % 16
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:

@@ -9,17 +9,26 @@ from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, NUM_SMS, TARGET
 from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
-from paged.kernels.moe.gemm import _expert_gemm_kernel
+from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
 from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kernel
 from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
+GPT_OSS_20B = (32, 4, 2880, 2880)
+# Of packed weights: matrix instructions, and loads 16 bytes wide.
+_PACKED_CODE = {
+    **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", "LDGSTS.128")),
+    "sm_90": ("HGMMA", "LDGSTS.128"),
+    **dict.fromkeys(("sm_100", "sm_103"), ("LDGSTS.128",)),
+    "gfx942": ("v_mfma", "load_dwordx4"),
+}
 
 
 def cases() -> list[CompileCase]:
     """Every tile that the fallback returns and those of the tuned tables; activations, biases and odd sizes once."""
     found = []
     for target in TARGETS:
+        found += _packed(target)
         for (gated, dtype, tile), shape in _fallbacks(target).items():
             found.append(gemm_case(target, tile, shape, gated, dtype))
         found += [gemm_case(target, tile, shape, gated, "bf16") for gated, tile, shape in _tuned(target)]
@@ -73,21 +82,27 @@ def gemm_case(
     *,
     biased: bool = False,
     layout: tuple[str, int, int] = ("", 1, 0),
+    zeros: bool = False,
 ) -> CompileCase:
-    """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group."""
+    """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group; those that
+    `shape` says are packed have scales, and zero points, whose rows are neighbours."""
     columns, depth = shape.intermediate_size, shape.hidden_size
     if not gated:
         columns, depth = depth, columns
     kind, group_n, group_k = layout
     is_native = kind == "e4m3" and target in NATIVE_FP8
     weights = {"": f"*{dtype}", "int8": "*i8", "int4": "*u8", "e4m3": "*fp8e4nv" if is_native else "*u8"}
+    w_type = "*i32" if shape.packed else weights[kind]
+    scale_kind = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(kind, "")
+    scale_type = "*u8" if scale_kind else f"*{dtype}" if shape.packed else "*fp32"
     constexprs: dict[str, Any] = {
         "N": columns,
         "EVEN_K": depth % tile.block_k == 0,
         "ENTRIES_PER_ROW": 8 if gated else 1,
         "ACTIVATION": activation if gated else "",
         "INTERLEAVED": biased,
-        "FORMAT": kind,
+        "FORMAT": "e2m1" if scale_kind else kind,
+        "SCALE": scale_kind,
         "X_GROUP": FP8_GROUP,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
@@ -96,16 +111,21 @@ def gemm_case(
         "BLOCK_K": tile.block_k,
         "GROUP_M": tile.group_m,
         "SWAP_AB": tile.swap_ab,
+        # As the launcher makes constants of ones.
+        **dict.fromkeys([f"stride_{each}_{'row' if shape.packed else 'group'}" for each in ("scale", "zeros")], 1),
+        "stride_tensor_scale": 1,
     }
     uses_tma = tile.tma and not kind and depth % tile.block_k == 0
     box = f"1, {2 if gated else 1}, {tile.block_n}, {tile.block_k}"
     optional = {
-        "w_ptr": None if uses_tma else weights[kind],
+        "w_ptr": None if uses_tma else w_type,
         "w_desc": f"tensordesc<{dtype}[{box}]>" if uses_tma else None,
         "bias_ptr": f"*{dtype}" if biased else None,
         "entry_weights_ptr": None if gated else "*fp32",
         "x_scale_ptr": "*fp32" if kind == "e4m3" else None,
-        "w_scale_ptr": "*fp32" if kind else None,
+        "scale_ptr": scale_type if kind else None,
+        "zeros_ptr": "*i8" if zeros else None,
+        "tensor_scale_ptr": "*fp32" if kind == "nvfp4" else None,
     }
     kinds = (
         KINDS | ({"x_ptr": "*fp8e4nv"} if is_native else {}) | {name: kind for name, kind in optional.items() if kind}
@@ -118,7 +138,12 @@ def gemm_case(
         "sm_90": ("HGMMA" if has_wgmma else "HMMA", *copies, *["UTMALDG"] * uses_tma),
         "gfx942": ("v_mfma",),
     }
-    operation = f"{kind} " * bool(kind) + (f"gate_up {activation}" if gated else "down")
+    operation = (
+        f"{kind} " * bool(kind)
+        + "packed " * bool(shape.packed)
+        + "zeros " * zeros
+        + (f"gate_up {activation}" if gated else "down")
+    )
     size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' * tile.swap_ab}{' tma' * uses_tma}"
     return kernel_case(
         f"fused_moe {operation} {dtype} {columns}x{depth} {size}{' biased' if biased else ''} for {target}",
@@ -129,7 +154,7 @@ def gemm_case(
         aligned=None if depth % 16 == 0 else (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        expect={} if dtype == "fp32" or kind else tensor_cores,
+        expect=_PACKED_CODE if shape.packed and dtype != "fp32" else {} if dtype == "fp32" or kind else tensor_cores,
         targets=(target,),
     )
 
@@ -156,3 +181,27 @@ def _quantized(target: str) -> list[CompileCase]:
         targets=(target,),
     )
     return [*found, quantize]
+
+
+def _packed(target: str) -> list[CompileCase]:
+    """Sizes of gpt-oss-20b with every tile in MXFP4, which has the most to decode; the other formats at the fewest and
+    the most rows."""
+    found, is_every = [], target in EVERY_CASE
+    mxfp4, others = ("mxfp4", 1, 32), (("nvfp4", 1, 16), ("int4", 1, 128), ("int4", 1, 32))
+    for tokens in (1, 64, 128, 256, 4096):
+        layouts = (mxfp4, *others) if is_every and tokens in (64, 4096) else (mxfp4,)
+        for layout in layouts:
+            shape = MoeShape(GPT_OSS_20B[1] * tokens, GPT_OSS_20B[0], *GPT_OSS_20B[2:], 2, layout[0])
+            tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
+            zeros = layout == others[-1]
+            for gated, tile in ((True, tiles.gate_up), (False, tiles.down))[: 2 if layout == mxfp4 else 1]:
+                activation = "swiglu_oai" if gated else ""
+                found.append(
+                    gemm_case(target, tile, shape, gated, "bf16", activation, biased=True, layout=layout, zeros=zeros)
+                )
+    if is_every:
+        for layout in (mxfp4, others[-1]):
+            shape = MoeShape(64, *GPT_OSS_20B[:1], *GPT_OSS_20B[2:], 4, layout[0])
+            tile = fallback_tiles(shape, Device(target, NUM_SMS[target])).gate_up
+            found.append(gemm_case(target, tile, shape, True, "fp32", "swiglu_oai", biased=True, layout=layout))
+    return found

@@ -43,13 +43,14 @@ def decode_bytes(values, zero, FORMAT: tl.constexpr, dtype: tl.constexpr):
     e4m3 where the chip does not multiply them."""
     if FORMAT == "e4m3":
         numbers = decode_e4m3(values).to(dtype)
-    else:
-        if FORMAT == "int4":
-            values = values.to(tl.int8, bitcast=True)
-            values = tl.join(values & 15, (values >> 4) & 15).reshape(values.shape[0], 2 * values.shape[1])
+    elif FORMAT == "int4":
+        values = values.to(tl.int8, bitcast=True)
+        codes = tl.join(values & 15, (values >> 4) & 15).reshape(values.shape[0], 2 * values.shape[1])
+        numbers = (codes - zero).to(dtype)
+    elif zero is None:
         numbers = values.to(dtype)
-        if zero is not None:
-            numbers -= zero
+    else:
+        numbers = values.to(dtype) - zero
     return numbers
 
 
@@ -81,10 +82,12 @@ def run_scale(scale, SCALE: tl.constexpr, RUN: tl.constexpr, dtype: tl.constexpr
 def as_zero(zero_point, FORMAT: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr):
     """What `decode_run` (PACKED) or `decode_bytes` subtracts for zero points [rows]: [rows, 1]."""
     half: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
-    if FORMAT == "int4" and PACKED:
+    if FORMAT != "int4":
+        zero = zero_point.to(dtype)
+    elif PACKED:
         zero = zero_point.to(half) + tl.full((), 128 if dtype == tl.bfloat16 else 1024, half)
     else:
-        zero = zero_point.to(dtype)
+        zero = zero_point
     return zero[:, None] if len(zero.shape) == 1 else zero
 
 

@@ -30,15 +30,15 @@ def quantized_product(
 ):
     """x @ w^T over the steps of BLOCK_K columns from first_step on, [BLOCK_M, BLOCK_N] in float32.
 
-    FORMAT: "e4m3", "int8", "int4" or "e2m1". 4-bit codes come in int32 words of `packing.pack_codes`, or of int4 two in
-    a byte. SCALE: how scales come, "e8m0", "e4m3" or "" for numbers. GROUP_K: columns of w that share one, 0 for all.
-    Those of whole steps multiply a step's product of codes in float32; those of shorter groups the codes, in the dtype
-    of x; those that span K are left to the caller. SWAP_AB: weights are the left operand.
+    FORMAT: "e4m3", "int8", "int4" or "e2m1", the last two in int32 words of `packing.pack_codes`. SCALE: how scales
+    come, "e8m0", "e4m3" or "" for numbers. GROUP_K: columns of w that share one, 0 for all. Those of whole steps
+    multiply a step's product of codes in float32; those of shorter groups the codes, in the dtype of x; those that span
+    K are left to the caller. SWAP_AB: weights are the left operand.
     """
     dtype: tl.constexpr = x_row_ptrs.dtype.element_ty
     w_dtype: tl.constexpr = w_row_ptrs.dtype.element_ty
     PACKED: tl.constexpr = w_dtype == tl.int32
-    VALUES: tl.constexpr = 8 if PACKED else 2 if FORMAT == "int4" else 1
+    VALUES: tl.constexpr = 8 if PACKED else 1
     BY_STEP: tl.constexpr = GROUP_K > 0 and GROUP_K % BLOCK_K == 0
     BY_RUN: tl.constexpr = GROUP_K > 0 and not BY_STEP
     NUM_RUNS: tl.constexpr = 4 if PACKED else 1
@@ -84,8 +84,7 @@ def quantized_product(
         if EVEN_K or PACKED:
             values = tl.load(w_ptrs + step * (BLOCK_K // VALUES))
         else:
-            in_row = offs_w[None, :] * VALUES < K - start
-            values = tl.load(w_ptrs + step * (BLOCK_K // VALUES), mask=in_row, other=w_nothing)
+            values = tl.load(w_ptrs + start, mask=offs_w[None, :] < K - start, other=w_nothing)
         part = tl.zeros_like(acc) if IN_PARTS else acc
         for run in tl.static_range(NUM_RUNS):
             first = start + run * RUN

@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch.nn import functional
 
+from paged.kernels.common.quantized.torch_ops.product import quantized_product
 from paged.kernels.common.torch_ops.gated_activation import gated_activation
 from paged.kernels.common.torch_ops.linear import linear as product
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
@@ -98,9 +99,7 @@ def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torc
         out = torch.bmm(x, linear.w.mT)
         return out if linear.bias is None else out + linear.bias.unsqueeze(1).to(out.dtype)
     if linear.format:
-        out = _grouped_mm(
-            quantized_token_groups(x) if linear.format == "e4m3" else x.float(), dequantized(linear), ends
-        )
+        out = _quantized(quantized_token_groups(x) if linear.format == "e4m3" else x.float(), linear, ends)
     else:
         out = _grouped_mm(x, linear.w, ends)
     return out if linear.bias is None else out + linear.bias[ids.clamp(max=len(linear.w) - 1)].to(out.dtype)
@@ -115,17 +114,23 @@ def quantized_token_groups(x: torch.Tensor) -> torch.Tensor:
     return rounded.flatten(-2)[:, : x.shape[1]].contiguous()
 
 
-def dequantized(linear: ExpertLinear) -> torch.Tensor:
-    """All weights in float32."""
+def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> torch.Tensor:
+    """Each expert's product with its rows of x, a tile of its weights unpacked at a time."""
     assert linear.scale is not None
-    w = linear.w
-    if linear.format == "int4":
-        w = torch.stack([w & 15, w >> 4], -1).flatten(-2).to(torch.int8) - 8
-    group_n, group_k = linear.group
-    num_experts, num_rows, num_columns = w.shape
-    scale = linear.scale.view(num_experts, -1, linear.scale.shape[2] if linear.scale.dim() == 3 else 1)
-    scale = scale.repeat_interleave(group_n, 1)[:, :num_rows].repeat_interleave(group_k, 2)[..., :num_columns]
-    return w.float() * scale
+    out, group = x.new_empty(len(x), linear.w.shape[1]), linear.group(x.shape[1])
+    for expert, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if end > start:
+            quantized_product(
+                x[start:end],
+                linear.w[expert],
+                linear.scale[expert],
+                linear.format,
+                group,
+                out[start:end],
+                zero_point=None if linear.zeros is None else linear.zeros[expert],
+                tensor_scale=None if linear.tensor_scale is None else linear.tensor_scale[expert],
+            )
+    return out
 
 
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

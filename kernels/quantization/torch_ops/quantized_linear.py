@@ -5,35 +5,26 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.quantized.torch_ops.dequantize import dequantize
-from paged.kernels.common.torch_ops.linear import linear
+from paged.kernels.common.quantized.torch_ops.product import quantized_product
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
-
-# Weights that are unpacked at once: 4 MB in float32, which stay in a core's cache until they are multiplied.
-_TILE = 1 << 20
 
 
 def quantized_linear(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """`kernels.quantization.quantized_linear` of x in the order of the weights: some rows of weights at a time,
-    in multiples of the blocks that share a scale."""
+    """`kernels.quantization.quantized_linear` of x in the order of the weights: a tile of them at a time."""
     wide = _quantized(x.float(), weight) if weight.quantizes_input else x.float()
-    rows = max(_TILE // weight.in_features // FP8_BLOCK, 1) * FP8_BLOCK
-    for start in range(0, weight.out_features, rows):
-        end = min(start + rows, weight.out_features)
-        part = None if bias is None else bias[start:end].float()
-        w = dequantize(
-            weight.values,
-            weight.scale,
-            weight.format,
-            weight.group,
-            weight.in_features,
-            rows=slice(start, end),
-            zero_point=weight.zero_point,
-            tensor_scale=weight.tensor_scale,
-        )
-        out[:, start:end] = linear(wide, w, part)
+    quantized_product(
+        wide,
+        weight.values,
+        weight.scale,
+        weight.format,
+        weight.group,
+        out,
+        zero_point=weight.zero_point,
+        tensor_scale=weight.tensor_scale,
+        bias=bias,
+    )
     return out
 
 

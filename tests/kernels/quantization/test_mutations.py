@@ -35,7 +35,7 @@ MUTATIONS = {
     "the first half's scale for a whole run": ("product", "groups + per_run", "groups"),
     "the zero point is one off": ("decode", "zero = zero_point.to(half) + ", "zero = zero_point.to(half) + 1 + "),
     "the neighbour's zero point": ("product", "zeros[run if BY_RUN else 0]", "next_zeros[run if BY_RUN else 0]"),
-    "the int8 zero point is added": ("decode", "numbers -= zero", "numbers += zero"),
+    "the int8 zero point is added": ("decode", "values.to(dtype) - zero", "values.to(dtype) + zero"),
     "the grid of blocks is transposed": (
         "gemm_kernel",
         "scale_ptr + scale_rows.to(tl.int64) * stride_scale_row",

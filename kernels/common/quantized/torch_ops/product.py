@@ -1,0 +1,70 @@
+"""The product of rows with quantised weights in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.kernels.common.quantized.packing import E2M1, unpack_codes, unpack_pairs
+from paged.kernels.common.torch_ops.linear import linear
+
+# Weights that are unpacked at once: 4 MB in float32, which stay in a core's cache until they are multiplied.
+_TILE = 1 << 20
+# The most rows that share a scale.
+_GROUP_ROWS = 128
+
+
+def quantized_product(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    form: str,
+    group: tuple[int, int],
+    out: torch.Tensor,
+    *,
+    zero_point: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Fill `out` [num_rows, out_features] with x @ ((code - zero_point) * scale * tensor_scale)^T + bias, a tile of
+    weights at a time.
+
+    Args:
+        x: float32 [num_rows, in_features].
+        values: e4m3 or int8 [out_features, in_features], 4-bit codes in int32 words of `pack_codes`, or two a byte.
+        form: "e4m3", "int8", "int4", "mxfp4" or "nvfp4".
+        group: rows and columns that share one of `scale` and `zero_point`; scales of all columns have one dimension
+            less, one for all weights none.
+        zero_point: None for 8 of int4, and 0 of others.
+    """
+    num_rows = max(_TILE // x.shape[1] // _GROUP_ROWS, 1) * _GROUP_ROWS
+    for start in range(0, len(values), num_rows):
+        rows = slice(start, min(start + num_rows, len(values)))
+        w = _numbers(values[rows], form, x.shape[1], has_zeros=zero_point is not None)
+        if zero_point is not None:
+            w = w - _spread(zero_point.float(), group, rows, w)
+        factors = torch.exp2(scale.view(torch.uint8).float() - 127) if form == "mxfp4" else scale.float()
+        w *= _spread(factors, group, rows, w)
+        if tensor_scale is not None:
+            w *= tensor_scale
+        out[:, rows] = linear(x, w, None if bias is None else bias[rows].float())
+
+
+def _numbers(values: torch.Tensor, form: str, num_columns: int, *, has_zeros: bool) -> torch.Tensor:
+    """What codes stand for before scales, float32 [rows, num_columns], in memory of its own."""
+    if values.dtype not in (torch.int32, torch.uint8):
+        return values.float()
+    codes = unpack_codes(values, num_columns) if values.dtype == torch.int32 else unpack_pairs(values)
+    if form == "int4":
+        return codes.float() - (0 if has_zeros else 8)
+    return torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)[codes.int()]
+
+
+def _spread(scale: torch.Tensor, group: tuple[int, int], rows: slice, w: torch.Tensor) -> torch.Tensor:
+    """What belongs to groups as what belongs to some rows and all columns, or broadcasts to it."""
+    height, width = group
+    if scale.dim() == 0:
+        return scale
+    scale = scale[rows.start // height : -(-rows.stop // height)]
+    if scale.dim() == 1:
+        return scale.unsqueeze(1)
+    return scale.repeat_interleave(height, 0)[: len(w)].repeat_interleave(width, 1)[:, : w.shape[1]]
