@@ -18,6 +18,7 @@ from paged.forward_step import PreparedStep, validate_items
 from paged.kernels.common.compilation import run_compiled
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
+from paged.models.loading.mxfp4 import num_weights
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.step_graphs import StepGraphs, graph_sizes
@@ -80,7 +81,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def num_parameters(self) -> int:
         """Weights and biases, a tied head once."""
-        return sum(parameter.numel() for parameter in self.network.parameters())
+        return num_weights(self.network)
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
         with self._logits([self._next_item(cache_id, tokens)]) as logits:

@@ -13,7 +13,6 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.config import step_sizes
 from paged.kernels.common.launch import ROW_COUNTS
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
-from paged.kernels.moe.fused_moe import token_counts
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_network import DecoderNetwork
@@ -48,8 +47,9 @@ def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, 
 def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
     sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.config.attention), longest))
     moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
-    for moe in {moe.w2.shape: moe for moe in moes}.values():
-        sizes.update(token_counts(min(longest, _MOST_TOKENS), moe.routing.top_k, moe.w2))
+    dtype = next(network.parameters()).dtype
+    for moe in {moe.config: moe for moe in moes}.values():
+        sizes.update(moe.token_counts(min(longest, _MOST_TOKENS), dtype))
     return sorted(sizes)
 
 

@@ -14,6 +14,7 @@ from paged.executors.command_line.checkpoint_folder import missing_files
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.mxfp4 import num_weights
 from paged.models.loading.weights import read_header
 from paged.models.network_loader import meta_network
 from paged.models.registry import GPU_FRACTION, cache_config, config_of, network_class_of, text_part
@@ -124,7 +125,7 @@ def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Parameters and their bytes once loaded, packed weights unpacked: of one layer of every kind, times how many."""
+    """Parameters and their bytes once loaded: of one layer of every kind, times how many."""
     none = replace(config, attention=(), moe=(), intermediate_size=())
     rest = num_parameters, num_bytes = _size(network_class, none, dtype)
     layers = Counter(zip(config.attention, config.moe, config.intermediate_size, strict=True))
@@ -137,8 +138,8 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
 
 
 def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    parameters = list(meta_network(network_class, config, dtype).parameters())
-    return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
+    network = meta_network(network_class, config, dtype)
+    return num_weights(network), sum(parameter.nbytes for parameter in network.parameters())
 
 
 def _tensors(folder: Path) -> dict[str, int]:

@@ -93,7 +93,7 @@ class MoeConfig:
         of a projection of this name; None for 1.
     bias: router and experts have biases. interleaved: gate and up rows alternate.
     stacked: a projection of all experts is one tensor in a checkpoint; transposed: with rows and columns exchanged;
-        is_mxfp4: and that in MXFP4.
+        is_mxfp4: and that in MXFP4, as which it stays.
     The names are those of the weights in a checkpoint.
     """
 

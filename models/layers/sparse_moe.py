@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.moe.fused_moe import fused_moe, moe_block_size
+from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
-from paged.models.loading.mxfp4 import mxfp4_slots
+from paged.models.loading.mxfp4 import Mxfp4Experts
 from paged.models.loading.weights import WeightSlots
 
 
@@ -28,6 +28,11 @@ class _Transposed:
         # One by one: for a transposed copy to a GPU torch makes a temporary there.
         for mine, theirs in zip(self.weight, stored, strict=True):
             mine.T.copy_(theirs)
+
+
+def _tensors(weight: torch.Tensor | Mxfp4Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A projection of all experts and its scales, as `fused_moe` takes them."""
+    return (weight.values, weight.scale) if isinstance(weight, Mxfp4Experts) else (weight, None)
 
 
 class SparseMoe(nn.Module):
@@ -44,8 +49,9 @@ class SparseMoe(nn.Module):
         self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
         self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
         self.expert_scale = empty_parameter(num_experts) if moe.expert_scale else None
-        self.w1 = empty_parameter(num_experts, 2 * size, hidden_size)
-        self.w2 = empty_parameter(num_experts, hidden_size, size)
+        experts = Mxfp4Experts if moe.is_mxfp4 else empty_parameter
+        self.w1 = experts(num_experts, 2 * size, hidden_size)
+        self.w2 = experts(num_experts, hidden_size, size)
         self.w1_bias = empty_parameter(num_experts, 2 * size) if moe.bias else None
         self.w2_bias = empty_parameter(num_experts, hidden_size) if moe.bias else None
         if moe.shared_size:
@@ -76,14 +82,20 @@ class SparseMoe(nn.Module):
             moe.topk_groups,
             moe.routed_scaling_factor,
         )
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.w1.device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=_tensors(self.w1)[0].device)
+
+    def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
+        """The least number of tokens for each way that up to `most` take."""
+        w2, scale = _tensors(self.w2)
+        return token_counts(most, self.routing.top_k, w2, w2_scale=scale, dtype=dtype)
 
     def forward(
         self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
     ) -> torch.Tensor:
         """May write over x. routed_by: what the router reads in place of x."""
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
-        block_size = moe_block_size(len(x), self.routing.top_k, self.w2)
+        (w1, w1_scale), (w2, w2_scale) = _tensors(self.w1), _tensors(self.w2)
+        block_size = moe_block_size(len(x), self.routing.top_k, w2, w2_scale=w2_scale, dtype=x.dtype)
         aligned = None
         if block_size is None:
             topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
@@ -96,8 +108,8 @@ class SparseMoe(nn.Module):
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         out = fused_moe(
             routed,
-            self.w1,
-            self.w2,
+            w1,
+            w2,
             topk_weights,
             topk_ids,
             activation=self.activation,
@@ -105,6 +117,8 @@ class SparseMoe(nn.Module):
             w2_bias=self.w2_bias,
             interleaved=self.config.interleaved,
             aligned=aligned,
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
         )
         shared = self.shared
         if shared is None:
@@ -130,8 +144,8 @@ class SparseMoe(nn.Module):
         moe, slots = self.config, WeightSlots()
         for name, weight, bias in (("gate_up_proj", self.w1, self.w1_bias), ("down_proj", self.w2, self.w2_bias)):
             name = f"{prefix}.experts.{name}"
-            if moe.is_mxfp4:
-                slots |= mxfp4_slots(name, weight)
+            if isinstance(weight, Mxfp4Experts):
+                slots |= weight.weight_slots(name)
             else:
                 slots[name] = _Transposed(weight) if moe.transposed else weight
             if bias is not None:
@@ -140,6 +154,8 @@ class SparseMoe(nn.Module):
 
     def _expert_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, WeightSlots()
+        assert isinstance(self.w1, torch.Tensor)  # packed ones are stored together
+        assert isinstance(self.w2, torch.Tensor)
         for expert in range(moe.num_experts):
             expert_prefix = f"{prefix}.experts.{expert}"
             gate, up = self.w1[expert].chunk(2)

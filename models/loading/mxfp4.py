@@ -1,57 +1,70 @@
-"""Weights in MXFP4 (OCP Microscaling Formats 1.0): four-bit floats, 32 of which share a power of two."""
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0): four-bit floats, 32 of which share a power of two."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from typing import Protocol
 
+import torch
+from torch import nn
+
+from paged.kernels.common.quantized.packing import MXFP4_GROUP, num_words, pack_codes, unpack_pairs
 from paged.models.loading.weights import WeightSlots
 
-GROUP_SIZE = 32
-# Values of the codes 0 to 15: a sign, two bits of exponent, one of mantissa (E2M1).
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# The two of each byte, the one in the low bits first.
-_PAIRS = [(_VALUES[byte & 15], _VALUES[byte >> 4]) for byte in range(256)]
-# What the codes 0 to 255 of a scale stand for (E8M0).
-_FACTORS = [*(2.0 ** (code - 127) for code in range(255)), float("nan")]
+
+class Mxfp4Experts(nn.Module):
+    """One projection of all experts as `fused_moe` takes it: as many bits as in the checkpoint, in another order."""
+
+    def __init__(self, num_experts: int, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        words, groups = (num_experts, out_features, num_words(in_features)), -(-in_features // MXFP4_GROUP)
+        self.values = nn.Parameter(torch.empty(words, dtype=torch.int32), requires_grad=False)
+        # Rows of a group side by side, as a step reads them.
+        exponents = torch.empty(num_experts, groups, out_features, dtype=torch.uint8)
+        self.exponents = nn.Parameter(exponents, requires_grad=False)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """[num_experts, out_features, in_features / 32]."""
+        return self.exponents.mT
+
+    @property
+    def num_weights(self) -> int:
+        num_experts, out_features, _ = self.values.shape
+        return num_experts * out_features * self.in_features
+
+    def weight_slots(self, name: str) -> WeightSlots:
+        """Where blocks and scales of the tensor of this name go."""
+        return {f"{name}_blocks": _Blocks(self), f"{name}_scales": self.scale}
 
 
-def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The numbers, float32 [..., num_groups * 32].
-
-    Args:
-        blocks: uint8 [..., num_groups, 16], two values a byte, the first in the low bits.
-        scales: uint8 [..., num_groups].
-    """
-    pairs, factors = (torch.tensor(table, device=blocks.device) for table in (_PAIRS, _FACTORS))
-    # Pairs as 8-byte integers: looked up five to ten times faster on a CPU than one value at a time.
-    values = pairs.view(torch.int64).flatten().index_select(0, blocks.flatten().int()).view(torch.float32)
-    return values.view(*scales.shape, GROUP_SIZE).mul_(factors[scales.int()].unsqueeze(-1)).flatten(-2)
-
-
-def mxfp4_slots(name: str, weight: torch.Tensor) -> WeightSlots:
-    """Where blocks and scales of `weight` [num_experts, rows, columns] go; it is filled once both are there."""
-    *shape, columns = weight.shape
-    groups = (*shape, columns // GROUP_SIZE)
-    found: dict[str, torch.Tensor] = {}
-    return {
-        f"{name}_blocks": _Part("blocks", torch.Size((*groups, GROUP_SIZE // 2)), found, weight),
-        f"{name}_scales": _Part("scales", torch.Size(groups), found, weight),
-    }
-
-
-class _Part:
-    """Blocks or scales, which wait for each other in `found`."""
+class _Blocks:
+    """Takes codes uint8 [num_experts, out_features, in_features / 32, 16], two a byte, the first in the low bits."""
 
     dtype = torch.uint8
 
-    def __init__(self, kind: str, shape: torch.Size, found: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-        self.kind, self.shape, self.found, self.weight = kind, shape, found, weight
+    def __init__(self, experts: Mxfp4Experts) -> None:
+        self.values, self.shape = experts.values, torch.Size((*experts.scale.shape, MXFP4_GROUP // 2))
 
     def copy_(self, stored: torch.Tensor) -> None:
-        self.found[self.kind] = stored
-        if len(self.found) == 2:
-            # Expert by expert on the device: unpacked to float32, a layer of them would be twice the weights.
-            device = self.weight.device
-            for mine, blocks, scales in zip(self.weight, self.found["blocks"], self.found["scales"], strict=True):
-                mine.copy_(dequantize_mxfp4(blocks.to(device), scales.to(device)))
-            self.found.clear()
+        # Expert by expert on the device: their codes take eight times as much while they are sorted.
+        for mine, theirs in zip(self.values, stored, strict=True):
+            mine.copy_(pack_codes(unpack_pairs(theirs.to(mine.device).flatten(1))))
+
+
+class HasModules(Protocol):
+    """A network."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+
+def num_weights(network: HasModules) -> int:
+    """Weights and biases, a tied head once; scales are none."""
+    count = 0
+    for _, module in network.named_modules():
+        if isinstance(module, Mxfp4Experts):
+            count += module.num_weights
+        else:
+            count += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return count

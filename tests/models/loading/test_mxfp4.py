@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.models.loading.mxfp4 import dequantize_mxfp4
+from paged.executors.command_line.checkpoint_summary import summarize
+from paged.kernels.moe import reference
+from paged.models.loading.mxfp4 import Mxfp4Experts
 from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 
@@ -24,6 +26,13 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 def randint(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
     return torch.randint(low, high, shape, dtype=torch.uint8)
+
+
+def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 [..., columns], by the format's formula: low bits first, 2^(scale - 127) for 32 of a row."""
+    codes = torch.stack([blocks % 16, blocks // 16], -1).flatten(-2).long()
+    values = torch.tensor([sign * value for sign in (1, -1) for value in E2M1], dtype=torch.float64)[codes]
+    return (values * 2.0 ** (scales.double() - 127).unsqueeze(-1)).flatten(-2)
 
 
 def pack(folder: Path, theirs: Any) -> None:
@@ -37,7 +46,7 @@ def pack(folder: Path, theirs: Any) -> None:
         blocks = randint(num_experts, rows, columns // 32, 16)
         scales = randint(num_experts, rows, columns // 32, low=120, high=125)
         with torch.no_grad():
-            parameter.copy_(dequantize_mxfp4(blocks, scales).mT)
+            parameter.copy_(unpacked(blocks, scales).mT)
         del tensors[name]
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, file)
@@ -57,25 +66,26 @@ def packed(tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path, theirs
 
 
-def test_every_code_and_scale() -> None:
-    """16 bytes hold the codes 0 to 15 and 15 to 0; low bits come first."""
-    codes = [*range(16), *range(15, -1, -1)]
-    block = torch.tensor([low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)])
-    values = [sign * value for sign in (1, -1) for value in E2M1]
-    blocks = block.to(torch.uint8).expand(256, 1, 16)
-    numbers = dequantize_mxfp4(blocks, torch.arange(256, dtype=torch.uint8)[:, None])
-    for scale in (0, 1, 126, 127, 128, 250):
-        assert numbers[scale].double().tolist() == [values[code] * 2.0 ** (scale - 127) for code in codes]
-    assert numbers[255].isnan().all()
+@pytest.mark.parametrize("columns", [32, 96, 160])
+def test_experts_hold_what_the_blocks_say(columns: int) -> None:
+    """Every code and scale but NaN, in rows that are no whole unit of words."""
+    blocks, scales = randint(3, 85, columns // 32, 16), torch.arange(255, dtype=torch.uint8).view(3, 85, 1)
+    scales = scales.repeat(1, 1, columns // 32)
+    experts = Mxfp4Experts(3, 85, columns)
+    slots = experts.weight_slots("w")
+    slots["w_scales"].copy_(scales)
+    slots["w_blocks"].copy_(blocks)
+    expected = unpacked(blocks, scales)
+    for expert in range(3):
+        held = reference.dequantize(experts.values[expert], experts.scale[expert], num_columns=columns)
+        assert torch.equal(held, expected[expert])
 
 
 def test_transformers_unpacks_the_same() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks, scales = randint(3, 8, 2, 16), randint(3, 8, 2, low=100, high=140)
     expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).mT.cpu()
-    numbers = dequantize_mxfp4(blocks, scales)
-    assert torch.equal(numbers.bfloat16(), expected)
-    assert torch.equal(numbers.bfloat16().float(), numbers), "bfloat16 holds them"
+    assert torch.equal(unpacked(blocks, scales), expected.double())
 
 
 @pytest.mark.usefixtures("_fast")
@@ -85,6 +95,51 @@ def test_logits_of_packed_experts(packed: tuple[Path, Any]) -> None:
         expected = theirs(torch.tensor([tokens(40)])).logits[0]
     model = load_model(folder)
     assert_same_logits(model.forward_verify("a", tokens(40)), expected)
+
+
+def test_experts_stay_packed_on_the_device(packed: tuple[Path, Any]) -> None:
+    """Half a byte a weight and a byte for 32, of rows of whole words; the rest as in the checkpoint's type."""
+    folder, theirs = packed
+    model = load_model(folder, dtype=torch.bfloat16)
+    named = dict(model.network.named_parameters())
+    experts = {name: parameter for name, parameter in named.items() if name.endswith((".values", ".exponents"))}
+    layers, (count, hidden, inner) = theirs.config.num_hidden_layers, (4, 64, 96)
+    rows = [(2 * inner, hidden), (hidden, inner)]
+    expected = sum(height * (128 // 2 + -(-width // 32)) for height, width in rows)
+    assert sum(parameter.nbytes for parameter in experts.values()) == layers * count * expected
+    assert all(named[name].dtype == torch.bfloat16 for name in named.keys() - experts.keys())
+    assert model.num_parameters() == theirs.num_parameters()
+
+
+def test_bytes_of_gpt_oss_20b(tmp_path: Path) -> None:
+    """13.8 GB where bfloat16 would take 41.8, of which 10.4 are experts; the sizes of the published config.json."""
+    config = {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    summary = summarize(tmp_path)
+    assert summary.supported, summary.reason
+    assert summary.parameters == 20_914_757_184
+    assert summary.weight_bytes is not None
+    assert 13.5e9 < summary.weight_bytes < 14.1e9
 
 
 @pytest.mark.usefixtures("_fast")
