@@ -71,8 +71,8 @@ def _expert_gemm_kernel(
 
     FORMAT, SCALE, GROUP_K: of quantised weights, see `quantized_product`, which runs the loop over those in words. Here
     a step's product of codes is multiplied by its scales in float32 before it is added; asked for a step ahead, as
-    there, they would take 44 registers more than sm_90 has for 128 rows. Scales that span K (GROUP_K 0) wait for the
-    end. GROUP_N: rows of w that share one.
+    there, 128 rows spill 44 times on sm_90. Scales that span K (GROUP_K 0) wait for the end. GROUP_N: rows of w that
+    share one.
     """
     program = tl.program_id(0)
     num_blocks_m = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
