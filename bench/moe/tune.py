@@ -1,6 +1,6 @@
 """Finds the tiles of the fused MoE for one model on the GPU at hand, and writes the table that `fused_moe` looks up.
 
-    python -m bench.moe.tune --model Qwen3-30B-A3B [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
+    python -m bench.moe.tune --model gpt-oss-20b [--packed mxfp4] [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
 
 The two GEMMs are timed apart, in bfloat16 with experts drawn evenly, for every number of rows that they could share;
 the rows with the least sum win. Candidates that the compiler reports to spill, or to need more shared memory than there
@@ -33,17 +33,20 @@ from paged.bench.benchmark import option_parser
 from paged.bench.compilation.cases.moe import gemm_case
 from paged.bench.compilation.compile import SHARED_LIMIT, compile_case, problems
 from paged.bench.environment import INTERPRETING, save
-from paged.bench.moe.cases import MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
+from paged.bench.moe.cases import GPT_OSS, MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
+from paged.bench.moe.formats import MXFP4, NVFP4, Format
 from paged.bench.timing import take
 from paged.kernels.common.compat import interpreting
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
-from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, table_name, takes_gemv
+from paged.kernels.common.quantized.packing import num_words
+from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, table_dtype, table_name, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
 from paged.kernels.moe.weights import ExpertLinear
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 REPEATS = 7
+PACKED = {"mxfp4": MXFP4, "nvfp4": NVFP4, "int4": Format("int4", 1, 128, in_words=True)}
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,16 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
             continue
         if block_k == 256 and is_large:
             continue
-        if (swap_ab or tma) and (arch not in LARGE_SHARED_MEMORY or (swap_ab and block_m == 128)):
+        if shape.packed and (block_k < 128 or not swap_ab or tma):
             continue
-        if (block_m + width) * block_k * shape.element_size * (num_stages - 1) > SHARED_LIMIT.get(arch, 99 << 10):
+        is_for_hopper = tma or (swap_ab and not shape.packed)
+        if is_for_hopper and (arch not in LARGE_SHARED_MEMORY or (swap_ab and block_m == 128)):
             continue
-        num_warps = 8 if block_m * width >= 128 * 128 else 4
+        w_bytes = width * block_k * shape.element_size // (4 if shape.packed else 1)
+        stage_bytes = block_m * block_k * shape.element_size + w_bytes
+        if stage_bytes * (num_stages - 1) > SHARED_LIMIT.get(arch, 99 << 10):
+            continue
+        num_warps = 8 if block_m * width >= 128 * 128 or (shape.packed and is_large) else 4
         for group_m in (1, 8) if is_large else (1,):
             block_n = width // 2 if gated else width
             tile = MoeTile(block_m, block_n, block_k, group_m, num_warps, num_stages, swap_ab, tma)
@@ -81,7 +89,8 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
 
 def compiles_well(candidate: Candidate, shape: MoeShape, arch: str) -> bool:
     """Whether the compiler's report shows nothing wrong."""
-    case = gemm_case(arch, candidate.tile, shape, candidate.gated, "bf16")
+    layout = PACKED[shape.packed][:3] if shape.packed else ("", 1, 0)
+    case = gemm_case(arch, candidate.tile, shape, candidate.gated, "bf16", layout=layout)
     try:
         return not problems(case, compile_case(case, arch))
     except Exception:  # whatever the compiler refuses is no candidate
@@ -115,9 +124,15 @@ def tune(
 def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[Candidate], float]:
     """Median seconds of one GEMM with a tile; infinite where it does not run."""
     num_entries, top_k = batch.topk_ids.numel(), batch.topk_ids.shape[1]
-    num_experts, hidden_size, intermediate_size = layer.w2.shape
-    activated = torch.randn(num_entries, intermediate_size, device=device, dtype=layer.w1.dtype)
-    parts = torch.empty(num_entries, hidden_size, device=device, dtype=layer.w1.dtype)
+    (num_experts, hidden_size, _), intermediate_size = layer.w2.shape, layer.w1.shape[1] // 2
+    activated = torch.randn(num_entries, intermediate_size, device=device, dtype=batch.hidden_states.dtype)
+    parts = torch.empty(num_entries, hidden_size, device=device, dtype=activated.dtype)
+    gate_up, down = (
+        ExpertLinear(
+            w, **{each: layer.quantization.get(f"{name}_{each}") for each in ("scale", "zeros", "tensor_scale")}
+        )
+        for name, w in (("w1", layer.w1), ("w2", layer.w2))
+    )
     out = torch.empty_like(activated)
 
     def seconds(candidate: Candidate) -> float:
@@ -126,10 +141,9 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
 
         def call() -> None:
             if candidate.gated:
-                gate_up = ExpertLinear(layer.w1)
                 expert_gemm(batch.hidden_states, gate_up, out, aligned, tile, activation="silu", entries_per_row=top_k)
             else:
-                expert_gemm(activated, ExpertLinear(layer.w2), parts, aligned, tile, entry_weights=batch.topk_weights)
+                expert_gemm(activated, down, parts, aligned, tile, entry_weights=batch.topk_weights)
 
         try:
             return statistics.median(take([call], device, REPEATS))
@@ -139,15 +153,18 @@ def timer(layer: MoeLayer, batch: MoeBatch, device: torch.device) -> Callable[[C
     return seconds
 
 
-def shape_of(model: MoeModel, num_tokens: int) -> MoeShape:
-    return MoeShape(num_tokens * model.top_k, model.num_experts, model.hidden_size, model.intermediate_size, 2)
+def shape_of(model: MoeModel, num_tokens: int, packed: str = "") -> MoeShape:
+    """As `fused_moe` has it, which sees whole words of packed weights."""
+    intermediate_size = 8 * num_words(model.intermediate_size) if packed else model.intermediate_size
+    return MoeShape(num_tokens * model.top_k, model.num_experts, model.hidden_size, intermediate_size, 2, packed)
 
 
-def new_table(model: MoeModel, arch: str) -> dict[str, Any]:
+def new_table(model: MoeModel, arch: str, packed: str = "") -> dict[str, Any]:
     sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size")
     return {
         "model": model.name,
         **{name: getattr(model, name) for name in sizes},
+        "packed": packed,
         "arch": arch,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -158,7 +175,8 @@ def new_table(model: MoeModel, arch: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = option_parser(__doc__, "budget")
-    parser.add_argument("--model", required=True, choices=[model.name for model in MODELS])
+    parser.add_argument("--model", required=True, choices=[model.name for model in (*MODELS, GPT_OSS)])
+    parser.add_argument("--packed", choices=list(PACKED), default="", help="what words of eight codes hold")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--out", type=Path, default=FOLDER, help="where tables lie, %(default)s when not given")
     args = parser.parse_args(argv)
@@ -169,15 +187,19 @@ def main(argv: list[str] | None = None) -> int:
     end = time.monotonic() + args.budget
     device = torch.device("cuda")
     chip = device_of(device)
-    (model,) = (model for model in MODELS if model.name == args.model)
-    path = args.out / table_name(model.num_experts, model.intermediate_size, chip.name, "bfloat16")
-    table = json.loads(path.read_text()) if path.exists() else new_table(model, chip.arch)
-    shapes = {tokens: shape_of(model, tokens) for tokens in args.tokens if str(tokens) not in table["tiles"]}
-    shapes = {tokens: shape for tokens, shape in shapes.items() if not takes_gemv(shape)}
+    (model,) = (model for model in (*MODELS, GPT_OSS) if model.name == args.model)
+    any_shape = shape_of(model, 1, args.packed)
+    kind = table_dtype(args.packed, torch.bfloat16)
+    path = args.out / table_name(model.num_experts, any_shape.intermediate_size, chip.name, kind)
+    table = json.loads(path.read_text()) if path.exists() else new_table(model, chip.arch, args.packed)
+    shapes = {
+        tokens: shape_of(model, tokens, args.packed) for tokens in args.tokens if str(tokens) not in table["tiles"]
+    }
+    shapes = {each: shape for each, shape in shapes.items() if not takes_gemv(shape, is_quantized=bool(args.packed))}
     spaces = {tokens: search_space(shape, chip.arch) for tokens, shape in shapes.items()}
     every = list(dict.fromkeys(itertools.chain.from_iterable(spaces.values())))
-    good = set(pruned(every, shape_of(model, 1), chip.arch)) if every else set()
-    layer = MoeCase(model, 1, "balanced").layer(device, torch.bfloat16)
+    good = set(pruned(every, any_shape, chip.arch)) if every else set()
+    layer = MoeCase(model, 1, "balanced", PACKED.get(args.packed)).layer(device, torch.bfloat16)
     for tokens in shapes:
         if time.monotonic() > end:
             break

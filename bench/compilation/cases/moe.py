@@ -15,6 +15,7 @@ from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
 GPT_OSS_20B = (32, 4, 2880, 2880)
+_PACKED_LAYOUTS = {"mxfp4": ("mxfp4", 1, 32), "nvfp4": ("nvfp4", 1, 16), "int4": ("int4", 1, 128)}
 # Of packed weights: matrix instructions, and loads 16 bytes wide.
 _PACKED_CODE = {
     **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", "LDGSTS.128")),
@@ -31,7 +32,10 @@ def cases() -> list[CompileCase]:
         found += _packed(target)
         for (gated, dtype, tile), shape in _fallbacks(target).items():
             found.append(gemm_case(target, tile, shape, gated, dtype))
-        found += [gemm_case(target, tile, shape, gated, "bf16") for gated, tile, shape in _tuned(target)]
+        for gated, tile, shape in _tuned(target):
+            found.append(
+                gemm_case(target, tile, shape, gated, "bf16", layout=_PACKED_LAYOUTS.get(shape.packed, ("", 1, 0)))
+            )
         if target not in EVERY_CASE:
             continue
         # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
@@ -67,7 +71,7 @@ def _tuned(target: str) -> list[tuple[bool, MoeTile, MoeShape]]:
         header = json.loads(path.read_text())
         sizes = {name: header[name] for name in ("num_experts", "hidden_size", "intermediate_size")}
         for num_entries, tiles in load_table(path).items() if header["arch"] == target else ():
-            shape = MoeShape(num_entries, **sizes, element_size=2)
+            shape = MoeShape(num_entries, **sizes, element_size=2, packed=header.get("packed", ""))
             found += [(True, tiles.gate_up, shape), (False, tiles.down, shape)]
     return found
 
@@ -187,7 +191,7 @@ def _packed(target: str) -> list[CompileCase]:
     """Sizes of gpt-oss-20b with every tile in MXFP4, which has the most to decode; the other formats at the fewest and
     the most rows."""
     found, is_every = [], target in EVERY_CASE
-    mxfp4, others = ("mxfp4", 1, 32), (("nvfp4", 1, 16), ("int4", 1, 128), ("int4", 1, 32))
+    mxfp4, *others = (*_PACKED_LAYOUTS.values(), ("int4", 1, 32))
     for tokens in (1, 64, 128, 256, 4096):
         layouts = (mxfp4, *others) if is_every and tokens in (64, 4096) else (mxfp4,)
         for layout in layouts:

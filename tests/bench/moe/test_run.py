@@ -36,9 +36,9 @@ def test_cases_cover_every_power_of_two() -> None:
 
 def test_quantized_weights_come_last() -> None:
     """So that a budget is spent on the others first."""
-    num_quantized = len(QUANTIZED_FORMATS) * len(QUANTIZED_TOKENS)
+    num_quantized = (len(QUANTIZED_FORMATS) + 1) * len(QUANTIZED_TOKENS)  # and gpt-oss in its own
     assert [case.format is None for case in CASES] == [True] * (len(CASES) - num_quantized) + [False] * num_quantized
-    assert CASES[-1].name == "Qwen3-30B-A3B-int4-1x128.balanced.1024"
+    assert CASES[-1].name == "gpt-oss-20b-mxfp4-1x32.balanced.1024"
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -58,13 +58,19 @@ def test_tokens_have_distinct_experts_and_cost_what_is_here(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "name", "expert_bytes"),
-    # An expert's 192 x 256 and 256 x 96 weights, and 4 bytes for every scale.
+    # An expert's 192 x 256 and 256 x 96 weights, in words of whole units, and 4 bytes for every scale, or one.
     [
         (Format("e4m3", 128, 128), "e4m3-128x128", 73728 + 4 * (2 * 2 + 2)),
         (Format("e4m3", 1, 0), "e4m3-channel", 73728 + 4 * (192 + 256)),
         (Format("e4m3", 0, 0), "e4m3-tensor", 73728 + 4 * 2),
         (Format("int8", 1, 128), "int8-1x128", 73728 + 4 * (192 * 8 + 256 * 3)),
         (Format("int4", 1, 128), "int4-1x128", 73728 // 2 + 4 * (192 * 8 + 256 * 3)),
+        (
+            Format("int4", 1, 128, zeros=True, in_words=True),
+            "int4-words-1x128-zeros",
+            192 * 128 + 256 * 64 + 5 * (192 * 8 + 256 * 3),
+        ),
+        (Format("mxfp4", 1, 32), "mxfp4-1x32", 192 * (128 + 8) + 256 * (64 + 3) + 2 * 4),
     ],
     ids=str,
 )
@@ -131,7 +137,7 @@ def test_quantized_weights_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     cases = [case for case in CASES if case.format and case.num_tokens == 16]
     monkeypatch.setattr(bench_moe, "CASES", cases)
     path = tmp_path / "rows.json"
-    assert main(["--device", "cpu", "--repeats", "2", "--only", "A3B", "--json", str(path)], lambda _: None) == 0
+    assert main(["--device", "cpu", "--repeats", "2", "--only", "balanced", "--json", str(path)], lambda _: None) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["format"]) for row in rows] == [(case.name, str(case.small().format)) for case in cases]
     for row in rows:

@@ -23,10 +23,12 @@ H200 = Device("sm_90", 132, "NVIDIA H200")
 TILE = MoeTile(64, 64, 64, 8, 4, 3)
 
 
-@pytest.mark.parametrize("num_tokens", [16, 256, 1024, 32768])
-def test_search_space_holds_the_fallback(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "packed"), [(16, ""), (256, ""), (1024, ""), (32768, ""), (16, "mxfp4"), (512, "int4")]
+)
+def test_search_space_holds_the_fallback(num_tokens: int, packed: str) -> None:
     """What is computed from the shape could be found by measuring, too, so that tuning never loses to it."""
-    shape = shape_of(QWEN3, num_tokens)
+    shape = shape_of(QWEN3, num_tokens, packed)
     space, tiles = search_space(shape, "sm_90"), fallback_tiles(shape, H200)
     assert len(space) == len(set(space)) < 800
     for gated, tile in ((True, tiles.gate_up), (False, tiles.down)):
@@ -63,6 +65,12 @@ def test_table_is_looked_up_by_the_nearest_size(monkeypatch: pytest.MonkeyPatch,
     for num_tokens, rows in ((1, 16), (64, 16), (280, 16), (300, 32), (1 << 17, 128)):
         tiles = moe_tiles(shape_of(QWEN3, num_tokens), torch.bfloat16, H200)
         assert tiles.gate_up == tiles.down == replace(TILE, block_m=rows)
+    packed = moe_tiles(shape_of(QWEN3, 64, "mxfp4"), torch.bfloat16, H200)
+    assert packed != tiles, "tables of other weights are others"
+    (tmp_path / name.replace("bfloat16", "mxfp4_w4a16")).write_text(json.dumps(table))
+    load_table.cache_clear()
+    moe_config._tiles.cache_clear()
+    assert moe_tiles(shape_of(QWEN3, 64, "mxfp4"), torch.bfloat16, H200).gate_up == replace(TILE, block_m=16)
     assert load_table(tmp_path / name)[64 * QWEN3.top_k].down.block_m == 16
 
 
