@@ -88,9 +88,9 @@ def dequantize(
     """One expert's weights [rows, columns]: (code - zero) * scale * tensor_scale, with a zero and a scale for all of
     them, each row, or each group of rows and columns.
 
-    Groups of e4m3 are 128 x 128, those of others some columns of a row. Bytes are two 4-bit codes, low bits first,
-    int32 words codes as `packing` orders them, of num_columns columns; a 4-bit code stands for 8 less where there are
-    no zeros, or for E2M1 beside scales that are no plain numbers.
+    Groups of e4m3 are 128 x 128, those of others some columns of a row, 32 of MXFP4 and 16 of NVFP4. Bytes are two
+    4-bit codes, low bits first, int32 words codes as `packing` orders them, of num_columns columns; a 4-bit code stands
+    for 8 less where there are no zeros, or for E2M1 beside scales that are no plain numbers.
     """
     if scale is None:
         return f64(w)
@@ -110,6 +110,8 @@ def dequantize(
         if given.dim() < 2:
             return given.reshape(-1, 1)
         height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // given.shape[1])
+        if is_e2m1:
+            width = 32 if is_e8m0 else 16
         rows, columns = torch.arange(values.shape[0]) // height, torch.arange(values.shape[1]) // width
         return given[rows][:, columns]
 

@@ -11,6 +11,8 @@ import torch
 import paged
 from paged import LoraBatch, LoraWeights, Penalties, Routing
 from paged.bench.attention.problem import Problem, make
+from paged.bench.moe.formats import NVFP4
+from paged.bench.moe.formats import quantize as quantize_experts
 from paged.kernels.quantization.quantize import quantize
 from tests.operations import OPERATIONS
 
@@ -195,6 +197,9 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
         variants.append({**arguments, "expert_map": expert_map})
     if name == "fused_moe":
         variants.append({**arguments, "w1_bias": torch.randn(4, 24, device=device), "activation": "gelu"})
+        first, second = (quantize_experts(arguments[each], NVFP4) for each in ("w1", "w2"))
+        packed = {"w1": first.w, "w2": second.w, **first.options("w1"), **second.options("w2")}
+        variants.append(arguments | packed)
     if name == "quantized_linear":
         x, plain = torch.randn(3, 200, device=device), torch.randn(24, 200, device=device)
         variants += [{"x": x, "weight": quantize(plain, form)} for form in ("e4m3", "int8", "mxfp4", "nvfp4")]

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged import InvalidInputError, UnsupportedError, fused_moe
+from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size
 from paged.bench.moe.formats import FORMATS, quantize
+from paged.kernels.common.quantized.torch_ops import product
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.fused_moe import moe_block_size
@@ -89,8 +91,10 @@ def test_every_tile(layout: str, num_tokens: int, block_m: int, backend: str, de
 
 
 @pytest.mark.usefixtures("backend")
-def test_biases_activation_and_a_nan_row(device: torch.device) -> None:
-    inputs, scales = make_quantized(device, "e4m3 block", 6, torch.float32)
+@pytest.mark.parametrize("layout", ["e4m3 block", "mxfp4"])
+def test_biases_activation_and_a_nan_row(layout: str, device: torch.device) -> None:
+    """Interleaved, as gpt-oss has it."""
+    inputs, scales = make_quantized(device, layout, 6, torch.float32)
     inputs[0][3, 7] = math.nan
     inputs[0][4] = 0
     options = scales | {
@@ -103,6 +107,48 @@ def test_biases_activation_and_a_nan_row(device: torch.device) -> None:
     assert out.isnan().any(1).tolist() == [False, False, False, True, False, False]
     finite = out.isfinite().all(1)
     assert_close(out[finite], moe_reference.fused_moe(*inputs, **options)[finite.cpu()])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("layout", ["mxfp4", "int4 words zeros"])
+def test_experts_of_another_rank_and_a_given_alignment(layout: str, device: torch.device) -> None:
+    """Sizes that are no whole words, whose tiles `moe_block_size` finds by the words alone."""
+    inputs, scales = make_quantized(device, layout, 3, torch.float32, hidden_size=64, intermediate_size=32)
+    expert_map = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    expected = moe_reference.fused_moe(*inputs, expert_map=expert_map, **scales)
+    assert_close(fused_moe(*inputs, expert_map=expert_map, **scales), expected)
+    size = moe_block_size(7, 2, inputs[2], expert_map=expert_map, w2_scale=scales["w2_scale"], dtype=inputs[0].dtype)
+    if size is not None:
+        aligned = moe_align_block_size(inputs[4], size, 3, expert_map=expert_map)
+        assert_close(fused_moe(*inputs, expert_map=expert_map, aligned=aligned, **scales), expected)
+
+
+@pytest.mark.usefixtures("backend")
+def test_strides_of_scales_are_free(device: torch.device) -> None:
+    inputs, scales = make_quantized(device, "int4 words zeros", 3, torch.float32, hidden_size=64, intermediate_size=64)
+    contiguous = {name: None if each is None else each.contiguous() for name, each in scales.items()}
+    assert contiguous["w1_scale"].stride() != scales["w1_scale"].stride()
+    assert torch.equal(fused_moe(*inputs, **scales), fused_moe(*inputs, **contiguous))
+
+
+def test_nothing_is_unpacked_in_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PyTorch implementation takes a tile of rows at a time: no tensor has as many numbers as an expert."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    monkeypatch.setattr(product, "_TILE", 1)
+    inputs, scales = make_quantized(device, "mxfp4", 3, torch.float32, hidden_size=512, intermediate_size=512)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and out.is_floating_point():
+                largest = max(largest, out.numel())
+            return out
+
+    with Sizes():
+        fused_moe(*inputs, **scales)
+    assert 0 < largest <= 128 * 512
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
@@ -118,6 +164,13 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"][..., :5].contiguous()})
     with pytest.raises(UnsupportedError, match="w1_scale: groups of 16 columns, expected a multiple of 32"):
         fused_moe(*inputs, **scales | {"w1_scale": scales["w1_scale"].repeat(1, 1, 2)})
+    with pytest.raises(InvalidInputError, match=r"w1_zeros: dtype torch[.]uint8, expected torch[.]int8"):
+        fused_moe(*inputs, **scales | {"w1_zeros": torch.zeros_like(scales["w1_scale"], dtype=torch.uint8)})
+    with pytest.raises(InvalidInputError, match=r"w2_tensor_scale: shape \[\], expected \[3\]"):
+        fused_moe(*inputs, **scales | {"w2_tensor_scale": torch.ones((), device=device)})
+    plain = torch.randn(3, 192, 192, device=device), torch.randn(3, 192, 96, device=device)
+    with pytest.raises(InvalidInputError, match="w1_zeros: given with plain weights, expected None"):
+        fused_moe(inputs[0], *plain, *inputs[3:], w1_zeros=torch.zeros(3, dtype=torch.int8, device=device))
     inputs, scales = make_quantized(device, "e4m3 block", 3, torch.float32)
     fused_moe(*inputs, **scales)
     with pytest.raises(InvalidInputError, match=r"w2_scale: shape \[3, 2, 2\], expected \[3, 2, 1\]"):
@@ -126,3 +179,15 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
     fused_moe(*inputs, **scales)
     with pytest.raises(InvalidInputError, match=r"w1: shape \[3, 192, 95\], expected \[3, 192, 96\]"):
         fused_moe(inputs[0], inputs[1][..., 1:], *inputs[2:], **scales)
+    inputs, scales = make_quantized(device, "mxfp4", 3, torch.float32)
+    fused_moe(*inputs, **scales)
+    with pytest.raises(InvalidInputError, match=r"w2: shape \[3, 192, 32\], expected \[num_experts, 192, 16\]"):
+        fused_moe(*inputs[:2], inputs[2].repeat(1, 1, 2), *inputs[3:], **scales)
+    with pytest.raises(InvalidInputError, match=r"w2_scale: shape \[3, 192, 2\], expected \[3, 192, 3\]"):
+        fused_moe(*inputs, **scales | {"w2_scale": scales["w2_scale"][..., 1:]})
+    with pytest.raises(InvalidInputError, match="w2_zeros: given with mxfp4 weights, expected None"):
+        fused_moe(*inputs, **scales | {"w2_zeros": torch.zeros(3, 192, 3, dtype=torch.int8, device=device)})
+    in_bytes, others = make_quantized(device, "int4 group", 3, torch.float32)
+    mixed = {"w1_scale": scales["w1_scale"], "w2_scale": others["w2_scale"]}
+    with pytest.raises(InvalidInputError, match=r"w1, w2: torch[.]int32 and torch[.]uint8, expected int32 of both"):
+        fused_moe(*inputs[:2], in_bytes[2], *inputs[3:], **mixed)
