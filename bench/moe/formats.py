@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.quantized.packing import unpack_codes
+from paged.kernels.common.packed.packing import unpack_codes
 from paged.kernels.quantization.quantize import quantize as quantize_linear
 
 

@@ -38,7 +38,7 @@ from paged.bench.moe.formats import MXFP4, NVFP4, Format
 from paged.bench.timing import take
 from paged.kernels.common.compat import interpreting
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
-from paged.kernels.common.quantized.packing import num_words
+from paged.kernels.common.packed.packing import num_words
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, table_dtype, table_name, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size

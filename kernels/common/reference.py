@@ -56,7 +56,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
 
 
 def codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """The code of each column, as `quantized.packing` says where it stands: nibble i of half h of word r of unit u."""
+    """The code of each column, as `packed.packing` says where it stands: nibble i of half h of word r of unit u."""
     columns = torch.arange(num_columns)
     unit, inside = columns // 128, columns % 128
     i, r, half = inside // 32, inside % 32 // 2, inside % 2

@@ -7,9 +7,6 @@ from typing import NamedTuple
 import torch
 
 from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
-    check_contiguous,
-    check_is_tensor,
     check_last_dim_contiguous,
     check_shape,
     check_tensor,
@@ -31,7 +28,7 @@ from paged.kernels.moe.ops import ops
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
 from paged.kernels.moe.sum import moe_sum
 from paged.kernels.moe.torch_ops import fused_moe as torch_op
-from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_weights
+from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_operands
 
 
 def fused_moe(
@@ -118,7 +115,7 @@ def fused_moe(
     key = call_key("fused_moe", tensors, activation, interleaved)
     steps = known(key)
     if steps is None:
-        _check(hidden_states, gate_up, down, topk_weights, topk_ids)
+        check_operands(hidden_states, gate_up, down, topk_weights, topk_ids)
         check_expert_map(expert_map, hidden_states.device)
         if out is not None:
             check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
@@ -227,33 +224,6 @@ def _chosen_tiles(
     if takes_gemv(shape, is_quantized=bool(down.format)):
         return None
     return moe_tiles(shape, dtype, device_of(down.w.device))
-
-
-def _check(
-    hidden_states: torch.Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> None:
-    for name, tensor in (("hidden_states", hidden_states), ("w1", gate_up.w), ("w2", down.w)):
-        check_is_tensor(name, tensor)
-    device, dtype = hidden_states.device, hidden_states.dtype
-    check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
-    num_tokens, hidden_size = hidden_states.shape
-    check_shape("w1", gate_up.w, ("num_experts", "2 * intermediate_size", "hidden_size"))
-    # Words do not say how many columns they hold.
-    intermediate_size: int | str = gate_up.w.shape[1] // 2 if down.is_packed else "intermediate_size"
-    check_weights("w2", down, ("num_experts", hidden_size, intermediate_size), dtype, device)
-    num_rows = 2 * (intermediate_size if isinstance(intermediate_size, int) else down.columns)
-    check_weights("w1", gate_up, (len(down.w), num_rows, hidden_size), dtype, device)
-    if gate_up.is_packed != down.is_packed:
-        raise InvalidInputError(f"w1, w2: {gate_up.w.dtype} and {down.w.dtype}, expected int32 of both or of none")
-    check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
-    check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), device)
-    check_last_dim_contiguous("hidden_states", hidden_states)
-    check_contiguous("topk_weights", topk_weights)
-    check_contiguous("topk_ids", topk_ids)
 
 
 def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:

@@ -10,7 +10,7 @@ from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.launch import Box, Launch, strides
-from paged.kernels.common.quantized.packing import E2M1_GROUPS
+from paged.kernels.common.packed.packing import E2M1_GROUPS
 from paged.kernels.moe.alignment import MoeAlignment
 from paged.kernels.moe.config import MoeTile, quantized_tile
 from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel

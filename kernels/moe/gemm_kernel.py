@@ -16,8 +16,8 @@ from __future__ import annotations
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.gated_activation import gated_activation
-from paged.kernels.common.quantized.decode import as_zero, decode_bytes, load_zero
-from paged.kernels.common.quantized.product import quantized_product
+from paged.kernels.common.packed.decode import as_zero, decode_bytes, load_zero
+from paged.kernels.common.packed.product import quantized_product
 
 
 @triton.jit(do_not_specialize=["num_entries"])

@@ -11,12 +11,13 @@ from paged.kernels.common.checks import (
     check_contiguous,
     check_device,
     check_dtype,
+    check_is_tensor,
     check_last_dim_contiguous,
     check_shape,
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.quantized.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
+from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
 
 # Values of a token, and rows and columns of weights, that share a scale in 128 x 128 quantisation (DeepSeek-V3, 2024).
 FP8_GROUP = 128
@@ -91,15 +92,42 @@ class MoeCall:
         return self.gate_up.w.shape[1] // 2
 
 
-def check_weights(
-    name: str, linear: ExpertLinear, expected: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
+def check_operands(
+    hidden_states: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
 ) -> None:
-    """Raise unless a projection's weights have the expected shape, and its bias, scales and zero points fit them.
+    """Raise unless what `fused_moe` multiplies, and where it goes, fit each other.
 
     Raises:
-        InvalidInputError: a shape, dtype, device or stride does not fit.
-        UnsupportedError: a group of columns is no multiple of 32, the shortest step of a matrix product.
+        InvalidInputError, UnsupportedError: see `fused_moe`.
     """
+    for name, tensor in (("hidden_states", hidden_states), ("w1", gate_up.w), ("w2", down.w)):
+        check_is_tensor(name, tensor)
+    device, dtype = hidden_states.device, hidden_states.dtype
+    check_tensor("hidden_states", hidden_states, ("num_tokens", "hidden_size"), FLOAT_DTYPES, device)
+    num_tokens, hidden_size = hidden_states.shape
+    check_shape("w1", gate_up.w, ("num_experts", "2 * intermediate_size", "hidden_size"))
+    # Words do not say how many columns they hold.
+    intermediate_size: int | str = gate_up.w.shape[1] // 2 if down.is_packed else "intermediate_size"
+    _check_weights("w2", down, ("num_experts", hidden_size, intermediate_size), dtype, device)
+    num_rows = 2 * (intermediate_size if isinstance(intermediate_size, int) else down.columns)
+    _check_weights("w1", gate_up, (len(down.w), num_rows, hidden_size), dtype, device)
+    if gate_up.is_packed != down.is_packed:
+        raise InvalidInputError(f"w1, w2: {gate_up.w.dtype} and {down.w.dtype}, expected int32 of both or of none")
+    check_tensor("topk_ids", topk_ids, (num_tokens, "top_k"), (torch.int32,), device)
+    check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), device)
+    check_last_dim_contiguous("hidden_states", hidden_states)
+    check_contiguous("topk_weights", topk_weights)
+    check_contiguous("topk_ids", topk_ids)
+
+
+def _check_weights(
+    name: str, linear: ExpertLinear, expected: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """A projection's weights have the expected shape, and its bias, scales and zero points fit them."""
     w, bias = linear.w, linear.bias
     check_dtype(name, w, *((dtype,) if linear.scale is None else _QUANTIZED))
     check_device(name, w, device)

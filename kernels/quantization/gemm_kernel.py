@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.quantized.product import quantized_product
+from paged.kernels.common.packed.product import quantized_product
 from paged.kernels.quantization.partials import finished
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.quantized.packing import E2M1, MXFP4_GROUP, NVFP4_GROUP, pack_codes
+from paged.kernels.common.packed.packing import E2M1, MXFP4_GROUP, NVFP4_GROUP, pack_codes
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
 

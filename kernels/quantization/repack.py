@@ -10,7 +10,7 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.quantized.packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
+from paged.kernels.common.packed.packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
 from paged.kernels.quantization.weight import QuantizedWeight
 
 # The column, of eight, whose code stands in nibble 0, 1, ... of a word of AWQ's (Lin et al., 2024).

@@ -15,7 +15,7 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.quantized.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
+from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
 from paged.kernels.common.scalars import as_bool, as_int
 
 # Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).

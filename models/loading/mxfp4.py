@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from paged.kernels.common.quantized.packing import MXFP4_GROUP, num_words, pack_codes, unpack_pairs
+from paged.kernels.common.packed.packing import MXFP4_GROUP, num_words, pack_codes, unpack_pairs
 from paged.models.loading.weights import WeightSlots
 
 

@@ -40,7 +40,7 @@ HOLDS = {
     "kernels/attention": "paged attention, its plan",
     "kernels/cache": "writes to the cache, copies",
     "kernels/common": "devices, checks, launches",
-    "kernels/common/quantized": "packed codes, their products",
+    "kernels/common/packed": "packed codes, their products",
     "kernels/layers": "norms, rotary, activations",
     "kernels/lora": "low-rank adapters",
     "kernels/moe": "routing, experts, tuned tables",

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.quantized.torch_ops.product import quantized_product
+from paged.kernels.common.packed.torch_ops.product import quantized_product
 from paged.kernels.common.torch_ops.gated_activation import gated_activation
 from paged.kernels.common.torch_ops.linear import linear as product
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows

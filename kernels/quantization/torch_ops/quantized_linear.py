@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.quantized.torch_ops.product import quantized_product
+from paged.kernels.common.packed.torch_ops.product import quantized_product
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
 
 

@@ -392,15 +392,20 @@ def test_alignment_made_beforehand(num_tokens: int, backend: str, device: torch.
             fused_moe(*inputs, aligned=moe_align_block_size(inputs[4], 2 * block_size, 8))
 
 
-def test_token_counts_lead_to_every_alignment(device: torch.device, backend: str) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_token_counts_lead_to_every_alignment(is_packed: bool, device: torch.device, backend: str) -> None:
     w2 = torch.empty(8, 64, 48, dtype=torch.float16, device=device)
-    counts = token_counts(300, 2, w2)
+    options: dict[str, Any] = {}
+    if is_packed:
+        w2, scale = w2.new_zeros(8, 64, 16, dtype=torch.int32), w2.new_zeros(8, 64, 2, dtype=torch.uint8)
+        options = {"w2_scale": scale, "dtype": torch.float16}
+    counts = token_counts(300, 2, w2, **options)
     assert counts[0] == 1
     assert 257 in counts, "routing takes another way"
     assert len(counts) < 10
-    ways = [{moe_block_size(count, 2, w2) for count in some} for some in (counts, range(1, 301))]
+    ways = [{moe_block_size(count, 2, w2, **options) for count in some} for some in (counts, range(1, 301))]
     assert ways[0] == ways[1]
-    assert len(ways[0]) == (1 if backend == "torch" else 5)
+    assert len(ways[0]) == (1 if backend == "torch" else 4 if is_packed else 5)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
@@ -408,8 +413,10 @@ def test_both_gemms_share_one_order(arch: str) -> None:
     for element_size in (2, 4):
         for num_entries in (1, 16, 100, 200, 500, 1 << 20):
             for size in (33, 512, 4096):
-                tiles = fallback_tiles(MoeShape(num_entries, 8, size, size, element_size), Device(arch, 100))
-                assert tiles.gate_up.block_m == tiles.down.block_m
+                for packed in ("", "mxfp4"):
+                    shape = MoeShape(num_entries, 8, size, size, element_size, packed)
+                    tiles = fallback_tiles(shape, Device(arch, 100))
+                    assert tiles.gate_up.block_m == tiles.down.block_m
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size
 from paged.bench.moe.formats import FORMATS, quantize
-from paged.kernels.common.quantized.torch_ops import product
+from paged.kernels.common.packed.torch_ops import product
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.fused_moe import moe_block_size

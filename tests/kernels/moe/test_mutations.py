@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import paged.kernels.common.quantized.decode
+import paged.kernels.common.packed.decode
 import paged.kernels.moe.gemm
 import paged.kernels.moe.gemm_kernel
 from paged import fused_moe
@@ -17,7 +17,7 @@ from tests.kernels.faulty import load_copy, replaced
 from tests.kernels.moe.test_fused_moe_quantized import make_quantized
 from tests.tolerance import assert_close
 
-MODULES = {"decode": paged.kernels.common.quantized.decode, "gemm_kernel": paged.kernels.moe.gemm_kernel}
+MODULES = {"decode": paged.kernels.common.packed.decode, "gemm_kernel": paged.kernels.moe.gemm_kernel}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
     "no fault": ("gemm_kernel", "", ""),

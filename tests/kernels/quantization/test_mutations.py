@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import paged.kernels.common.quantized.decode
-import paged.kernels.common.quantized.product
+import paged.kernels.common.packed.decode
+import paged.kernels.common.packed.product
 import paged.kernels.quantization.gemm
 import paged.kernels.quantization.gemm_kernel
 import paged.kernels.quantization.partials
@@ -17,8 +17,8 @@ from tests.kernels.faulty import load_copy, replaced
 from tests.kernels.quantization.problem import Problem
 
 MODULES = (
-    paged.kernels.common.quantized.decode,
-    paged.kernels.common.quantized.product,
+    paged.kernels.common.packed.decode,
+    paged.kernels.common.packed.product,
     paged.kernels.quantization.gemm_kernel,
     paged.kernels.quantization.partials,
     paged.kernels.quantization.quantize_rows,
@@ -94,7 +94,7 @@ def test_checks_see_the_fault(
     users = {
         "product": (modules.gemm_kernel, ("quantized_product",)),
         "decode": (
-            paged.kernels.common.quantized.product,
+            paged.kernels.common.packed.product,
             ("decode_run", "decode_bytes", "run_scale", "as_zero", "load_zero"),
         ),
         "gemm_kernel": (modules.gemm, ("_quantized_linear_kernel",)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError
-from paged.kernels.common.quantized.packing import pack_codes, unpack_codes
+from paged.kernels.common.packed.packing import pack_codes, unpack_codes
 from paged.kernels.quantization import reference
 from paged.kernels.quantization.repack import (
     from_awq,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.quantized.packing import E2M1, unpack_codes, unpack_pairs
+from paged.kernels.common.packed.packing import E2M1, unpack_codes, unpack_pairs
 from paged.kernels.common.torch_ops.linear import linear
 
 # Weights that are unpacked at once: 4 MB in float32, which stay in a core's cache until they are multiplied.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
-from paged.kernels.common.quantized.decode import as_zero, decode_bytes, decode_run, load_zero, run_scale
+from paged.kernels.common.packed.decode import as_zero, decode_bytes, decode_run, load_zero, run_scale
 
 
 @triton.jit
