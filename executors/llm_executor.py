@@ -56,8 +56,9 @@ class LlmExecutor(UnifiedExecutor):
         else:
             itemsize = self.kv_manager.k_cache(0).element_size()
             kv_bytes = -(-self.kv_manager.config.elements_per_token * itemsize // info.num_layers)
+        plain_bytes = info.num_parameters * info.dtype.itemsize
         self._memory = MemoryRequirements(
-            weight_bytes=info.num_parameters * info.dtype.itemsize,
+            weight_bytes=model.parameter_bytes() if isinstance(model, PagedCausalLM) else plain_bytes,
             kv_bytes_per_token_per_layer=kv_bytes,
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, PagedError
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.loading.weights import (
@@ -20,6 +20,7 @@ from paged.models.loading.weights import (
     read_headers,
     read_tensor,
 )
+from paged.models.quantization.read import as_stored, without_zero_biases
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +58,13 @@ def load_network(
         moe=tuple(
             _as_stored(moe, stored, f"model.layers.{layer}.{config.mlp_name}") for layer, moe in enumerate(config.moe)
         ),
+        quantization=as_stored(config.quantization, stored),
     )
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
     network = meta_network(network_class, config, dtype)
+    stored = without_zero_biases(stored, network.weight_slots())
     check_weights(stored, network.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
     network = network.to_empty(device=device)
     load_weights(stored, network.weight_slots())
@@ -74,12 +77,15 @@ def meta_network(network_class: type[Llama], config: DecoderConfig, dtype: torch
     """A network without memory.
 
     Raises:
-        CheckpointError: a weight would have more bytes than can be counted.
+        CheckpointError: a weight would have more bytes than can be counted, or is no whole number of groups or words.
+        UnsupportedError: projections of the same input are packed in several ways.
     """
     try:
         with torch.device("meta"):
             network = network_class(config)
         network.set_dtype(dtype)
+    except PagedError:
+        raise
     except RuntimeError as error:
         raise CheckpointError(f"sizes beyond any model's: {error}; {config}"[:1000]) from error
     return network

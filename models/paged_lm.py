@@ -18,7 +18,7 @@ from paged.forward_step import PreparedStep, validate_items
 from paged.kernels.common.compilation import run_compiled
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
-from paged.models.loading.mxfp4 import num_weights
+from paged.models.loading.packed_tensors import num_weights
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.step_graphs import StepGraphs, graph_sizes
@@ -82,6 +82,10 @@ class PagedCausalLM(DecoderOnlyLLM):
     def num_parameters(self) -> int:
         """Weights and biases, a tied head once."""
         return num_weights(self.network)
+
+    def parameter_bytes(self) -> int:
+        """Device memory of the weights, packed ones with their scales."""
+        return sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
         with self._logits([self._next_item(cache_id, tokens)]) as logits:

@@ -36,6 +36,7 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.quantization.modelopt import read_config
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "Cohere2ForCausalLM": Cohere2,
@@ -154,7 +155,7 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
         CheckpointError: config.json is missing or malformed.
         UnsupportedError: the architecture, or an option of it, is not known here.
     """
-    hf = text_part(HfConfig.read(folder))
+    hf = text_part(read_config(folder))
     network_class = network_class_of(hf)
     return network_class, config_of(network_class, hf)
 

@@ -16,6 +16,7 @@ from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import AttentionMetadata
 from paged.models.decoder_network import DecoderNetwork
+from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.staging import to_device
 
@@ -31,8 +32,26 @@ def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longe
     """
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
+    run_packed(network, longest)
     launch_all(torch.zeros(1, network.config.vocab_size, device=kv_manager.device))
     kv_manager.warm_up()
+
+
+def run_packed(network: DecoderNetwork, longest: int) -> None:
+    """Multiply with packed weights of every kind in every way that up to `longest` rows take: the steps are too few, as
+    in small layers tiles depend on many more rows.
+    """
+    dtype = next(network.parameters()).dtype
+    kinds = {}
+    for _, linear in network.named_modules():
+        if isinstance(linear, Linear) and (packed := linear.packed) is not None:
+            kinds[packed.layout, packed.in_features, packed.sizes, len(packed.runs), linear.bias is None] = (
+                linear,
+                packed,
+            )
+    for linear, packed in kinds.values():
+        for count in packed.row_counts(longest, dtype):
+            linear(torch.zeros(count, packed.in_features, dtype=dtype, device=packed.values.device))
 
 
 def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:

@@ -14,9 +14,11 @@ from paged.executors.command_line.checkpoint_folder import missing_files
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.mxfp4 import num_weights
-from paged.models.loading.weights import read_header
+from paged.models.loading.packed_tensors import num_weights
+from paged.models.loading.weights import StoredTensors, read_header
 from paged.models.network_loader import meta_network
+from paged.models.quantization.modelopt import read_config
+from paged.models.quantization.read import as_stored
 from paged.models.registry import GPU_FRACTION, cache_config, config_of, network_class_of, text_part
 
 
@@ -24,8 +26,8 @@ from paged.models.registry import GPU_FRACTION, cache_config, config_of, network
 class CheckpointSummary:
     """None where nothing says so. reason: why it is not supported, by the option's name. missing: files.
 
-    parameters: once loaded; of one that is not supported, elements stored. tensors: those by dtype. weight_bytes: once
-    loaded in `dtype`.
+    parameters: once loaded; of one that is not supported, elements stored. tensors: those by dtype. stored_bytes: of
+    the files that hold them. weight_bytes: once loaded, packed weights as they are packed and others in `dtype`.
     kv_bytes_per_token: K and V of all layers that have some. kv_tokens: how many fit into `device_bytes` beside the
     weights, in whole blocks, over all sequences. sliding_layers: those that see a window only.
     """
@@ -48,6 +50,7 @@ class CheckpointSummary:
     num_experts: int | None
     vocab_size: int | None
     max_seq_len: int | None
+    stored_bytes: int
     weight_bytes: int | None
     kv_bytes_per_token: int | None
     block_size: int
@@ -68,16 +71,17 @@ def summarize(
     Raises:
         CheckpointError: config.json is missing or malformed, or a file of weights is.
     """
-    hf = HfConfig.read(folder)
+    hf = read_config(folder)
     known = _config(hf)
     reason = known if isinstance(known, str) else None
     network_class, config = (None, None) if isinstance(known, str) else known
-    tensors = _tensors(folder)
+    stored, tensors = _stored(folder)
     parameters = sum(tensors.values()) or None
     cache_dtype = weight_bytes = kv_bytes = kv_tokens = None
     if network_class is not None and config is not None:
         dtype = config.dtype if dtype is None else dtype
         cache_dtype = torch.float8_e4m3fn if fp8_cache else dtype
+        config = replace(config, quantization=as_stored(config.quantization, stored))
         parameters, weight_bytes = _loaded(network_class, config, dtype)
         cache = cache_config(config, block_size=block_size)
         block_bytes = cache.elements_per_block * cache_dtype.itemsize
@@ -106,6 +110,7 @@ def summarize(
         num_experts=None if moe is None else moe.num_experts,
         vocab_size=config.vocab_size if config else _integer(hf, "vocab_size"),
         max_seq_len=config.max_position_embeddings if config else _integer(hf, "max_position_embeddings"),
+        stored_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()}),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv_bytes,
         block_size=block_size,
@@ -119,13 +124,18 @@ def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
     try:
         text = text_part(hf)
         network_class = network_class_of(text)
-        return network_class, config_of(network_class, text)
+        config = config_of(network_class, text)
+        if config.quantization is not None:
+            meta_network(network_class, config, config.dtype)  # its layers may be of sizes that cannot be packed so
+        return network_class, config
     except PagedError as error:
         return str(error).removeprefix(f"{hf.source}: ")
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Parameters and their bytes once loaded: of one layer of every kind, times how many."""
+    """Parameters and their bytes once loaded: of plain weights those of one layer of every kind, times how many."""
+    if config.quantization is not None:
+        return _size(network_class, config, dtype)
     none = replace(config, attention=(), moe=(), intermediate_size=())
     rest = num_parameters, num_bytes = _size(network_class, none, dtype)
     layers = Counter(zip(config.attention, config.moe, config.intermediate_size, strict=True))
@@ -142,12 +152,15 @@ def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype)
     return num_weights(network), sum(parameter.nbytes for parameter in network.parameters())
 
 
-def _tensors(folder: Path) -> dict[str, int]:
+def _stored(folder: Path) -> tuple[StoredTensors, dict[str, int]]:
+    """Every tensor, and the elements of each dtype."""
+    stored: StoredTensors = {}
     found: Counter[str] = Counter()
     for file in sorted(folder.glob("*.safetensors")):
-        for tensor in read_header(file).values():
-            found[tensor.dtype] += math.prod(tensor.shape)
-    return dict(found)
+        stored |= read_header(file)
+    for tensor in stored.values():
+        found[tensor.dtype] += math.prod(tensor.shape)
+    return stored, dict(found)
 
 
 def _integer(hf: HfConfig, key: str) -> int | None:

@@ -132,6 +132,7 @@ def _print(summary: CheckpointSummary) -> None:
         "experts": summary.num_experts,
         "vocabulary": summary.vocab_size,
         "longest sequence": None if summary.max_seq_len is None else f"{summary.max_seq_len:,} tokens",
+        "files": size(summary.stored_bytes or None),
         "weights": size(summary.weight_bytes),
         "KV a token": None if summary.kv_bytes_per_token is None else f"{summary.kv_bytes_per_token:,} bytes",
         "KV cache": fitting or "give --device-memory to see how many tokens fit",

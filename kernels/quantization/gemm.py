@@ -9,10 +9,29 @@ from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.launch import launch
 from paged.kernels.common.packed.packing import E8M0
-from paged.kernels.quantization.config import GROUP_M, LinearShape, linear_tile
+from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
 from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
 from paged.kernels.quantization.partials import SUM_COLUMNS, _sum_partials_kernel
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+
+
+def row_counts(most: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
+    """The least number of contiguous rows of `dtype`, of 1 to `most`, for each way that they can be multiplied, rising:
+    what is chosen changes from a multiple of 16 to the next row."""
+    counts: dict[object, int] = {}
+    for count in range(1, most + 1, 16):
+        # Activations have 8 bits where they are quantised and the chip multiplies such.
+        tiles = (_tile(count, size, weight.in_features * size % 16 == 0, weight) for size in {1, dtype.itemsize})
+        counts.setdefault(tuple(tiles), count)
+    return list(counts.values())
+
+
+def _tile(num_rows: int, element_size: int, is_aligned: bool, weight: QuantizedWeight) -> LinearTile:
+    depth = weight.in_features
+    is_aligned = is_aligned and (weight.is_packed or depth % 16 == 0)
+    group_k = weight.group[1]
+    shape = LinearShape(num_rows, weight.out_features, depth, element_size, weight.is_packed, group_k, is_aligned)
+    return linear_tile(shape, device_of(weight.values.device))
 
 
 def quantized_gemm(
@@ -32,9 +51,7 @@ def quantized_gemm(
     columns = weight.out_features
     group_n, group_k = weight.group
     x_unit = 16 // x.element_size() if x.stride(0) * x.element_size() % 16 == 0 else 1
-    is_aligned = x_unit > 1 and (weight.is_packed or depth % 16 == 0)
-    shape = LinearShape(num_rows, columns, depth, x.element_size(), weight.is_packed, group_k, is_aligned)
-    tile = linear_tile(shape, device_of(x.device))
+    tile = _tile(num_rows, x.element_size(), x_unit > 1, weight)
     steps = triton.cdiv(depth, tile.block_k)
     steps_per_split = triton.cdiv(steps, tile.num_splits)
     num_splits = triton.cdiv(steps, steps_per_split)

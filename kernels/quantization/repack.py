@@ -71,8 +71,9 @@ def from_gptq(
     """GPTQ (Frantar et al., 2023): weight[n, k] = (code(n, k) - zero(n, g)) * scales[g, n].
 
     code(n, k) = qweight[k // p, n] >> (b * (k % p)) & (2^b - 1) with b = num_bits and p = 32 / b; g = g_idx[k], or k //
-    group_size where it is not given; zero(n, g) = (qzeros[g, n // p] >> (b * (n % p)) + 1) & (2^b - 1) in version 1 of
-    the format, without the 1 in version 2.
+    group_size where it is not given; zero(n, g) = qzeros[g, n // p] >> (b * (n % p)) & (2^b - 1) in version 2 of the
+    format. Version 1 stores a word less one in each of its places, as GPTQModel converts it: a zero point of 0 borrows
+    from its neighbour.
 
     Args:
         qweight: int32 [in_features / p, out_features].
@@ -97,8 +98,8 @@ def from_gptq(
     if qzeros is not None:
         expected = (scales.shape[0], -(-rows // per_word))
         check_tensor("qzeros", qzeros, expected, (torch.int32,), qweight.device)
-        stored = _unpack(qzeros, num_bits)[:, :rows].T
-        zeros = stored + (2 - format_version) & 2**num_bits - 1
+        ones = 0x11111111 if num_bits == 4 else 0x01010101
+        zeros = _unpack(qzeros + (2 - format_version) * ones, num_bits)[:, :rows].T
     return _from_codes(_unpack(qweight.T, num_bits), scales.T, zeros, g_idx, num_bits)
 
 

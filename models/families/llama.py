@@ -22,6 +22,7 @@ from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
+from paged.models.quantization.packed_weights import PackedWeights
 
 
 class DecoderLayer(nn.Module):
@@ -111,7 +112,13 @@ class Llama(nn.Module):
         self.layers = cast("Sequence[DecoderLayer]", layers)
         self.norm = stream_norm(config)
         self._packed_embedding: torch.Tensor | None = None
-        self.lm_head = None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size)
+        sizes = config.hidden_size, {"lm_head": config.vocab_size}
+        self.lm_head = None if config.tie_word_embeddings else Linear(*sizes)
+        if config.quantization is not None:
+            for path, module in self.named_modules():
+                if isinstance(module, Linear):
+                    prefix = f"model.{path}".rpartition(".")[0].replace(".mlp", f".{config.mlp_name}")
+                    module.quantize("" if module is self.lm_head else prefix, config.quantization)
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -130,6 +137,9 @@ class Llama(nn.Module):
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""
+        for module in self.modules():
+            if isinstance(module, PackedWeights):
+                module.bind()
         config, device = self.config, self.embed_tokens.device
         rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
         tables = {one: rope_table(*one, max_seq_len, device) for one in set(rotations)}
@@ -159,8 +169,6 @@ class Llama(nn.Module):
                 module.pack()
         if self.lm_head is None:
             self._packed_embedding = pack(self.embed_tokens)
-        else:
-            self.lm_head = nn.Parameter(pack(self.lm_head), requires_grad=False)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states before the first layer, [num_tokens, hidden_size]."""
@@ -183,12 +191,15 @@ class Llama(nn.Module):
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits in the weights' dtype, [num_rows, vocab_size]; written to `out` where given."""
-        tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
-        weight = tied if self.lm_head is None else self.lm_head
-        if out is not None and not weight.is_mkldnn:
-            logits = torch.mm(hidden, weight.T, out=out)
+        if self.lm_head is not None and self.lm_head.packed is not None:
+            logits = self.lm_head(hidden)
         else:
-            logits = linear(hidden, weight)
+            tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
+            weight = tied if self.lm_head is None else self.lm_head.weight
+            if out is not None and not weight.is_mkldnn:
+                logits = torch.mm(hidden, weight.T, out=out)
+            else:
+                logits = linear(hidden, weight)
         if self.config.logits_scale != 1:
             logits.mul_(self.config.logits_scale)
         if softcap := self.config.logits_softcap:
@@ -205,5 +216,5 @@ class Llama(nn.Module):
         for index, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{index}")
         if self.lm_head is not None:
-            slots["lm_head.weight"] = self.lm_head
+            slots |= self.lm_head.weight_slots("")
         return slots

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paged.models.layers.rope import RopeConfig
+from paged.models.quantization.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class DecoderConfig:
     embedding_scale, residual_scale, logits_scale: what embeddings, all that is added to them, and logits are multiplied
         by.
     logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
-    dtype: of the weights as published.
+    dtype: of the weights as published. quantization: which of them are packed; None for none.
     num_mtp_layers: behind the others, for tokens further ahead; they are not loaded.
     layer_input_size: of what every layer gets of a token beside the residual stream; 0 for none.
     layer_input_vocab_size: of the embedding that this is looked up in.
@@ -158,6 +159,7 @@ class DecoderConfig:
     logits_softcap: float
     tie_word_embeddings: bool
     dtype: torch.dtype
+    quantization: Quantization | None
     num_mtp_layers: int
     layer_input_size: int
     layer_input_vocab_size: int

@@ -16,6 +16,8 @@ from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import WeightSlots
+from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.quantization.quantization import Quantization
 
 # Rows of an MLP at once on a CPU: what lies between the products of 2,048 rows comes as fresh pages in every layer,
 # 120,000 faults and a tenth of the time of a prompt at 100M parameters.
@@ -30,17 +32,19 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 class Linear(nn.Module):
     """One product for several projections of the same input; `parts` maps their checkpoint names to output sizes.
 
-    adapters: low-rank changes of it, for the rows of a batch that have some.
+    adapters: low-rank changes of it, for the rows of a batch that have some. packed: the weights, where they are
+    quantised; then there is no `weight`.
     """
 
     adapters: LoraWeights | None = None
 
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__()
-        self.parts = dict(parts)
+        self.parts, self.in_features = dict(parts), in_features
         out_features = sum(parts.values())
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
+        self.packed: PackedWeights | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -48,22 +52,43 @@ class Linear(nn.Module):
         return tuple(self.parts.values())
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
-        out = linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
         return out if lora is None or self.adapters is None else add_lora(out, x, self.adapters, lora)
+
+    def quantize(self, prefix: str, quantization: Quantization) -> None:
+        """Hold weights as a checkpoint packs those of its projections `prefix`.name, if it does.
+
+        Raises:
+            UnsupportedError: they are stored in several ways.
+            CheckpointError: groups or words do not divide their sizes.
+        """
+        names = self._names(prefix)
+        layout = quantization.common_layout(names)
+        if layout is not None:
+            for name, size in zip(names, self.sizes, strict=True):
+                layout.check(name, size, self.in_features)
+            self.packed = PackedWeights(layout, self.in_features, self.sizes)
+            del self.weight
 
     def pack(self) -> None:
         """Let a CPU multiply faster, in the same memory; see `pack`."""
-        self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
+        if self.packed is None:
+            self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots: WeightSlots = {}
+        names = self._names(prefix)
+        slots: WeightSlots = {} if self.packed is None else self.packed.weight_slots(names)
         start = 0
-        for name, size in self.parts.items():
-            slots[f"{prefix}.{name}.weight"] = self.weight[start : start + size]
+        for name, size in zip(names, self.sizes, strict=True):
+            if self.packed is None:
+                slots[f"{name}.weight"] = self.weight[start : start + size]
             if self.bias is not None:
-                slots[f"{prefix}.{name}.bias"] = self.bias[start : start + size]
+                slots[f"{name}.bias"] = self.bias[start : start + size]
             start += size
         return slots
+
+    def _names(self, prefix: str) -> list[str]:
+        return [f"{prefix}.{name}" if prefix else name for name in self.parts]
 
 
 class _OnePlus:

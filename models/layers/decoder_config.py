@@ -16,6 +16,7 @@ from paged.models.layers.rope import MAX_FACTOR, check_rope
 from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
+from paged.models.quantization.read import read_quantization
 
 # Names of gated activations in config.json -> those of `silu_and_mul` and `fused_moe`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -30,15 +31,15 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
     family gives in `fields`.
 
     Of `moe`, `intermediate_size` and the fields of AttentionConfig a family gives a tuple with an entry for every
-    layer, or the one value that all share. quant_method: a way to pack weights that the family unpacks.
+    layer, or the one value that all share. quant_method: a way to pack experts that the family unpacks.
 
     Raises:
         CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
-        UnsupportedError: the activation, the dtype or the rope type is not known here, or the weights are quantised.
+        UnsupportedError: the activation, the dtype, the rope type or the way that weights are quantised is not known
+            here.
     """
-    quantization = hf.section("quantization_config")
-    if not _is_unquantised(quantization) and not (quant_method and is_packed(hf, quant_method)):
-        raise UnsupportedError(f"{hf.source}: quantised weights (quantization_config), known are plain floating point")
+    if quant_method and is_packed(hf, quant_method):
+        fields["quantization"] = None
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
     values.setdefault("v_head_dim", values["head_dim"])
@@ -57,7 +58,17 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
                 f"{hf.source}: layer {index} reads K/V of layer {source}, whose KV heads, sizes and window are {read}, "
                 f"expected {own}"
             )
+    _check_experts(config, hf)
     return config
+
+
+def _check_experts(config: DecoderConfig, hf: HfConfig) -> None:
+    """Raise UnsupportedError where experts are packed."""
+    for index, moe in enumerate(config.moe):
+        if moe is not None and config.quantization is not None:
+            name = f"model.layers.{index}.{config.mlp_name}.experts.0.{moe.gate_name}"
+            if config.quantization.layout(name) is not None:
+                raise UnsupportedError(f"{hf.source}: quantization_config: experts, as {name}, supported are others")
 
 
 def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
@@ -200,16 +211,6 @@ def is_packed(hf: HfConfig, quant_method: str) -> bool:
     return quantization is not None and quantization.text("quant_method", "") == quant_method
 
 
-def _is_unquantised(quantization: HfConfig | None) -> bool:
-    """Whether weights are plain: compressed-tensors may describe the KV cache alone, in 8-bit floats."""
-    if quantization is None:
-        return True
-    scheme = quantization.section("kv_cache_scheme")
-    if scheme is None or quantization.value("config_groups"):
-        return False
-    return quantization.text("quant_method", "") == "compressed-tensors" and scheme.text("type", "") == "float"
-
-
 def read_head_dim(hf: HfConfig) -> int:
     """The size of heads.
 
@@ -244,6 +245,7 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
+    "quantization": read_quantization,
     "num_mtp_layers": lambda hf: 0,
     "layer_input_size": lambda hf: 0,
     "layer_input_vocab_size": lambda hf: 0,

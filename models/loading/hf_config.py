@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import read_json
 
@@ -87,6 +87,18 @@ class HfConfig:
     def text(self, key: str, default: str = _REQUIRED) -> str:
         """A string."""
         return str(self._get(key, default, "a string", str))
+
+    def choice(self, key: str, *known: Any) -> Any:
+        """One of some values, or None.
+
+        Raises:
+            UnsupportedError: it is another.
+        """
+        value = self.value(key)
+        if value is not None and not any(type(value) is type(one) and value == one for one in known):
+            expected = ", ".join(map(str, known)) or "none"
+            raise UnsupportedError(f"{self.source}: {key} = {shown(value)} is not supported, known are {expected}")
+        return value
 
     def items(self, key: str, kind: type) -> list[Any]:
         """A list of values of one kind; empty where absent."""

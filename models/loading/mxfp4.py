@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from paged.kernels.common.packed.packing import MXFP4_GROUP, num_words, pack_codes, unpack_pairs
+from paged.models.loading.packed_tensors import PackedModule
 from paged.models.loading.weights import WeightSlots
 
 
-class Mxfp4Experts(nn.Module):
+class Mxfp4Experts(PackedModule):
     """One projection of all experts as `fused_moe` takes it: as many bits as in the checkpoint, in another order."""
 
     def __init__(self, num_experts: int, out_features: int, in_features: int) -> None:
@@ -51,20 +49,3 @@ class _Blocks:
         # Expert by expert on the device: their codes take eight times as much while they are sorted.
         for mine, theirs in zip(self.values, stored, strict=True):
             mine.copy_(pack_codes(unpack_pairs(theirs.to(mine.device).flatten(1))))
-
-
-class HasModules(Protocol):
-    """A network."""
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
-
-
-def num_weights(network: HasModules) -> int:
-    """Weights and biases, a tied head once; scales are none."""
-    count = 0
-    for _, module in network.named_modules():
-        if isinstance(module, Mxfp4Experts):
-            count += module.num_weights
-        else:
-            count += sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    return count

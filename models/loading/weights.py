@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from paged.errors import CheckpointError
+from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there, read_json, regular_size
+from paged.models.loading.packed_tensors import PACKED, LooseSlot, without_ones
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
@@ -31,7 +32,7 @@ _MOST_FILES, _MAX_NAME = 4096, 1024
 class Slot(Protocol):
     """Where a tensor of a checkpoint goes: a parameter or a slice of one, or what makes one of the tensor.
 
-    dtype: uint8 where the tensor holds packed numbers, else any floating point.
+    dtype: that of packed numbers and what belongs to them; of others, floating points of 16 bits or more, any.
     """
 
     @property
@@ -104,8 +105,9 @@ def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head
     for name, tensor in sorted(stored.items()):
         if name in slots:
             slot = slots[name]
-            check_shape(name, tensor, list(slot.shape))
-            check_dtype(name, tensor, ("U8",) if slot.dtype == torch.uint8 else FLOATING)
+            found = replace(tensor, shape=without_ones(tensor.shape)) if isinstance(slot, LooseSlot) else tensor
+            check_shape(name, found, list(slot.shape))
+            check_dtype(name, tensor, PACKED.get(slot.dtype, FLOATING))
         elif not (
             name.endswith("rotary_emb.inv_freq")
             or _KV_SCALE.fullmatch(name)
@@ -122,7 +124,8 @@ def load_weights(stored: StoredTensors, slots: Mapping[str, Slot]) -> None:
     stored: as `check_weights` has found them to fit.
 
     Raises:
-        CheckpointError: a file became unreadable; the slots then hold anything.
+        CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
+            anything.
     """
     by_file: dict[Path, list[str]] = {}
     for name in sorted(slots):
@@ -130,7 +133,11 @@ def load_weights(stored: StoredTensors, slots: Mapping[str, Slot]) -> None:
     for file, names in by_file.items():
         with open_tensors(file) as tensors:
             for name in names:
-                slots[name].copy_(tensors.get_tensor(stored[name].name))
+                tensor = tensors.get_tensor(stored[name].name)
+                try:
+                    slots[name].copy_(tensor)
+                except InvalidInputError as error:
+                    raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:

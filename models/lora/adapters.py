@@ -26,7 +26,9 @@ from paged.staging import to_device
 
 
 class HasModules(Protocol):
-    """A network whose `Linear` modules can be adapted."""
+    """A network whose `Linear` modules can be adapted; its first parameter has the type of activations."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
 
@@ -80,7 +82,7 @@ class LoraAdapters:
         with self._lock:
             self._check_new(name)
             linears = _adaptable(self._network)
-            shapes = {key: (linear.sizes[part], linear.weight.shape[1]) for key, (linear, part) in linears.items()}
+            shapes = {key: (linear.sizes[part], linear.in_features) for key, (linear, part) in linears.items()}
             folder = as_folder("path", path)
             changes = read_adapter(folder, shapes)
             rank = max(change.rank for change in changes.values())
@@ -88,7 +90,7 @@ class LoraAdapters:
                 raise InvalidInputError(
                     f"adapter {name!r}: rank {rank}, expected at most max_lora_rank {self.max_rank}"
                 )
-            dtype = next(iter(linears.values()))[0].weight.dtype
+            dtype = next(self._network.parameters()).dtype
             for key, change in changes.items():
                 if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
                     raise CheckpointError(f"{key}: not all finite as {dtype} in {folder / WEIGHTS_FILE}")
@@ -229,8 +231,9 @@ class LoraAdapters:
             stack.scales[slot] = torch.tensor(scales)
 
     def _empty_stack(self, linear: Linear) -> LoraWeights:
-        out_features, in_features = linear.weight.shape
-        num_parts, dtype, device = len(linear.sizes), linear.weight.dtype, linear.weight.device
+        in_features, out_features, num_parts = linear.in_features, sum(linear.sizes), len(linear.sizes)
+        embedding = next(self._network.parameters())
+        dtype, device = embedding.dtype, embedding.device
         return LoraWeights(
             a=torch.empty((self.max_loras, num_parts, self.max_rank, in_features), dtype=dtype, device=device),
             b=torch.empty((self.max_loras, self.max_rank, out_features), dtype=dtype, device=device),

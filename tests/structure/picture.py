@@ -51,6 +51,7 @@ HOLDS = {
     "models/layers": "a decoder layer and its parts",
     "models/loading": "checkpoints read and checked",
     "models/lora": "adapters read and applied",
+    "models/quantization": "packed checkpoints, by format",
     "models/recall": "the bundled checkpoint",
     "paged": "batches, metadata, errors",
     "paged, above the cache": "the forward step",

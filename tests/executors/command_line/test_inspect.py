@@ -77,7 +77,10 @@ def test_sizes_of_memory(inspect: Inspect, capsys: pytest.CaptureFixture[str]) -
     [
         ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'], known are "),
         ({"hidden_act": "relu6"}, "activation 'relu6'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (quantization_config)"),
+        (
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "quantization_config: quant_method = 'aqlm' is not supported",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
     ],
 )

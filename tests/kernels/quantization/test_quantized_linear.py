@@ -10,7 +10,7 @@ import torch
 
 from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantized_linear
 from paged.kernels.common.device import Device
-from paged.kernels.quantization import reference
+from paged.kernels.quantization import gemm, reference
 from paged.kernels.quantization.config import LinearShape, linear_tile
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.quantization.problem import FORMATS, Problem
@@ -144,6 +144,22 @@ def test_tiles() -> None:
     assert tile(4096, group_k=32, is_packed=False)[1] == 32
     blackwell = linear_tile(LinearShape(4096, 4096, 4096, 2, True, 128), Device("sm_100", 148))
     assert blackwell.block_m == 64  # of more rows tensor memory has no room for the weights
+
+
+@pytest.mark.parametrize("columns", [256, 1024, 8192])
+def test_row_counts_reach_every_tile(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether activations are quantised or not, up to where the input is split no more."""
+    monkeypatch.setattr(gemm, "device_of", lambda device: Device("sm_90", 132))
+    weight = quantize(torch.zeros(columns, 512), "int8")
+    most = 12_000
+    counts = gemm.row_counts(most, weight, torch.float16)
+
+    def tiles(count: int) -> list[object]:
+        return [gemm._tile(count, size, True, weight) for size in (1, 2)]
+
+    reached = [tiles(count) for count in counts]
+    assert all(tiles(count) in reached for count in range(1, most))
+    assert len(counts) < 20
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:

@@ -17,21 +17,10 @@ from paged.kernels.quantization.repack import (
     from_mxfp4,
     from_nvfp4,
 )
+from tests.kernels.quantization.published import E2M1, in_bytes, in_words
 
 ROWS, COLUMNS, GROUP = 24, 160, 32
 GROUPS = COLUMNS // GROUP
-
-
-def in_words(codes: torch.Tensor, num_bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """int32 words of 32 / num_bits codes of the last dimension each, place p holding code order[p], as a loop."""
-    per_word = 32 // num_bits
-    order = order or tuple(range(per_word))
-    words = torch.zeros(*codes.shape[:-1], -(-codes.shape[-1] // per_word), dtype=torch.int64)
-    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % per_word))
-    for word in range(words.shape[-1]):
-        for place, offset in enumerate(order):
-            words[..., word] += padded[..., word * per_word + offset] << (num_bits * place)
-    return (words - (words >> 31 << 32)).int()
 
 
 def numbers(num_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,13 +75,13 @@ def test_compressed_tensors_of_columns_that_no_word_divides() -> None:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("act_order", [True, False])
 def test_gptq(num_bits: int, version: int, act_order: bool) -> None:
-    """Version 1 stores zero points less one, so that 0 is stored as the largest."""
+    """Version 1 stores words of zero points less one in every place: a zero point of 0 borrows from its neighbour."""
     codes, scale, zeros = numbers(num_bits)
     zeros[0] = 0
     groups = IN_STEPS[torch.randperm(COLUMNS)] if act_order else IN_STEPS
-    stored = zeros - 1 & 2**num_bits - 1 if version == 1 else zeros
-    qweight, qzeros = in_words(codes, num_bits).T, in_words(stored.T, num_bits)
+    ones = {4: 0x11111111, 8: 0x01010101}[num_bits]
     qweight = in_words(codes, num_bits).T.contiguous()
+    qzeros = in_words(zeros.T, num_bits) - (ones if version == 1 else 0)
     weight = from_gptq(qweight, scale.T.contiguous(), qzeros, groups.int(), num_bits=num_bits, format_version=version)
     order = torch.arange(COLUMNS) if weight.input_order is None else weight.input_order.long()
     torch.testing.assert_close(reference.dequantize(weight), expected(codes, scale, zeros, groups)[:, order])
@@ -113,13 +102,6 @@ def test_awq() -> None:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     weight = from_awq(in_words(codes.T, 4, order), scale.T.contiguous(), in_words(zeros.T, 4, order))
     torch.testing.assert_close(reference.dequantize(weight), expected(codes, scale, zeros, IN_STEPS))
-
-
-def in_bytes(codes: torch.Tensor) -> torch.Tensor:
-    return (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-
-
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])

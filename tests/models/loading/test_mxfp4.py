@@ -194,9 +194,9 @@ def test_wrong_tensors(packed: tuple[Path, Any], change: Callable[[Tensors], obj
 def test_other_ways_to_pack_are_refused(packed: tuple[Path, Any], llama_folder: Path, tmp_path: Path) -> None:
     folder, _ = packed
     load_model(folder)
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
     llama = Path(shutil.copytree(llama_folder, tmp_path / "llama"))
     edit_config(llama, quantization_config={"quant_method": "mxfp4"})
-    for refused in (folder, llama):
-        with pytest.raises(UnsupportedError, match="quantised weights"):
+    for refused, message in ((folder, "quantization_config: experts"), (llama, "quant_method = 'mxfp4'")):
+        with pytest.raises(UnsupportedError, match=message):
             load_model(refused)

@@ -206,7 +206,8 @@ def test_number_of_experts_as_published(tmp_path: Path) -> None:
         ({"architectures": None}, UnsupportedError, r"architectures \[\], known are .*LlamaForCausalLM"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, UnsupportedError, "Gemma3ForConditionalGeneration"),
         ({"hidden_act": "relu"}, UnsupportedError, "activation 'relu', known are silu, swish, gelu"),
-        ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantised weights"),
+        ({"quantization_config": {"bits": 4}}, CheckpointError, "quant_method is missing"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, UnsupportedError, "quant_method = 'aqlm' is not supported"),
         ({"dtype": "float8_e4m3fn"}, UnsupportedError, "dtype 'float8_e4m3fn', known are float32, float16, bfloat16"),
         (
             {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0}},

@@ -1,0 +1,180 @@
+"""The packed weights of projections whose products are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged.errors import InvalidInputError
+from paged.kernels.common.packed.packing import num_words
+from paged.kernels.quantization.gemm import row_counts
+from paged.kernels.quantization.quantized_linear import quantized_linear
+from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.models.loading.packed_tensors import LooseSlot, PackedModule, without_ones
+from paged.models.loading.weights import WeightSlots
+from paged.models.quantization.layout import Layout, Stored
+
+# Codes that are unpacked at once while a checkpoint is loaded, each of which takes 15 bytes for a moment: 64 MB.
+_MOST_CODES = 1 << 22
+_VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+_SCALES = {"e4m3": torch.float32, "mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}
+
+
+class PackedWeights(PackedModule):
+    """Codes and scales of several projections, in one tensor each, and what the projections have of their own.
+
+    runs: rows, and their weights: one run, and one product, where all projections have the same order and scale of
+    their input and the same scale of all weights, and none but the last ends within a block of 128 rows.
+    """
+
+    runs: tuple[tuple[slice, QuantizedWeight], ...]
+
+    def __init__(self, layout: Layout, in_features: int, sizes: Sequence[int]) -> None:
+        """sizes: output features of each."""
+        super().__init__()
+        self.layout, self.in_features, self.sizes = layout, in_features, tuple(sizes)
+        rows, scale_rows = sum(sizes), sum(map(layout.scale_rows, sizes))
+        code = _VALUES.get(layout.form, torch.int32)
+        columns = num_words(in_features) if code == torch.int32 else in_features
+        groups = layout.num_groups(in_features)
+        is_flat = groups == 1 and not (layout.in_blocks or layout.has_tensor_scale)
+        # Rows of a group side by side, as a step reads them.
+        scales = (scale_rows,) if is_flat else (groups, scale_rows)
+        self.values = _parameter((rows, columns), code)
+        self.scale = _parameter(scales, _SCALES.get(layout.form, layout.scale_dtype))
+        self.zero_point = _parameter(scales, torch.int8) if layout.has_zero_points else None
+        self.tensor_scale = _parameter((len(sizes),), torch.float32) if layout.has_tensor_scale else None
+        self.input_scale = _parameter((len(sizes),), torch.float32) if layout.has_input_scale else None
+        self.input_order = _parameter((len(sizes), in_features), torch.int32) if layout.has_order else None
+
+    @property
+    def num_weights(self) -> int:
+        return len(self.values) * self.in_features
+
+    def bind(self) -> None:
+        """Find the runs; the weights are where they will be."""
+        starts = [0]
+        for part in range(1, len(self.sizes)):
+            if not self._continues(starts[-1], part):
+                starts.append(part)
+        bounds = pairwise([*starts, len(self.sizes)])
+        self.runs = tuple((self._rows(start, end), self._weight(start, end)) for start, end in bounds)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [num_rows, in_features] times the weights, plus the bias [out_features]."""
+        if len(self.runs) == 1:
+            return quantized_linear(x, self.runs[0][1], bias=bias)
+        out = x.new_empty(len(x), len(self.values))
+        for rows, weight in self.runs:
+            quantized_linear(x, weight, bias=None if bias is None else bias[rows], out=out[:, rows])
+        return out
+
+    def row_counts(self, most: int, dtype: torch.dtype) -> list[int]:
+        """The least number of rows for each way that up to `most` take."""
+        return sorted({count for _, weight in self.runs for count in row_counts(most, weight, dtype)})
+
+    def weight_slots(self, names: Sequence[str]) -> WeightSlots:
+        """Where the tensors of the projections of these names go."""
+        slots: WeightSlots = {}
+        for part, (name, rows) in enumerate(zip(names, self.sizes, strict=True)):
+            projection = _Projection(self.layout, rows, self.in_features, self._weight(part, part + 1))
+            slots |= {f"{name}.{end}": slot for end, slot in projection.slots().items()}
+        return slots
+
+    def _continues(self, first: int, part: int) -> bool:
+        """Whether a projection belongs to the run that begins with `first`."""
+        own = (self.tensor_scale, self.input_scale, self.input_order)
+        rows = self._rows(first, part)
+        if self.layout.in_blocks and (rows.stop - rows.start) % FP8_BLOCK:
+            return False
+        return all(each is None or torch.equal(each[first], each[part]) for each in own)
+
+    def _rows(self, start: int, end: int, count: Callable[[int], int] = int) -> slice:
+        sizes = [count(size) for size in self.sizes]
+        return slice(sum(sizes[:start]), sum(sizes[:end]))
+
+    def _weight(self, start: int, end: int) -> QuantizedWeight:
+        """Projections `start` to `end`, with what the first has of its own."""
+        scale_rows = self._rows(start, end, self.layout.scale_rows)
+        return QuantizedWeight(
+            self.values[self._rows(start, end)],
+            _by_rows(self.scale)[scale_rows],
+            self.in_features,
+            None if self.zero_point is None else _by_rows(self.zero_point)[scale_rows],
+            None if self.tensor_scale is None else self.tensor_scale[start],
+            self.layout.quantizes_input,
+            None if self.input_scale is None else self.input_scale[start],
+            None if self.input_order is None else self.input_order[start],
+        )
+
+
+def _by_rows(scale: torch.Tensor) -> torch.Tensor:
+    return scale.T if scale.dim() == 2 else scale
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class _Projection:
+    """Tensors that wait until all of a projection are there, and are then packed into its place."""
+
+    def __init__(self, layout: Layout, rows: int, columns: int, place: QuantizedWeight) -> None:
+        self.layout, self.rows, self.place = layout, rows, place
+        self.stored = layout.stored(rows, columns)
+        self.found: dict[str, torch.Tensor] = {}
+
+    def slots(self) -> dict[str, _Slot]:
+        return {end: _Slot(self, end, stored) for end, stored in self.stored.items()}
+
+    def take(self, end: str, tensor: torch.Tensor) -> None:
+        self.found[end] = tensor.reshape(self.stored[end].shape)
+        if len(self.found) == len(self.stored):
+            step = max(_MOST_CODES // self.place.in_features // FP8_BLOCK, 1) * FP8_BLOCK
+            if self.layout.form == "mxfp4":  # whose scales are relative to the largest of all
+                step = self.rows
+            for start in range(0, self.rows, step):
+                self._pack(start, min(start + step, self.rows))
+            self.found.clear()
+
+    def _pack(self, start: int, end: int) -> None:
+        """Fill rows start to end, unpacked on their device."""
+        place, layout = self.place, self.layout
+        packed = layout.pack(
+            {name: self._rows_of(name, start, end).to(place.values.device) for name in self.found}, place.in_features
+        )
+        place.values[start:end].copy_(packed.values)
+        scales = slice(layout.scale_rows(start), layout.scale_rows(end))
+        for mine, theirs in ((place.scale, packed.scale), (place.zero_point, packed.zero_point)):
+            if mine is not None and theirs is not None:
+                mine[scales].copy_(theirs)
+        for mine, theirs in ((place.tensor_scale, packed.tensor_scale), (place.input_scale, packed.input_scale)):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+        if place.input_order is not None:
+            columns = torch.arange(place.in_features, dtype=torch.int32, device=place.values.device)
+            place.input_order.copy_(columns if packed.input_order is None else packed.input_order)
+        elif packed.input_order is not None:
+            raise InvalidInputError("g_idx: columns in an order of their own, expected them in steps of a group")
+
+    def _rows_of(self, name: str, start: int, end: int) -> torch.Tensor:
+        stored, tensor = self.stored[name], self.found[name]
+        if stored.row_dim is None:
+            return tensor
+        first, last = start // stored.rows_each, -(-end // stored.rows_each)
+        return tensor.narrow(stored.row_dim, first, last - first)
+
+
+class _Slot(LooseSlot):
+    """A tensor of a projection."""
+
+    def __init__(self, projection: _Projection, end: str, stored: Stored) -> None:
+        self.projection, self.end = projection, end
+        self.shape, self.dtype = torch.Size(without_ones(stored.shape)), stored.dtype
+
+    def copy_(self, stored: torch.Tensor) -> Any:
+        self.projection.take(self.end, stored)

@@ -1,0 +1,249 @@
+"""Random projections in every format that checkpoints have, by its formula, and the numbers they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tests.kernels.quantization.published import E2M1, in_bytes, in_words
+
+Tensors = dict[str, torch.Tensor]
+E4M3 = torch.float8_e4m3fn
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Format:
+    """config: the quantization_config. make: rows and columns to the tensors of a projection, by the ends of their
+    names, and its weights in float64. rounds: what activations become, see `rounded`; "" for nothing."""
+
+    config: dict[str, Any]
+    make: Callable[[int, int], tuple[Tensors, torch.Tensor]]
+    rounds: str = ""
+
+
+def rounded(x: torch.Tensor, how: str) -> torch.Tensor:
+    """Activations in the type of the weights: "e4m3" or "int8" by tokens, "e4m3 groups", or "e4m3 static"."""
+    x = x.double()
+    form, _, scope = how.partition(" ")
+    largest = 127.0 if form == "int8" else 448.0
+    groups = (
+        functional.pad(x, (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128)) if scope == "groups" else x.unsqueeze(-2)
+    )
+    scale = torch.tensor(STATIC).double() if scope == "static" else groups.abs().amax(-1, keepdim=True) / largest
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes = (groups / scale).clamp(-largest, largest)
+    codes = codes.round() if form == "int8" else codes.float().to(E4M3).double()
+    return (codes * scale).flatten(-2)[..., : x.shape[-1]].float()
+
+
+# A static scale of activations.
+STATIC = 0.02
+
+
+def _size(columns: int, spread: float) -> float:
+    """What codes of this standard deviation are multiplied by, so that logits are about 1."""
+    return 1.0 / (spread * columns**0.5)
+
+
+def _scales(rows: int, groups: int, size: float) -> torch.Tensor:
+    return (torch.rand(rows, groups) + 0.5) * size
+
+
+def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
+    return scale.double().repeat_interleave(columns // scale.shape[1], 1)
+
+
+def eight_bit(form: str, scope: str, name: str = "weight_scale", *, static: bool = False) -> Any:
+    """scope: "tensor", "row" or "block"."""
+
+    def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+        if form == "int8":
+            codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+        else:
+            codes = torch.randn(rows, columns).to(E4M3)
+        size = _size(columns, float(codes.double().std()))
+        if scope == "block":
+            scale = _scales(-(-rows // 128), -(-columns // 128), size)
+            wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns].double()
+        else:
+            scale = _scales(rows if scope == "row" else 1, 1, size)
+            wide = scale.double()
+            scale = scale if scope == "row" else scale.reshape(1 if static else ())
+        found = {"weight": codes, name: scale} | ({"input_scale": torch.tensor([STATIC])} if static else {})
+        return found, codes.double() * wide
+
+    return make
+
+
+def _whole_numbers(
+    num_bits: int, rows: int, columns: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales in float16, and zero points, among which 0 is."""
+    codes = torch.randint(2**num_bits, (rows, columns))
+    scale = _scales(rows, groups, _size(columns, 2**num_bits / 12**0.5)).half()
+    middle = 2 ** (num_bits - 1)
+    zeros = torch.randint(middle - 3, middle + 3, (rows, groups))
+    zeros[::5] = 0
+    return codes, scale, zeros
+
+
+def pack_quantized(num_bits: int, *, symmetric: bool, channel: bool = False, order: bool = False) -> Any:
+    def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+        groups = 1 if channel else columns // GROUP
+        codes, scale, zeros = _whole_numbers(num_bits, rows, columns, groups)
+        zeros = torch.full_like(zeros, 2 ** (num_bits - 1)) if symmetric else zeros
+        group_of = torch.arange(columns) * groups // columns
+        found = {
+            "weight_packed": in_words(codes, num_bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        if not symmetric:
+            found["weight_zero_point"] = in_words(zeros.T, num_bits).T.contiguous()
+        if order:
+            group_of = group_of[torch.randperm(columns)]
+            found["weight_g_idx"] = group_of.int()
+        return found, (codes - zeros[:, group_of]).double() * scale.double()[:, group_of]
+
+    return make
+
+
+def gptq(num_bits: int, *, symmetric: bool, version: int = 1, order: bool = False) -> Any:
+    def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+        groups = columns // GROUP
+        codes, scale, zeros = _whole_numbers(num_bits, rows, columns, groups)
+        zeros = torch.full_like(zeros, 2 ** (num_bits - 1)) if symmetric else zeros
+        group_of = torch.arange(columns) // GROUP
+        group_of = group_of[torch.randperm(columns)] if order else group_of
+        less = (0x11111111 if num_bits == 4 else 0x01010101) if version == 1 else 0
+        found = {
+            "qweight": in_words(codes.T.reshape(columns, rows).T, num_bits).T.contiguous(),
+            "qzeros": in_words(zeros.T, num_bits) - less,
+            "scales": scale.T.contiguous(),
+            "g_idx": group_of.int(),
+        }
+        return found, (codes - zeros[:, group_of]).double() * scale.double()[:, group_of]
+
+    return make
+
+
+def awq(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    codes, scale, zeros = _whole_numbers(4, rows, columns, columns // GROUP)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    found = {
+        "qweight": in_words(codes.T, 4, order),
+        "qzeros": in_words(zeros.T, 4, order),
+        "scales": scale.T.contiguous(),
+    }
+    return found, (codes - zeros.repeat_interleave(GROUP, 1)).double() * _spread(scale, columns)
+
+
+def nvfp4(weight: str, global_scale: str, ignored: str) -> Any:
+    def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+        codes = torch.randint(16, (rows, columns))
+        scale = (torch.rand(rows, columns // 16) * 200 + 100).to(E4M3)
+        total = _size(columns, 3.0) / 200 * float(torch.rand(()) + 0.5)
+        stored = torch.tensor([1 / total if global_scale == "weight_global_scale" else total])
+        exact = 1 / stored.double() if global_scale == "weight_global_scale" else stored.double()
+        found = {weight: in_bytes(codes), "weight_scale": scale, global_scale: stored, ignored: torch.ones(1)}
+        return found, E2M1[codes] * _spread(scale, columns) * exact
+
+    return make
+
+
+def mxfp4(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    codes = torch.randint(16, (rows, columns))
+    scale = torch.randint(120, 125, (rows, columns // 32), dtype=torch.uint8)
+    weight = E2M1[codes] * torch.exp2(_spread(scale, columns) - 127)
+    return {"weight_packed": in_bytes(codes), "weight_scale": scale}, weight
+
+
+def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A quantization_config of one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_TOKEN = {"strategy": "token", "dynamic": True}
+_STATIC = {"strategy": "tensor", "dynamic": False}
+_GROUPS = {"strategy": "group", "group_size": GROUP, "type": "int"}
+_FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+_MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+
+FORMATS: dict[str, Format] = {
+    "fp8 blocks": Format(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        eight_bit("e4m3", "block", "weight_scale_inv"),
+        "e4m3 groups",
+    ),
+    "fp8 static": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        eight_bit("e4m3", "tensor", static=True),
+        "e4m3 static",
+    ),
+    "float-quantized rows": Format(
+        compressed("float-quantized", _FLOAT8 | {"strategy": "channel"}, _FLOAT8 | _TOKEN),
+        eight_bit("e4m3", "row"),
+        "e4m3",
+    ),
+    "float-quantized weights": Format(
+        compressed("float-quantized", _FLOAT8 | {"strategy": "tensor"}), eight_bit("e4m3", "tensor")
+    ),
+    "float-quantized blocks": Format(
+        compressed(
+            "float-quantized",
+            _FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
+            _FLOAT8 | {"strategy": "group", "group_size": 128, "dynamic": True},
+        ),
+        eight_bit("e4m3", "block"),
+        "e4m3 groups",
+    ),
+    "int-quantized rows": Format(
+        compressed("int-quantized", _INT8 | {"strategy": "channel"}, _INT8 | _TOKEN), eight_bit("int8", "row"), "int8"
+    ),
+    "int-quantized static": Format(
+        compressed("int-quantized", _INT8 | {"strategy": "tensor"}, _INT8 | _STATIC),
+        eight_bit("int8", "tensor", static=True),
+        "int8 static",
+    ),
+    "pack-quantized": Format(
+        compressed("pack-quantized", _GROUPS | {"num_bits": 4, "symmetric": True}), pack_quantized(4, symmetric=True)
+    ),
+    "pack-quantized zeros, order": Format(
+        compressed("pack-quantized", _GROUPS | {"num_bits": 4, "symmetric": False, "actorder": "group"}),
+        pack_quantized(4, symmetric=False, order=True),
+    ),
+    "pack-quantized 8 bits": Format(
+        compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}),
+        pack_quantized(8, symmetric=True, channel=True),
+    ),
+    "nvfp4-pack-quantized": Format(
+        compressed("nvfp4-pack-quantized", _FLOAT4 | {"strategy": "tensor_group", "group_size": 16}, _FLOAT4),
+        nvfp4("weight_packed", "weight_global_scale", "input_global_scale"),
+    ),
+    "mxfp4-pack-quantized": Format(
+        compressed("mxfp4-pack-quantized", _FLOAT4 | {"strategy": "group", "group_size": 32}), mxfp4
+    ),
+    "gptq": Format(_GPTQ, gptq(4, symmetric=True)),
+    "gptq zeros, order": Format(_GPTQ | {"sym": False, "desc_act": True}, gptq(4, symmetric=False, order=True)),
+    "gptq_v2 8 bits": Format(
+        _GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq_v2"}, gptq(8, symmetric=False, version=2)
+    ),
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "modelopt NVFP4": Format(_MODELOPT | {"quant_algo": "NVFP4"}, nvfp4("weight", "weight_scale_2", "input_scale")),
+    "modelopt FP8": Format(_MODELOPT | {"quant_algo": "FP8"}, eight_bit("e4m3", "tensor", static=True), "e4m3 static"),
+}
