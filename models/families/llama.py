@@ -115,10 +115,12 @@ class Llama(nn.Module):
         sizes = config.hidden_size, {"lm_head": config.vocab_size}
         self.lm_head = None if config.tie_word_embeddings else Linear(*sizes)
         if config.quantization is not None:
-            for path, module in self.named_modules():
-                if isinstance(module, Linear):
-                    prefix = f"model.{path}".rpartition(".")[0].replace(".mlp", f".{config.mlp_name}")
-                    module.quantize("" if module is self.lm_head else prefix, config.quantization)
+            for path, module in list(self.named_modules()):
+                name = f"model.{path}".replace(".mlp", f".{config.mlp_name}")
+                if isinstance(module, SparseMoe):
+                    module.quantize(name, config.quantization)
+                elif isinstance(module, Linear):
+                    module.quantize("" if module is self.lm_head else name.rpartition(".")[0], config.quantization)
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:

@@ -58,17 +58,7 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
                 f"{hf.source}: layer {index} reads K/V of layer {source}, whose KV heads, sizes and window are {read}, "
                 f"expected {own}"
             )
-    _check_experts(config, hf)
     return config
-
-
-def _check_experts(config: DecoderConfig, hf: HfConfig) -> None:
-    """Raise UnsupportedError where experts are packed."""
-    for index, moe in enumerate(config.moe):
-        if moe is not None and config.quantization is not None:
-            name = f"model.layers.{index}.{config.mlp_name}.experts.0.{moe.gate_name}"
-            if config.quantization.layout(name) is not None:
-                raise UnsupportedError(f"{hf.source}: quantization_config: experts, as {name}, supported are others")
 
 
 def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:

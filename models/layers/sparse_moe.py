@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
+from paged.errors import UnsupportedError
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
+from paged.kernels.quantization.weight import FP8_BLOCK
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
 from paged.models.loading.mxfp4 import Mxfp4Experts
 from paged.models.loading.weights import WeightSlots
+from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.quantization.quantization import Quantization
 
 
 class _Transposed:
@@ -30,9 +34,13 @@ class _Transposed:
             mine.T.copy_(theirs)
 
 
-def _tensors(weight: torch.Tensor | Mxfp4Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A projection of all experts and its scales, as `fused_moe` takes them."""
-    return (weight.values, weight.scale) if isinstance(weight, Mxfp4Experts) else (weight, None)
+class Experts(NamedTuple):
+    """A projection of all experts, as `fused_moe` takes it."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
 
 
 class SparseMoe(nn.Module):
@@ -41,6 +49,8 @@ class SparseMoe(nn.Module):
 
     routing: Routing
     ticket: torch.Tensor
+    gate_up: Experts
+    down: Experts
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -63,6 +73,35 @@ class SparseMoe(nn.Module):
         """The MLP that every token takes, under its name in a checkpoint, as adapters are found by that."""
         return cast("GatedMlp", getattr(self, self.config.shared_name)) if self.config.shared_size else None
 
+    def quantize(self, prefix: str, quantization: Quantization) -> None:
+        """Hold experts as a checkpoint packs them, if it does; those of one layer all alike.
+
+        Raises:
+            UnsupportedError: they are stored in several ways, or in one that `fused_moe` does not take.
+            CheckpointError: groups or words do not divide their sizes.
+        """
+        moe = self.config
+        kinds = (
+            ("w1", (moe.gate_name, moe.up_name), moe.intermediate_size),
+            ("w2", (moe.down_name,), self.router.in_features),
+        )
+        for attribute, names, rows in kinds:
+            first, *others = (f"{prefix}.experts.0.{name}" for name in names)
+            layout = quantization.common_layout([first, *others])
+            if layout is None:
+                continue
+            if moe.stacked:
+                raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one a projection")
+            columns = getattr(self, attribute).shape[2]
+            layout.check(first, rows, columns)
+            if layout.has_order or layout.form == "mxfp4" or (layout.in_blocks and rows % FP8_BLOCK):
+                raise UnsupportedError(
+                    f"{first}: {rows} rows of {layout.form}, supported are experts in their own order, in other forms "
+                    f"than MXFP4, and in blocks multiples of {FP8_BLOCK} rows"
+                )
+            delattr(self, attribute)
+            setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * moe.num_experts))
+
     def keep_float32(self) -> None:
         """Give the parameters that are float32 in models of any type that type back."""
         if self.correction_bias is not None:
@@ -82,20 +121,20 @@ class SparseMoe(nn.Module):
             moe.topk_groups,
             moe.routed_scaling_factor,
         )
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=_tensors(self.w1)[0].device)
+        self.gate_up, self.down = self._tensors(self.w1), self._tensors(self.w2)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.down.weight.device)
 
     def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
         """The least number of tokens for each way that up to `most` take."""
-        w2, scale = _tensors(self.w2)
-        return token_counts(most, self.routing.top_k, w2, w2_scale=scale, dtype=dtype)
+        return token_counts(most, self.routing.top_k, self.down.weight, w2_scale=self.down.scale, dtype=dtype)
 
     def forward(
         self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
     ) -> torch.Tensor:
         """May write over x. routed_by: what the router reads in place of x."""
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
-        (w1, w1_scale), (w2, w2_scale) = _tensors(self.w1), _tensors(self.w2)
-        block_size = moe_block_size(len(x), self.routing.top_k, w2, w2_scale=w2_scale, dtype=x.dtype)
+        gate_up, down = self.gate_up, self.down
+        block_size = moe_block_size(len(x), self.routing.top_k, down.weight, w2_scale=down.scale, dtype=x.dtype)
         aligned = None
         if block_size is None:
             topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
@@ -108,8 +147,8 @@ class SparseMoe(nn.Module):
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         out = fused_moe(
             routed,
-            w1,
-            w2,
+            gate_up.weight,
+            down.weight,
             topk_weights,
             topk_ids,
             activation=self.activation,
@@ -117,8 +156,12 @@ class SparseMoe(nn.Module):
             w2_bias=self.w2_bias,
             interleaved=self.config.interleaved,
             aligned=aligned,
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
+            w1_scale=gate_up.scale,
+            w2_scale=down.scale,
+            w1_zeros=gate_up.zeros,
+            w2_zeros=down.zeros,
+            w1_tensor_scale=gate_up.tensor_scale,
+            w2_tensor_scale=down.tensor_scale,
         )
         shared = self.shared
         if shared is None:
@@ -147,6 +190,7 @@ class SparseMoe(nn.Module):
             if isinstance(weight, Mxfp4Experts):
                 slots |= weight.weight_slots(name)
             else:
+                assert isinstance(weight, torch.Tensor)  # others are stored one by one
                 slots[name] = _Transposed(weight) if moe.transposed else weight
             if bias is not None:
                 slots[f"{name}_bias"] = bias
@@ -154,12 +198,17 @@ class SparseMoe(nn.Module):
 
     def _expert_slots(self, prefix: str) -> WeightSlots:
         moe, slots = self.config, WeightSlots()
-        assert isinstance(self.w1, torch.Tensor)  # packed ones are stored together
-        assert isinstance(self.w2, torch.Tensor)
-        for expert in range(moe.num_experts):
-            expert_prefix = f"{prefix}.experts.{expert}"
-            gate, up = self.w1[expert].chunk(2)
-            slots[f"{expert_prefix}.{moe.gate_name}.weight"] = gate
-            slots[f"{expert_prefix}.{moe.up_name}.weight"] = up
-            slots[f"{expert_prefix}.{moe.down_name}.weight"] = self.w2[expert]
+        for weight, kinds in ((self.w1, (moe.gate_name, moe.up_name)), (self.w2, (moe.down_name,))):
+            assert not isinstance(weight, Mxfp4Experts)  # which are stored together
+            names = [f"{prefix}.experts.{expert}.{kind}" for expert in range(moe.num_experts) for kind in kinds]
+            if isinstance(weight, PackedWeights):
+                slots |= weight.weight_slots(names)
+            else:
+                parts = weight.view(len(names), -1, weight.shape[2])
+                slots |= {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}
         return slots
+
+    def _tensors(self, weight: torch.Tensor | Mxfp4Experts | PackedWeights) -> Experts:
+        if isinstance(weight, PackedWeights):
+            return Experts(*weight.stacked(self.config.num_experts))
+        return Experts(weight.values, weight.scale) if isinstance(weight, Mxfp4Experts) else Experts(weight)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.packed.packing import num_words
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.quantized_linear import quantized_linear
@@ -72,6 +72,24 @@ class PackedWeights(PackedModule):
         for rows, weight in self.runs:
             quantized_linear(x, weight, bias=None if bias is None else bias[rows], out=out[:, rows])
         return out
+
+    def stacked(self, count: int) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
+        """Of `count` experts one after the other, what `fused_moe` takes: weights, scales, zero points and the scale of
+        all weights of one.
+
+        Raises:
+            UnsupportedError: projections of one expert differ in that.
+        """
+        tensor_scale: torch.Tensor | None = self.tensor_scale
+        if tensor_scale is not None:
+            scales = tensor_scale.view(count, -1)
+            if (scales != scales[:, :1]).any():
+                raise UnsupportedError("experts: another scale of all weights of gate than of up, supported is one")
+            tensor_scale = scales[:, 0].contiguous()
+        scale, zeros = (
+            None if each is None else _by_rows(each).unflatten(0, (count, -1)) for each in (self.scale, self.zero_point)
+        )
+        return self.values.unflatten(0, (count, -1)), scale, zeros, tensor_scale
 
     def row_counts(self, most: int, dtype: torch.dtype) -> list[int]:
         """The least number of rows for each way that up to `most` take."""

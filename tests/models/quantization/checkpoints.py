@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from paged.kernels.lora.batch import LoraBatch
 from paged.models.layers.decoder import Linear
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model
-from tests.models.families import save_checkpoint, tokens
+from tests.models.families import tokens
 from tests.models.quantization.packers import FORMATS, Tensors, rounded
 
 # Blocks of 128 in both directions, and projections of two and three of them side by side.
@@ -32,6 +32,9 @@ CONFIG = LlamaConfig(
     vocab_size=128,
     max_position_embeddings=64,
     initializer_range=0.1,
+)
+MOE_CONFIG = Qwen3MoeConfig(
+    **CONFIG.to_dict() | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 )
 WEIGHTS = "model.safetensors"
 PROMPT = tokens(9)
@@ -87,10 +90,6 @@ def write(name: str, base: Path, folder: Path) -> Folders:
         values = json.loads((base / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(values | ({"quantization_config": config} if config else {})))
     return folders
-
-
-def save_base(folder: Path) -> None:
-    save_checkpoint(CONFIG, folder)
 
 
 def load(folder: Path, **options: Any) -> PagedCausalLM:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.quantization.checkpoints import Folders, save_base, write
+from tests.models.families import save_checkpoint
+from tests.models.quantization.checkpoints import CONFIG, Folders, write
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    save_base(folder)
+    save_checkpoint(CONFIG, folder)
     return folder
 
 

@@ -147,7 +147,8 @@ def nvfp4(weight: str, global_scale: str, ignored: str) -> Any:
     def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
         codes = torch.randint(16, (rows, columns))
         scale = (torch.rand(rows, columns // 16) * 200 + 100).to(E4M3)
-        total = _size(columns, 3.0) / 200 * float(torch.rand(()) + 0.5)
+        # Gate and up have one, as key and value; those of other sizes have others.
+        total = _size(columns, 3.0) / 200 * (1 + rows / 1024)
         stored = torch.tensor([1 / total if global_scale == "weight_global_scale" else total])
         exact = 1 / stored.double() if global_scale == "weight_global_scale" else stored.double()
         found = {weight: in_bytes(codes), "weight_scale": scale, global_scale: stored, ignored: torch.ones(1)}
