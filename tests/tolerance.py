@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.reference import to_e4m3
+from paged.kernels.common.reference import to_float8
 
 # bfloat16 runs on a GPU alone: Triton's interpreter holds it as raw 16-bit integers, and only part of its arithmetic
 # converts them.
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CPU_DTYPES = (torch.float32, torch.float16)
 
 
@@ -25,11 +26,11 @@ def assert_close(
     float32: |actual - expected| <= float32 * max(1, |expected|). 16-bit types: one unit in the last place of the result
     (eps * |expected|) plus a hundredth of eps of the largest value for float32 accumulation order; where intermediates
     are rounded to 16 bits, `rounded` is the same computation with those roundings, and twice its error is added.
-    e4m3: a rounding of a value that is within the budget of float32.
+    8-bit floats: a rounding of a value that is within the budget of float32.
     """
     got, want = actual.detach().cpu().double(), expected.detach().cpu().double()
     assert got.shape == want.shape, f"shape {list(got.shape)}, expected {list(want.shape)}"
-    if actual.dtype in (torch.float32, torch.float8_e4m3fn):
+    if actual.dtype in (torch.float32, *_FLOAT8):
         budget = float32 * want.abs().clamp(min=1.0)
     else:
         eps = torch.finfo(actual.dtype).eps
@@ -37,8 +38,8 @@ def assert_close(
         budget = eps * want.abs() + 0.01 * eps * largest
     if rounded is not None:
         budget = budget + 2 * (rounded.detach().cpu().double() - want).abs().max()
-    if actual.dtype == torch.float8_e4m3fn:
-        low, high = (to_e4m3(want + side * budget).double() for side in (-1, 1))
+    if actual.dtype in _FLOAT8:
+        low, high = (to_float8(want + side * budget, actual.dtype).double() for side in (-1, 1))
         is_close = (low <= got) & (got <= high)
     else:
         is_close = (got - want).abs() <= budget

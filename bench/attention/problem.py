@@ -36,7 +36,7 @@ class Problem:
     sinks: bool = False
     alibi: bool = False
     cache_dtype: torch.dtype | None = None  # another than that of q
-    scales: str = ""  # or "tensor": one scale of K and one of V; or "head": one a KV head
+    scales: str = ""  # or "tensor": one scale of K and one of V; or "head": one a KV head; int8 has one a row
     tree: bool = False  # a random mask over the new keys, each query seeing itself
     deterministic: bool = False
     coverage: bool = False  # q = 0 and V one-hot of the position: every key counts the same, a dropped one shows
@@ -52,6 +52,14 @@ class Tensors:
     block_table: torch.Tensor
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Int8Tensors(Tensors):
+    """Those over int8 caches, with the scales of their rows."""
+
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
 
 
 def make(problem: Problem, device: torch.device) -> Tensors:
@@ -86,8 +94,14 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     q_lens = torch.tensor([q_len for q_len, _ in problem.lengths], dtype=torch.int32)
     num_tokens = int(q_lens.sum()) + problem.padding_rows
     q = torch.zeros if problem.coverage else torch.randn
+    scales = torch.stack([cache.abs().amax(-1) / 127 for cache in (k_cache, v_cache)], -1)
+    if problem.cache_dtype == torch.int8:
+        k_cache, v_cache = (
+            (cache / scale.unsqueeze(-1)).round().nan_to_num()
+            for cache, scale in zip((k_cache, v_cache), scales.unbind(-1), strict=True)
+        )
     k_cache, v_cache = (cache.to(device, problem.cache_dtype or problem.dtype) for cache in (k_cache, v_cache))
-    return Tensors(
+    tensors = Tensors(
         q=q(num_tokens, num_q_heads, head_dim).to(device, problem.dtype),
         k_cache=k_cache,
         v_cache=k_cache[..., :v_head_dim] if problem.layout == "shared" else v_cache,
@@ -95,6 +109,10 @@ def make(problem: Problem, device: torch.device) -> Tensors:
         cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
     )
+    if problem.cache_dtype != torch.int8:
+        return tensors
+    k_scale, v_scale = scales.to(device).unbind(-1)
+    return Int8Tensors(**vars(tensors), k_scale=k_scale, v_scale=k_scale if problem.layout == "shared" else v_scale)
 
 
 def options(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -156,7 +174,7 @@ def solve(problem: Problem, device: torch.device, *, return_lse: bool = True) ->
     result, lse = result if isinstance(result, tuple) else (result, None)
     assert result is out
     cpu: dict[str, Any] = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in chosen.items()
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in {**chosen, **vars(tensors)}.items()
     }
-    cpu |= {name: tensor.cpu() for name, tensor in vars(tensors).items()}
     return Solved(out, lse, *reference.paged_attention(**cpu), cpu)

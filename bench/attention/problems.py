@@ -6,7 +6,7 @@ import torch
 
 from paged.bench.attention.problem import Problem
 
-FP8, HALF = torch.float8_e4m3fn, torch.float16
+FP8, E5M2, INT8, HALF = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float16
 MIXED = ((1, 1), (1, 15), (1, 16), (1, 17), (5, 18), (40, 40), (0, 9), (33, 70), (3, 3))
 
 PROBLEMS = (
@@ -61,6 +61,14 @@ PROBLEMS = (
     Problem("scales of each head", ((1, 60), (40, 50)), scales="head"),
     Problem("fp8 cache", ((1, 60), (40, 50), (5, 18)), cache_dtype=FP8, scales="head"),
     Problem("fp8 cache of a float16 model", ((1, 60), (40, 50)), cache_dtype=FP8, dtype=HALF, scales="tensor"),
+    Problem("e5m2 cache", ((1, 60), (40, 50), (5, 18)), cache_dtype=E5M2, scales="head"),
+    Problem("boxes of e5m2", ((1, 300), (70, 90)), cache_dtype=E5M2, block_size=128, dtype=HALF),
+    Problem("int8 cache", MIXED, cache_dtype=INT8, window_size=(40, -1), sinks=True, padding_rows=2),
+    Problem("int8 cache of a float16 model", ((1, 523), (70, 90)), cache_dtype=INT8, dtype=HALF, heads=(2, 2)),
+    Problem("int8 cache, all options", ((3, 30), (20, 24)), cache_dtype=INT8, softcap=4.0, alibi=True, tree=True),
+    Problem("int8 keys that are values", ((1, 60), (20, 50)), layout="shared", cache_dtype=INT8, dtype=HALF),
+    Problem("int8 heads of 512", ((1, 33), (40, 60)), heads=(2, 1), head_dim=512, cache_dtype=INT8, v_head_dim=360),
+    Problem("boxes of int8", ((1, 600), (70, 90)), cache_dtype=INT8, block_size=128, dtype=HALF, layout="head_major"),
     # Blocks of 64 keys and more are fetched as boxes, in 16-bit types and fp8.
     Problem("boxes of 64", ((1, 600), (40, 50), (5, 18)), block_size=64, dtype=HALF),
     Problem("boxes of 128", ((1, 300), (70, 200), (3, 129)), block_size=128, dtype=HALF, head_dim=64),

@@ -41,6 +41,16 @@ class AttentionCall:
     lse: torch.Tensor | None
 
     @property
+    def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale as factors of heads, [] or [1] or [num_kv_heads]; None where rows have their own."""
+        return (None, None) if self.k_cache.dtype == torch.int8 else (self.k_scale, self.v_scale)
+
+    @property
+    def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale as those of rows, [num_blocks, block_size, num_kv_heads]; None where heads have one."""
+        return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.int8 else (None, None)
+
+    @property
     def shares_cache(self) -> bool:
         """Whether a key's first elements are its value: v_cache is a view of k_cache's memory from the same element."""
         k_cache, v_cache = self.k_cache, self.v_cache

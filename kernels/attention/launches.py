@@ -10,7 +10,8 @@ from paged.kernels.attention.call import NO_LIMIT, AttentionCall
 from paged.kernels.attention.config import box_keys, padded_head_dim
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
 from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_splits_kernel
-from paged.kernels.common.checks import scale_stride
+from paged.kernels.common.cache_kinds import cache_kind
+from paged.kernels.common.checks import NARROW_DTYPES, scale_strides
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.launch import Box, Launch, strides
@@ -37,7 +38,7 @@ def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
         chunk_size=call.chunk_size,
         box=min(box_keys(call.k_cache, arch), box_keys(call.v_cache, arch)),
         more_scores=call.softcap > 0 or call.alibi_slopes is not None or call.mask is not None,
-        fp8=call.k_cache.dtype == torch.float8_e4m3fn,
+        narrow=call.k_cache.dtype in NARROW_DTYPES,
         deterministic=call.deterministic,
     )
     schedules = plan.schedules(shape, call.is_causal)
@@ -122,8 +123,7 @@ def _tiles(
             **strides("block slot head", k=k_cache, v=v_cache),
             **strides("seq", table=call.block_table),
             **strides("token", mask=mask),
-            "stride_k_scale_head": scale_stride(call.k_scale),
-            "stride_v_scale_head": scale_stride(call.v_scale),
+            **scale_strides(k_scale=call.k_scale, v_scale=call.v_scale),
             "HEAD_DIM": shape.head_dim,
             "HEAD_DIM_PADDED": width,
             "KV_BLOCK_SIZE": k_cache.shape[1],
@@ -135,7 +135,7 @@ def _tiles(
             "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
             # Wider keys than values would make the products of values wider: those are loaded, from a cache.
             "SHARED_KV": call.shares_cache and width == v_width,
-            "FP8": shape.fp8,
+            "KIND": cache_kind(k_cache.dtype),
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
         },

@@ -11,7 +11,7 @@ from __future__ import annotations
 from paged.kernels.attention.mask import WORD_KEYS
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
-from paged.kernels.common.fp8 import decode_e4m3
+from paged.kernels.common.fp8 import decode_e4m3, decode_e5m2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -71,6 +71,20 @@ def _load_rows(
 
 
 @triton.jit
+def _load_scales(scales, block, slot, stride_block, stride_slot, key_mask, MASKED: tl.constexpr):
+    """[BLOCK_N], of rows of int8."""
+    ptrs = scales + block * stride_block + slot * stride_slot
+    return tl.load(ptrs, mask=key_mask, other=0.0) if MASKED else tl.load(ptrs)
+
+
+@triton.jit
+def _decode(codes, dtype: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """8-bit floats as numbers of `dtype`, exact."""
+    numbers = decode_e5m2(codes) if KIND == "e5m2" else decode_e4m3(codes, NATIVE_FP8)
+    return numbers.to(dtype)
+
+
+@triton.jit
 def attend(
     acc,  # [BLOCK_M, V_HEAD_DIM_PADDED] float32, unnormalised output
     row_max,  # [BLOCK_M] float32, base 2
@@ -81,6 +95,8 @@ def attend(
     block_table_ptr,  # this sequence's row
     mask_ptrs,  # [BLOCK_M], each row's words of the mask over the new keys, or None
     slopes,  # [BLOCK_M], or None
+    k_scales,  # pointer to the KV head's first scale in block 0, of int8 caches
+    v_scales,
     begin,  # blocks of BLOCK_N keys
     end,
     position,  # [BLOCK_M] of each row
@@ -95,6 +111,10 @@ def attend(
     stride_k_slot,
     stride_v_block,
     stride_v_slot,
+    stride_k_scale_block,
+    stride_k_scale_slot,
+    stride_v_scale_block,
+    stride_v_scale_slot,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -106,7 +126,7 @@ def attend(
     USE_TMA: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     SHARED_KV: tl.constexpr,
-    FP8: tl.constexpr,
+    KIND: tl.constexpr,  # of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
 ):
@@ -116,7 +136,8 @@ def attend(
         key_mask = offs_n < seq_len
         if USE_TMA:  # all BLOCK_N keys lie in one cache block
             block = tl.load(block_table_ptr + index * BLOCK_N // KV_BLOCK_SIZE)
-            box = [block, index * BLOCK_N % KV_BLOCK_SIZE, kv_head, 0]
+            slot = index * BLOCK_N % KV_BLOCK_SIZE
+            box = [block, slot, kv_head, 0]
             k = k_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
             v = k if SHARED_KV else v_cache.load(box).reshape(BLOCK_N, V_HEAD_DIM_PADDED)
             if MASKED:
@@ -136,11 +157,24 @@ def attend(
             v = k
             if not SHARED_KV:
                 v = _load_rows(v_cache, v_offsets, key_mask, V_HEAD_DIM, V_HEAD_DIM_PADDED, MASKED)
-        if FP8:
-            k = decode_e4m3(k, NATIVE_FP8).to(q.dtype)
-            v = decode_e4m3(v, NATIVE_FP8).to(q.dtype)
+        if KIND == "int8":
+            if USE_TMA:
+                block, slot = block.to(tl.int64), slot + tl.arange(0, BLOCK_N)
+            k_scale = _load_scales(
+                k_scales, block, slot, stride_k_scale_block, stride_k_scale_slot, key_mask, MASKED
+            )
+            v_scale = _load_scales(
+                v_scales, block, slot, stride_v_scale_block, stride_v_scale_slot, key_mask, MASKED
+            )
+            # Times the weights, a small scale would leave the range of float16.
+            v = v.to(tl.float32) * v_scale[:, None]
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        elif KIND != "":
+            k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
 
         scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        if KIND == "int8":
+            scores *= k_scale[None, :]
         if HAS_SOFTCAP and q.dtype == tl.float32:
             scores = softcap * _exact_tanh(scores * (scale / softcap)) * LOG2E
         elif HAS_SOFTCAP:

@@ -15,6 +15,7 @@ from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
+    NARROW_DTYPES,
     check_dtype,
     check_is_tensor,
     check_last_dim_contiguous,
@@ -65,8 +66,8 @@ def paged_attention(
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
             cu_seqlens_q[-1] are padding and give 0 and lse -inf. head_dim is 1 to 512, as is v_head_dim.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or float8_e4m3fn, last dimension
-            contiguous. num_q_heads is a multiple of num_kv_heads; query head h reads KV head
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q, float8_e4m3fn, float8_e5m2 or int8,
+            last dimension contiguous. num_q_heads is a multiple of num_kv_heads; query head h reads KV head
             h // (num_q_heads // num_kv_heads).
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], likewise. May be a view of k_cache, such as its
             first columns: of one width in powers of two they are then read once.
@@ -83,7 +84,8 @@ def paged_attention(
         sinks: [num_q_heads], any float dtype: the score of one more key for every row of the head, whose value is 0
             (Xiao et al., 2023; as in gpt-oss, not scaled). The log-sum-exp counts it.
         alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
-        k_scale, v_scale: float32, one value or [num_kv_heads]: K is k_cache * k_scale, V likewise.
+        k_scale, v_scale: float32, one value or [num_kv_heads]: K is k_cache * k_scale, V likewise. int8 caches need
+            those of their rows, [num_blocks, block_size, num_kv_heads], any strides; see `reshape_and_cache`.
         mask: bool [num_tokens, at least the longest query]: whether a query also sees new key j of its own sequence,
             besides all else that limits it; keys before the new ones are not concerned. The ancestors of a node, for
             a tree of draft tokens.
@@ -201,7 +203,7 @@ def _check(
         raise InvalidInputError(f"q: shape {list(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
     _, num_q_heads, head_dim = q.shape
     cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
-    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, torch.float8_e4m3fn), q.device)
+    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, *NARROW_DTYPES), q.device)
     check_tensor("v_cache", v_cache, (*k_cache.shape[:3], "v_head_dim"), (k_cache.dtype,), q.device)
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
@@ -251,7 +253,7 @@ def _check_plan(
 
 
 def _check_options(call: AttentionCall) -> None:
-    device, num_kv_heads = call.q.device, call.k_cache.shape[2]
+    device = call.q.device
     num_tokens, num_q_heads, _ = call.q.shape
     check_tensor("out", call.out, (num_tokens, num_q_heads, call.v_cache.shape[3]), (call.q.dtype,), device)
     check_last_dim_contiguous("out", call.out)
@@ -262,8 +264,8 @@ def _check_options(call: AttentionCall) -> None:
     for name, value in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
         if value is not None:
             check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, device)
-    check_scale("k_scale", call.k_scale, num_kv_heads, device)
-    check_scale("v_scale", call.v_scale, num_kv_heads, device)
+    check_scale("k_scale", call.k_scale, call.k_cache)
+    check_scale("v_scale", call.v_scale, call.v_cache)
     if call.mask is not None:
         check_tensor("mask", call.mask, (num_tokens, "longest query"), (torch.bool,), device)
         check_last_dim_contiguous("mask", call.mask)

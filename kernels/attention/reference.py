@@ -31,9 +31,9 @@ def paged_attention(
     """`paged_attention`'s out and lse, one row and one head at a time."""
     q, k_cache, v_cache = f64(q), f64(k_cache), f64(v_cache)
     if k_scale is not None:
-        k_cache = k_cache * f64(k_scale).view(-1, 1)
+        k_cache = k_cache * (f64(k_scale).unsqueeze(-1) if k_scale.dim() else f64(k_scale))
     if v_scale is not None:
-        v_cache = v_cache * f64(v_scale).view(-1, 1)
+        v_cache = v_cache * (f64(v_scale).unsqueeze(-1) if v_scale.dim() else f64(v_scale))
     num_tokens, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_q_heads // num_kv_heads

@@ -63,7 +63,7 @@ def _attention_kernel(
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
     alibi_slopes_ptr,  # [num_q_heads], or None
-    k_scale_ptr,  # [1] or [num_kv_heads], or None
+    k_scale_ptr,  # [1] or [num_kv_heads], or None; of int8 [num_blocks, KV_BLOCK_SIZE, num_kv_heads]
     v_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
@@ -83,7 +83,11 @@ def _attention_kernel(
     stride_out_head,
     stride_lse_head,
     stride_table_seq,
+    stride_k_scale_block,  # of int8, else 0
+    stride_k_scale_slot,
     stride_k_scale_head,
+    stride_v_scale_block,
+    stride_v_scale_slot,
     stride_v_scale_head,
     stride_mask_token,
     GROUP: tl.constexpr,
@@ -100,7 +104,7 @@ def _attention_kernel(
     USE_TMA: tl.constexpr,
     SAME_STRIDES: tl.constexpr,  # V's strides are K's
     SHARED_KV: tl.constexpr,  # a key's first V_HEAD_DIM elements are its value
-    FP8: tl.constexpr,  # the caches hold e4m3
+    KIND: tl.constexpr,  # what the caches hold, of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):
@@ -150,10 +154,15 @@ def _attention_kernel(
     mask_ptrs = None
     if mask_ptr is not None:
         mask_ptrs = mask_ptr + tl.where(row_mask, token, first_token) * stride_mask_token
-    if k_scale_ptr is not None:
+    k_scales = None
+    v_scales = None
+    if KIND == "int8":
+        k_scales = k_scale_ptr + kv_head.to(tl.int64) * stride_k_scale_head
+        v_scales = v_scale_ptr + kv_head.to(tl.int64) * stride_v_scale_head
+    elif k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale_head)
-    if FP8 and q.dtype == tl.bfloat16:
-        # float16 holds every e4m3 value; converting two to it takes one instruction, to bfloat16 four more. Queries
+    if (KIND == "e4m3" or KIND == "e5m2") and q.dtype == tl.bfloat16:
+        # float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. Queries
         # that fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
         largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
         q = (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16)
@@ -179,22 +188,25 @@ def _attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_WINDOW:
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, begin, full_begin, position,
+            acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, begin, full_begin, position,
             first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-            stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE,
-            BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, FP8, NATIVE_FP8, True,
+            stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
+            stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
+            HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, full_begin, full_end, position,
+        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_begin, full_end, position,
         first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE,
-        BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, FP8, NATIVE_FP8, False,
+        stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
+        stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
+        HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, False,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, full_end, end, position,
+        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_end, end, position,
         first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-        stride_v_block, stride_v_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE,
-        BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, FP8, NATIVE_FP8, True,
+        stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
+        stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
+        HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,
     )  # fmt: skip
 
     if V_HEAD_DIM_PADDED > 256:
@@ -203,7 +215,7 @@ def _attention_kernel(
         tile = tl.load(items_ptr + item * ITEM_SIZE + 1, volatile=True)
         _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
     store_mask = row_mask[:, None] & v_dim_mask[None, :]
-    if v_scale_ptr is not None:
+    if v_scale_ptr is not None and KIND != "int8":
         acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
     if slot >= 0:
         out, lse = normalise(acc, row_max, row_sum, None, head, row_mask)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.ops import ops
+from paged.kernels.cache.ops import op_scales, ops
 from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
-from paged.kernels.cache.write import CacheWrite, load_inverse_scale, slot_offset
+from paged.kernels.cache.write import CacheWrite, inverse_scales, scale_pointers, slot_offset
+from paged.kernels.common.cache_kinds import cast_to_cache
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     check_eps,
@@ -18,7 +19,6 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import check_all_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, strides
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
@@ -37,8 +37,8 @@ def _qk_norm_rope_and_cache_kernel(
     cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM]
     q_weight_ptr,  # [HEAD_DIM], or None
     k_weight_ptr,  # [HEAD_DIM], or None
-    k_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None
-    v_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None
+    k_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS]
+    v_scale_ptr,  # likewise
     eps,
     stride_q_token,
     stride_q_head,
@@ -52,7 +52,11 @@ def _qk_norm_rope_and_cache_kernel(
     stride_v_cache_block,
     stride_v_cache_slot,
     stride_v_cache_head,
+    stride_k_scale_block,  # of scales of rows, else 0
+    stride_k_scale_slot,
     stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_v_scale_block,
+    stride_v_scale_slot,
     stride_v_scale_head,
     stride_cos_sin_position,
     NUM_Q_HEADS: tl.constexpr,
@@ -66,6 +70,7 @@ def _qk_norm_rope_and_cache_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    KIND: tl.constexpr,  # of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
 ):
     """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
@@ -86,19 +91,27 @@ def _qk_norm_rope_and_cache_kernel(
             heads = (head_block - q_blocks) * BLOCK_HEADS + offs_head
             in_heads = heads[:, None] < NUM_KV_HEADS
             k_row_ptr = k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
-            k_inverse = load_inverse_scale(k_scale_ptr, heads[:, None], stride_k_scale_head, in_heads)
+            k_scale_ptrs = scale_pointers(
+                k_scale_ptr, slot, heads[:, None], stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head,
+                KV_BLOCK_SIZE, KIND,
+            )  # fmt: skip
             rotate_heads(
-                k_ptr + token * stride_k_token, k_row_ptr, k_weight_ptr, cos_sin_ptr, k_inverse, eps, stride_k_head,
+                k_ptr + token * stride_k_token, k_row_ptr, k_weight_ptr, cos_sin_ptr, k_scale_ptrs, eps, stride_k_head,
                 stride_k_cache_head, heads, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, BLOCK_REST,
-                NATIVE_FP8,
+                KIND, NATIVE_FP8,
             )  # fmt: skip
             dims = tl.arange(0, BLOCK_V)[None, :]
             mask = in_heads & (dims < V_HEAD_DIM)
             value = tl.load(v_ptr + token * stride_v_token + heads[:, None] * stride_v_head + dims, mask=mask)
             v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
             v_ptrs = v_row_ptr + heads[:, None] * stride_v_cache_head + dims
-            v_inverse = load_inverse_scale(v_scale_ptr, heads[:, None], stride_v_scale_head, in_heads)
-            tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=mask)
+            v_scale_ptrs = scale_pointers(
+                v_scale_ptr, slot, heads[:, None], stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head,
+                KV_BLOCK_SIZE, KIND,
+            )  # fmt: skip
+            v_inverse = inverse_scales(value, v_scale_ptrs, in_heads, mask, KIND)
+            stored = cast_to_cache(value, v_inverse, v_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8)
+            tl.store(v_ptrs, stored, mask=mask)
 
 
 def qk_norm_rope_and_cache(
@@ -142,7 +155,7 @@ def qk_norm_rope_and_cache(
     if torch.compiler.is_dynamo_compiling():
         ops.qk_norm_rope_and_cache(
             q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, eps, interleaved,
-            k_scale, v_scale,
+            *op_scales(k_cache, k_scale, v_scale),
         )  # fmt: skip
         return q
     write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)

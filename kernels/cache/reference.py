@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.reference import f64, to_e4m3
+from paged.kernels.common.reference import f64, to_float8
 
 
 def reshape_and_cache(
@@ -28,7 +28,7 @@ def reshape_and_cache(
                 row = rows[token, head]
                 if scale is not None:
                     row = f64(row) / f64(scale).flatten()[head if scale.numel() > 1 else 0]
-                stored = to_e4m3(row) if cache.dtype == torch.float8_e4m3fn else row
+                stored = to_float8(row, cache.dtype) if cache.element_size() == 1 else row
                 copy[slot // block_size, slot % block_size, head] = stored.to(copy)
         written.append(copy)
     return written[0], written[1]

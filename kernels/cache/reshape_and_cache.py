@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.cache.ops import ops
+from paged.kernels.cache.ops import op_scales, ops
 from paged.kernels.cache.torch_ops import reshape_and_cache as torch_op
-from paged.kernels.cache.write import CacheWrite, load_inverse_scale, slot_offset
+from paged.kernels.cache.write import CacheWrite, inverse_scales, scale_pointers, slot_offset
+from paged.kernels.common.cache_kinds import cast_to_cache
 from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import check_all_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
 
@@ -22,8 +22,8 @@ def _reshape_and_cache_kernel(
     k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
     v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, V_HEAD_DIM]
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
-    k_scale_ptr,  # float32, one value or [NUM_HEADS], or None
-    v_scale_ptr,  # float32, one value or [NUM_HEADS], or None
+    k_scale_ptr,  # float32, one value or [NUM_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_HEADS]
+    v_scale_ptr,  # likewise
     num_tokens,
     stride_key_token,
     stride_key_head,
@@ -35,7 +35,11 @@ def _reshape_and_cache_kernel(
     stride_v_cache_block,
     stride_v_cache_slot,
     stride_v_cache_head,
+    stride_k_scale_block,  # of scales of rows, else 0
+    stride_k_scale_slot,
     stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_v_scale_block,
+    stride_v_scale_slot,
     stride_v_scale_head,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -43,6 +47,7 @@ def _reshape_and_cache_kernel(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # of the wider of the two
+    KIND: tl.constexpr,  # of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
 ):
     """One program copies BLOCK_ROWS rows, a row being one head of one token."""
@@ -58,10 +63,16 @@ def _reshape_and_cache_kernel(
     v_offsets = slot_offset(slots, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
     k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head + dims
     v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head + dims
-    k_inverse = load_inverse_scale(k_scale_ptr, heads, stride_k_scale_head, slots >= 0)
-    v_inverse = load_inverse_scale(v_scale_ptr, heads, stride_v_scale_head, slots >= 0)
-    tl.store(k_ptrs, scaled_cast(key, k_inverse, k_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=k_mask)
-    tl.store(v_ptrs, scaled_cast(value, v_inverse, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=v_mask)
+    k_scale_ptrs = scale_pointers(
+        k_scale_ptr, slots, heads, stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head, KV_BLOCK_SIZE, KIND
+    )
+    v_scale_ptrs = scale_pointers(
+        v_scale_ptr, slots, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head, KV_BLOCK_SIZE, KIND
+    )
+    k_inverse = inverse_scales(key, k_scale_ptrs, slots >= 0, k_mask, KIND)
+    v_inverse = inverse_scales(value, v_scale_ptrs, slots >= 0, v_mask, KIND)
+    tl.store(k_ptrs, cast_to_cache(key, k_inverse, k_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8), mask=k_mask)
+    tl.store(v_ptrs, cast_to_cache(value, v_inverse, v_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8), mask=v_mask)
 
 
 def reshape_and_cache(
@@ -76,18 +87,22 @@ def reshape_and_cache(
 ) -> None:
     """Write row t of key and value, divided by their scales, to slot slot_mapping[t] of the caches, in their dtype.
 
-    Values round to nearest, ties to even; e4m3 has no infinity, so what lies beyond 448 is stored as 448. The division
-    is a product with the reciprocal in float32.
+    Values round to nearest, ties to even; what lies beyond the largest number of an 8-bit float, 448 of e4m3fn and 57344
+    of e5m2, is stored as that, infinity included. The division is a product with the reciprocal in float32.
+
+    A row of an int8 cache, one head of one token, has a scale of its own, which is written beside it: its largest
+    magnitude / 127, NaN where the row holds NaN or infinity. One whose magnitudes are below 2^-100 reads back zeros.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; of
             one head_dim or of two.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same, one dtype (float32, float16,
-            bfloat16 or float8_e4m3fn), any strides with the last dimension contiguous.
+            bfloat16, float8_e4m3fn, float8_e5m2 or int8), any strides with the last dimension contiguous.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset inside the caches; negative skips the token.
             Slots are distinct.
         k_scale, v_scale: what a stored value is multiplied by when it is read: float32, above 0, [] or [1] for all
-            heads, or [num_kv_heads]. None stands for 1.
+            heads, or [num_kv_heads]. None stands for 1. With int8 they are written: float32 [num_blocks, block_size,
+            num_kv_heads], any strides.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or a slot lies beyond the caches; on a GPU,
@@ -96,7 +111,8 @@ def reshape_and_cache(
     """
     refuse_gradients("reshape_and_cache", key, value, k_cache, v_cache, k_scale, v_scale)
     if torch.compiler.is_dynamo_compiling():
-        ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        scales = op_scales(k_cache, k_scale, v_scale)
+        ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *scales)
         return
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     signatures = call_key("reshape_and_cache", write)

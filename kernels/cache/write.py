@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paged.kernels.common.cache_kinds import cache_kind, load_inverse_scale, store_row_scales
 from paged.kernels.common.checks import (
     CACHE_DTYPES,
     FLOAT_DTYPES,
@@ -13,7 +14,7 @@ from paged.kernels.common.checks import (
     check_scale,
     check_tensor,
     check_writable,
-    scale_stride,
+    scale_strides,
 )
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
@@ -44,12 +45,13 @@ class CacheWrite(NamedTuple):
         check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
         for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
             check_last_dim_contiguous(name, tensor)
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            check_scale(name, scale, num_kv_heads, key.device)
         if k_cache.shape[1] == 0:
             raise InvalidInputError("k_cache: block_size 0, expected at least 1")
-        check_writable("k_cache", k_cache)
-        check_writable("v_cache", v_cache)
+        for kind, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
+            check_scale(f"{kind}_scale", scale, cache)
+            check_writable(f"{kind}_cache", cache)
+            if scale is not None and cache.dtype == torch.int8:
+                check_writable(f"{kind}_scale", scale)
 
     @property
     def slots(self) -> Ids:
@@ -71,9 +73,9 @@ class CacheWrite(NamedTuple):
         """The other arguments of such a kernel."""
         return {
             **strides("block slot head", k_cache=self.k_cache, v_cache=self.v_cache),
-            "stride_k_scale_head": scale_stride(self.k_scale),
-            "stride_v_scale_head": scale_stride(self.v_scale),
+            **scale_strides(k_scale=self.k_scale, v_scale=self.v_scale),
             "KV_BLOCK_SIZE": self.k_cache.shape[1],
+            "KIND": cache_kind(self.k_cache.dtype),
             "NATIVE_FP8": has_native_e4m3(self.key.device),
         }
 
@@ -85,9 +87,27 @@ def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_inverse_scale(scale_ptr, heads, stride_head, mask):
-    """1 / scale of `heads`; None where there is no scale. The correctly rounded division spills on sm_100."""
-    inverse = None
-    if scale_ptr is not None:
-        inverse = 1.0 / tl.load(scale_ptr + heads * stride_head, mask=mask, other=1.0)
+def scale_pointers(
+    scale_ptr, slots, heads, stride_block, stride_slot, stride_head, KV_BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr
+):
+    """Where the scales of `heads` are, or with int8 those of their rows in `slots`; None where there are none."""
+    pointers = None
+    if KIND == "int8":
+        pointers = scale_ptr + slot_offset(slots, stride_block, stride_slot, KV_BLOCK_SIZE) + heads * stride_head
+    elif scale_ptr is not None:
+        pointers = scale_ptr + heads * stride_head
+    return pointers
+
+
+@triton.jit
+def inverse_scales(x, scale_ptrs, row_mask, mask, KIND: tl.constexpr):
+    """What rows x [rows, dims] are multiplied by before they are stored, [rows, 1], or None; those of int8, which are
+    their own, are stored here.
+    """
+    if KIND == "int8":
+        x = tl.where(mask, x.to(tl.float32), 0.0)
+        largest, not_finite = tl.max(tl.abs(x), axis=1), tl.sum(x * 0.0, axis=1)
+        inverse = store_row_scales(scale_ptrs, largest[:, None], not_finite[:, None], row_mask)
+    else:
+        inverse = load_inverse_scale(scale_ptrs, row_mask)
     return inverse

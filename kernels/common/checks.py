@@ -10,7 +10,9 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.scalars import as_float, shown
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+# What a cache may hold beside those: see `cache_kinds`.
+NARROW_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+CACHE_DTYPES = (*FLOAT_DTYPES, *NARROW_DTYPES)
 
 
 def check_is_tensor(name: str, tensor: object) -> None:
@@ -131,19 +133,32 @@ def output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -
     return out
 
 
-def check_scale(name: str, scale: torch.Tensor | None, num_kv_heads: int, device: torch.device) -> None:
-    """Raise InvalidInputError unless `scale` is None or float32 on `device`, one value or [num_kv_heads]."""
+def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `scale` is what a cache [num_blocks, block_size, num_kv_heads, head_dim] takes:
+    float32 on its device, [num_blocks, block_size, num_kv_heads] for int8, else one value, [num_kv_heads] or None.
+    """
+    if cache.dtype == torch.int8:
+        if scale is None:
+            raise InvalidInputError(f"{name}: None, expected {list(cache.shape[:3])}, a scale for each row of int8")
+        check_tensor(name, scale, cache.shape[:3], (torch.float32,), cache.device)
+        return
     if scale is None:
         return
+    num_kv_heads = cache.shape[2]
     check_dtype(name, scale, torch.float32)
-    check_device(name, scale, device)
+    check_device(name, scale, cache.device)
     if scale.dim() > 1 or scale.numel() not in (1, num_kv_heads):
         raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [], [1] or [{num_kv_heads}]")
 
 
-def scale_stride(scale: torch.Tensor | None) -> int:
-    """What a kernel multiplies a KV head by to find its scale: 0 where one serves all heads."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+def scale_strides(**scales: torch.Tensor | None) -> dict[str, int]:
+    """Kernel arguments `stride_<scale>_<axis>` for block, slot and head: 0 where one scale serves all along an axis."""
+    found = {}
+    for name, scale in scales.items():
+        steps = (0,) if scale is None or scale.dim() == 0 or scale.shape == (1,) else scale.stride()
+        axes = ("block", "slot", "head")
+        found |= dict(zip((f"stride_{name}_{axis}" for axis in axes), (*(0,) * (3 - len(steps)), *steps), strict=True))
+    return found
 
 
 def check_eps(eps: float) -> float:

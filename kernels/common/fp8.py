@@ -1,4 +1,5 @@
-"""8-bit floats in kernels: e4m3fn, 4 exponent bits of bias 7, 3 mantissa bits, no infinity (Micikevicius et al., 2022).
+"""8-bit floats in kernels (Micikevicius et al., 2022): e4m3fn, 4 exponent bits of bias 7, 3 mantissa bits, no infinity;
+e5m2, 5 exponent bits of bias 15, 2 mantissa bits, the upper byte of a float16.
 
 Kernels take such tensors as bytes. Chips from sm_89 on convert them in one instruction for two values; integer
 arithmetic does the same everywhere else, and in the interpreter, whose own 8-bit types cannot be trusted.
@@ -29,6 +30,12 @@ def decode_e4m3(bits, NATIVE: tl.constexpr = False):
 
 
 @triton.jit
+def decode_e5m2(bits):
+    """The float16 values of uint8 codes, exact, infinities and NaN included."""
+    return (bits.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def encode_e4m3(x, NATIVE: tl.constexpr = False):
     """The uint8 codes of float32 values, rounded to nearest, ties to even; beyond 448 it is 448, NaN stays NaN.
 
@@ -36,37 +43,41 @@ def encode_e4m3(x, NATIVE: tl.constexpr = False):
     """
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return _encode(x, 3, 7, 0x7E)
+
+
+@triton.jit
+def encode_e5m2(x, NATIVE: tl.constexpr = False):
+    """As `encode_e4m3`; beyond 57344, infinity included, it is 57344, as CUDA's saturating conversion has it."""
+    if NATIVE:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return _encode(x, 2, 15, 0x7B)
+
+
+@triton.jit
+def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    SHIFT: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Half a unit of the last bit kept, less one where that bit is even; 120 is the difference of the exponent biases.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20).to(tl.int32) - (120 << 3)
-    # Below 2^-6 the unit is 2^-9, which is also float32's from 2^14 on: the sum's last bits are the code.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
+    # Half a unit of the last bit kept, less one where that bit is even; 127 is float32's bias.
+    halfway: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    normal = ((magnitude + halfway + ((magnitude >> SHIFT) & 1)) >> SHIFT).to(tl.int32) - ((127 - BIAS) << MANTISSA)
+    # Below 2^(1 - BIAS) the unit is 2^(1 - BIAS - MANTISSA), which is also float32's from a power of two on: the sum's
+    # last bits are the code.
+    power: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    shifted = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (24 - BIAS - MANTISSA)
+    subnormal = shifted.to(tl.int32, bitcast=True) - power
+    code = tl.where(magnitude < (128 - BIAS) << 23, subnormal, tl.minimum(normal, LARGEST))
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
 
 
-@triton.jit
-def scaled_cast(x, inverse_scale, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
-    """x times inverse_scale, where there is one, in the cache's DTYPE; uint8 stands for e4m3.
-
-    The reciprocal is taken once a head, so that an element costs one product.
-    """
-    if inverse_scale is not None:
-        x = x.to(tl.float32) * inverse_scale
-    if DTYPE.is_uint8():
-        return encode_e4m3(x.to(tl.float32), NATIVE_FP8)
-    return x.to(DTYPE)
-
-
 def as_kernel_argument(cache: torch.Tensor) -> torch.Tensor:
-    """`cache`, or where it holds e4m3 its bytes, in the same shape and strides: what kernels take."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+    """`cache`, or where it holds 8-bit floats its bytes, in the same shape and strides: what kernels take."""
+    return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
 
 
 def has_native_e4m3(device: torch.device) -> bool:
-    """Whether the chip converts e4m3 by itself: NVIDIA's from sm_89 on."""
+    """Whether the chip converts to and from 8-bit floats by itself: NVIDIA's from sm_89 on."""
     arch = device_of(device).arch
     return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89

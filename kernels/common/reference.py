@@ -21,22 +21,32 @@ def f64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(device="cpu", dtype=torch.float64)
 
 
-def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The float8_e4m3fn values nearest to x, of two equally near ones that with an even code; NaN stays NaN.
+# Number of codes without sign and NaN, bits of the mantissa, bias of the exponent. The last code of e4m3fn, which would
+# be 480, is NaN; behind 57344 of e5m2 lie infinity and NaN (Micikevicius et al., 2022).
+_FLOATS = {torch.float8_e4m3fn: (127, 3, 7), torch.float8_e5m2: (124, 2, 15)}
 
-    A code holds a sign, 4 bits of exponent e and 3 of mantissa m: 2^-6 m / 8 where e = 0, else 2^(e - 7) (1 + m / 8).
-    The last one, which would be 480, is NaN, so 448 stands for all beyond it (Micikevicius et al., 2022).
+
+def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of an 8-bit float type nearest to x, of two equally near ones that with an even code; NaN stays NaN,
+    and the largest stands for all beyond it.
+
+    A code holds a sign, an exponent e and a mantissa m of M bits: 2^(1 - bias) m / 2^M where e = 0, else 2^(e - bias)
+    (1 + m / 2^M).
     """
-    codes = torch.arange(127)
+    num_codes, bits, bias = _FLOATS[dtype]
+    codes, steps = torch.arange(num_codes), 2**bits
     values = torch.tensor(
-        [2.0**-6 * code / 8 if code < 8 else 2.0 ** (code // 8 - 7) * (1 + code % 8 / 8) for code in codes.tolist()],
+        [
+            2.0 ** (1 - bias) * code / steps if code < steps else 2.0 ** (code // steps - bias) * (1 + code % steps / steps)
+            for code in codes.tolist()
+        ],
         dtype=torch.float64,
     )
     x = f64(x)
     distances = (x.abs().clamp(max=values[-1]).unsqueeze(-1) - values).abs()
     is_nearest = distances == distances.amin(-1, keepdim=True)
     size = torch.where(x.isnan(), 127, (is_nearest * (2 - codes % 2)).argmax(-1))
-    return (size + 128 * x.signbit()).to(torch.uint8).view(torch.float8_e4m3fn)
+    return (size + 128 * x.signbit()).to(torch.uint8).view(dtype)
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

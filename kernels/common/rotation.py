@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from paged.kernels.common.cache_kinds import cast_to_cache, load_inverse_scale, store_row_scales
 from paged.kernels.common.checks import check_last_dim_contiguous, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.fp8 import scaled_cast
 from paged.kernels.common.id_checks import Ids
 from paged.kernels.common.launch import num_warps, strides
 
@@ -29,7 +29,7 @@ def rotate_heads(
     out_ptr,  # [num_heads, HEAD_DIM], may be x_ptr
     weight_ptr,  # [HEAD_DIM] of the RMS norm before the rotation, or None
     cos_sin_ptr,  # [ROTARY_DIM] of the token's position
-    inverse_scale,  # [BLOCK_HEADS, 1] to multiply the result by, or None
+    scale_ptrs,  # [BLOCK_HEADS, 1], what the result is divided by, or where int8 writes it; or None
     eps,
     stride_x_head,
     stride_out_head,
@@ -40,6 +40,7 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    KIND: tl.constexpr = "",  # of `cache_kinds`
     NATIVE_FP8: tl.constexpr = False,
 ):
     """Normalise (with a weight), rotate and scale some heads of a token, in float32, rounding once."""
@@ -52,6 +53,9 @@ def rotate_heads(
     x_ptrs = x_ptr + heads[:, None] * stride_x_head
     out_ptrs = out_ptr + heads[:, None] * stride_out_head
     in_heads = heads[:, None] < NUM_HEADS
+    inverse_scale = None
+    if KIND != "int8":
+        inverse_scale = load_inverse_scale(scale_ptrs, in_heads)
     mask = in_heads & in_pairs[None, :]
     x1 = tl.load(x_ptrs + first[None, :], mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptrs + second[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -73,10 +77,17 @@ def rotate_heads(
     cos = tl.load(cos_sin_ptr + pairs, mask=in_pairs, other=0.0)[None, :]
     sin = tl.load(cos_sin_ptr + HALF + pairs, mask=in_pairs, other=0.0)[None, :]
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    tl.store(out_ptrs + first[None, :], scaled_cast(y1, inverse_scale, OUT, NATIVE_FP8), mask=mask)
-    tl.store(out_ptrs + second[None, :], scaled_cast(y2, inverse_scale, OUT, NATIVE_FP8), mask=mask)
+    if KIND == "int8":
+        largest = tl.max(tl.maximum(tl.abs(y1), tl.abs(y2)), axis=1)
+        not_finite = tl.sum((y1 + y2) * 0.0, axis=1)
+        if HEAD_DIM > ROTARY_DIM:
+            largest = tl.maximum(largest, tl.max(tl.abs(x3), axis=1))
+            not_finite += tl.sum(x3 * 0.0, axis=1)
+        inverse_scale = store_row_scales(scale_ptrs, largest[:, None], not_finite[:, None], in_heads)
+    tl.store(out_ptrs + first[None, :], cast_to_cache(y1, inverse_scale, OUT, KIND, NATIVE_FP8), mask=mask)
+    tl.store(out_ptrs + second[None, :], cast_to_cache(y2, inverse_scale, OUT, KIND, NATIVE_FP8), mask=mask)
     if HEAD_DIM > ROTARY_DIM:
-        tl.store(out_ptrs + rest[None, :], scaled_cast(x3, inverse_scale, OUT, NATIVE_FP8), mask=rest_mask)
+        tl.store(out_ptrs + rest[None, :], cast_to_cache(x3, inverse_scale, OUT, KIND, NATIVE_FP8), mask=rest_mask)
 
 
 def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:

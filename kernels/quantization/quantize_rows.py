@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.common.cache_kinds import round_to_int8
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
 from paged.kernels.common.launch import launch
 from paged.kernels.quantization.weight import FP8_BLOCK
-
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 beside it has steps of 1, rounded to even
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_x_row"])
@@ -56,8 +55,7 @@ def _quantize_rows_kernel(
         not_finite += x * 0.0
         x = x / scale[:, None]
         if q_ptr.dtype.element_ty == tl.int8:
-            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-            q = ((x + _ROUNDER) - _ROUNDER).to(tl.int8)
+            q = round_to_int8(x)
         else:
             q = encode_e4m3(x, NATIVE)
             if q_ptr.dtype.element_ty != tl.uint8:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.reference import E2M1, codes, f64, to_e4m3
+from paged.kernels.common.reference import E2M1, codes, f64, to_float8
 from paged.kernels.quantization.weight import QuantizedWeight
 
 
@@ -61,7 +61,7 @@ def quantize_rows(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
             if weight.input_scale is not None:
                 scale = float(weight.input_scale)
             scaled = (values / scale).clamp(-largest, largest)
-            rounded = scaled.round() if weight.values.dtype == torch.int8 else f64(to_e4m3(scaled))
+            rounded = scaled.round() if weight.values.dtype == torch.int8 else f64(to_float8(scaled, torch.float8_e4m3fn))
             out[row, start : start + size] = rounded * scale if values.isfinite().all() else torch.nan
     return out
 

@@ -13,7 +13,7 @@ from paged.cache.host_blocks import HostBlocks
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import InvalidInputError
 from paged.kernels.cache.copy_blocks import BlockCopy
-from paged.kernels.cache.torch_ops.reshape_and_cache import scaled_cast
+from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
 from paged.kernels.common.checks import check_is_tensor, check_shape
 from paged.kernels.common.scalars import as_int, shown
 from paged.staging import to_device
@@ -141,7 +141,7 @@ class KvCacheTensors:
         written = []
         for rows in (key, value):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
-            stored = scaled_cast(rows.to(self.storage.device), None, self.storage.dtype)
+            stored = cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype)
             written.append(_bytes(stored.clone(memory_format=torch.contiguous_format)))
         for cache, rows in zip(map(_bytes, caches), written, strict=True):
             undo.add((cache.index_put_, index, cache[index]))

@@ -10,7 +10,7 @@ import torch
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
 from paged.kernels.attention.config import MAX_HEAD_DIM
-from paged.kernels.common.checks import CACHE_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _unbound(name: str, packed: torch.Tensor, parts: int) -> tuple[torch.Tensor,
 def read_queries(args: Arguments) -> Queries:
     """[batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q."""
     q, name = args.tensor("q"), args.name("q")
-    check_dtype(name, q, *CACHE_DTYPES)
+    check_dtype(name, q, *FLOAT_DTYPES, torch.float8_e4m3fn)
     max_seqlen = args.integer("max_seqlen_q")
     if not args.has("cu_seqlens_q"):
         if q.dim() != 4:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
     """PyTorch implementation of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
     q, out, lse = call.q, call.out, call.lse
-    num_kv_heads = call.k_cache.shape[2]
+    num_kv_heads, (k_scale, v_scale) = call.k_cache.shape[2], call.head_scales
     # Scores that no result needs, PyTorch's fused attention never writes: a third of the time for a long chunk.
     is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
     batches = sequence_batches(call, {} if plan is None else plan.batches, keeps_scores=not is_plain)
@@ -30,8 +30,8 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
     for batch in batches:
         num_seqs, _, num_queries, _ = batch.visible.shape
         queries = q.index_select(0, batch.rows).float()
-        if call.k_scale is not None:
-            queries = (queries.unflatten(1, (num_kv_heads, -1)) * call.k_scale.reshape(-1, 1, 1)).flatten(1, 2)
+        if k_scale is not None:
+            queries = (queries.unflatten(1, (num_kv_heads, -1)) * k_scale.reshape(-1, 1, 1)).flatten(1, 2)
         queries = queries.view(num_seqs, num_queries, *q.shape[1:]).transpose(1, 2)  # [n, Hq, Q, D]
         if is_plain and batch.pairs is None:
             attended = _fused(call, batch, queries)
@@ -40,8 +40,8 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
             if lse is not None and row_lse is not None:
                 lse[:, batch.rows] = row_lse.transpose(0, 1).flatten(1)
         rows = attended.transpose(1, 2).reshape(-1, *out.shape[1:])  # [n * Q, Hq, Dv]
-        if call.v_scale is not None:
-            rows = (rows.unflatten(1, (num_kv_heads, -1)) * call.v_scale.reshape(-1, 1, 1)).flatten(1, 2)
+        if v_scale is not None:
+            rows = (rows.unflatten(1, (num_kv_heads, -1)) * v_scale.reshape(-1, 1, 1)).flatten(1, 2)
         out.index_copy_(0, batch.rows, rows.to(out.dtype))
         if batch.blind_rows is not None:
             out.index_fill_(0, batch.blind_rows, 0.0)

@@ -31,6 +31,10 @@ class GatheredProducts:
     def __init__(self, call: AttentionCall, batch: SequenceBatch) -> None:
         self.softmax_scale = call.softmax_scale
         self.keys, self.values = _gather(call.k_cache, batch), _gather(call.v_cache, batch)
+        k_scale, v_scale = call.row_scales
+        if k_scale is not None and v_scale is not None:
+            self.keys *= _gather(k_scale.unsqueeze(-1), batch)
+            self.values *= _gather(v_scale.unsqueeze(-1), batch)
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         num_queries = queries.shape[2]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.cache.write import CacheWrite
+from paged.kernels.common.cache_kinds import SMALLEST
+from paged.kernels.common.checks import NARROW_DTYPES
+from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import check_ids_on_host
 
 
@@ -21,20 +24,32 @@ def reshape_and_cache(write: CacheWrite) -> None:
         rows = (slots >= 0).nonzero().squeeze(1)
         key, value, slots = key[rows], value[rows], slots[rows]
     for source, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
-        stored = scaled_cast(source, scale, cache.dtype)
-        if cache.dtype == torch.float8_e4m3fn:  # bytes, as not every device has indexing of 8-bit floats
-            cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
-        if cache.is_contiguous():
-            cache.flatten(0, 1).index_copy_(0, slots, stored)
-        else:
-            cache[slots // block_size, slots % block_size] = stored
+        stored, row_scales = cast_to_cache(source, scale, cache.dtype)
+        written = [(as_kernel_argument(cache), as_kernel_argument(stored))]  # not every device indexes 8-bit floats
+        if scale is not None and row_scales is not None:
+            written.append((scale, row_scales))
+        for target, rows in written:
+            if target.is_contiguous():
+                target.flatten(0, 1).index_copy_(0, slots, rows)
+            else:
+                target[slots // block_size, slots % block_size] = rows
 
 
-def scaled_cast(rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """rows [..., num_kv_heads, head_dim] divided by their heads' scale, in the cache's dtype, e4m3 saturated."""
+def cast_to_cache(
+    rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """rows [..., num_kv_heads, head_dim] in the cache's dtype, 8-bit floats saturated, divided by their heads' scale, or
+    with int8 by their own, which are returned too: float32 [..., num_kv_heads].
+    """
+    if dtype == torch.int8:
+        wide = rows.float()
+        largest, not_finite = wide.abs().amax(-1), (wide * 0.0).sum(-1)
+        inverse = torch.where(largest > SMALLEST, 127.0 / largest, 0.0)
+        values = (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(dtype)
+        return values, largest / 127.0 + not_finite
     if scale is not None:
         rows = rows.float() * scale.reciprocal().unsqueeze(-1)
-    if dtype == torch.float8_e4m3fn:
+    if dtype in NARROW_DTYPES:
         largest = torch.finfo(dtype).max
         rows = rows.clamp(-largest, largest)
-    return rows.to(dtype)
+    return rows.to(dtype), None

@@ -23,9 +23,11 @@ def check(problem: Problem, device: torch.device, *, return_lse: bool = True) ->
 def with_rounded_weights(arguments: dict[str, Any]) -> torch.Tensor:
     """The attention whose softmax weights carry the error of the input type, half a unit in the last place either way.
 
-    Tensor cores take the weights in the type of q. An error of a weight is one of its value, so V carries it here.
+    Tensor cores take the weights in the type of q. An error of a weight is one of its value, so V carries it here, and
+    where it is int8 times a scale, rounded to the type of q, as much again.
     """
     values = arguments["v_cache"].double()
-    signs = torch.where(torch.rand(values.shape) < 0.5, -0.5, 0.5).double()
+    size = 1.0 if arguments["v_cache"].dtype == torch.int8 else 0.5
+    signs = torch.where(torch.rand(values.shape) < 0.5, -size, size).double()
     perturbed = values * (1 + torch.finfo(arguments["q"].dtype).eps * signs)
     return reference.paged_attention(**{**arguments, "v_cache": perturbed})[0]

@@ -58,7 +58,7 @@ MUTATIONS = {
     ),
     "no bias": ("partials", "if bias_ptr is not None:", "if False:"),
     "no scale for all": ("partials", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
-    "activations are cut off": ("quantize_rows", "((x + _ROUNDER) - _ROUNDER).to(tl.int8)", "x.to(tl.int8)"),
+    "activations are cut off": ("quantize_rows", "round_to_int8(x)", "x.to(tl.int8)"),
     "activations beyond the largest code": ("quantize_rows", "largest / LARGEST", "largest / (LARGEST + 64)"),
 }
 PROBLEMS = (
