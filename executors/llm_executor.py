@@ -54,8 +54,7 @@ class LlmExecutor(UnifiedExecutor):
         if self.kv_manager is None:
             kv_bytes = 2 * info.num_kv_heads * info.head_dim * info.dtype.itemsize
         else:
-            itemsize = self.kv_manager.k_cache(0).element_size()
-            kv_bytes = -(-self.kv_manager.config.elements_per_token * itemsize // info.num_layers)
+            kv_bytes = -(-self.kv_manager.config.token_bytes(self.kv_manager.k_cache(0).dtype) // info.num_layers)
         plain_bytes = info.num_parameters * info.dtype.itemsize
         self._memory = MemoryRequirements(
             weight_bytes=model.parameter_bytes() if isinstance(model, PagedCausalLM) else plain_bytes,

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from paged.batch import UnifiedBatchItem
-from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.kv_cache import KvCacheHandle, row_bytes
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
@@ -65,7 +65,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
     attn[j] over all num_heads * head_dim elements. With one_hot, in the head that holds the query's index, keys of that
     index weigh exp(1 / sqrt(head_dim)) and all others 1; in every other head all keys weigh the same.
 
-    It runs in the cache's dtype, over an 8-bit cache in float32. e4m3 holds one-hot embeddings exactly.
+    It runs in the cache's dtype, over an 8-bit cache in float32. All of these hold one-hot embeddings exactly.
 
     Raises:
         InvalidInputError: the manager's layers, KV heads, head_dim or dtype are not those of the configuration.
@@ -114,7 +114,9 @@ class PagedAttentionExecutor(UnifiedExecutor):
             supports_lora=False,
             memory_requirements=MemoryRequirements(
                 weight_bytes=0,
-                kv_bytes_per_token_per_layer=2 * self._info.hidden_size * self.kv_manager.k_cache(0).element_size(),
+                kv_bytes_per_token_per_layer=2
+                * self.config.num_kv_heads
+                * row_bytes(self.config.head_dim, self.kv_manager.k_cache(0).dtype),
                 activation_bytes_per_token=(self._info.hidden_size + 2 * width) * self._info.dtype.itemsize,
             ),
         )
@@ -153,8 +155,9 @@ class PagedAttentionExecutor(UnifiedExecutor):
         metadata = step.metadata
         for layer in range(self.config.num_layers):
             k_cache, v_cache = self.kv_manager.k_cache(layer), self.kv_manager.v_cache(layer)
+            k_scale, v_scale = self.kv_manager.scales(layer)
             block_table, slot_mapping = metadata.table(self.kv_manager.table_of(layer))
-            reshape_and_cache(embedding, embedding, k_cache, v_cache, slot_mapping)
+            reshape_and_cache(embedding, embedding, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
             paged_attention(
                 query,
                 k_cache,
@@ -163,6 +166,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 cu_seqlens_q=metadata.cu_seqlens_q,
                 seq_lens=metadata.seq_lens,
                 max_seqlen_q=metadata.max_seqlen_q,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 plan=metadata.plan,
                 out=out,
             )

@@ -14,6 +14,7 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.kernels.attention.config import default_block_size
+from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
 from paged.models.computation_keys import refuse_unread, unread_keys
@@ -95,7 +96,7 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         CheckpointError: the folder is incomplete, malformed or unsafe.
         UnsupportedError: the architecture, or an option of it, is not known here.
         InvalidInputError: an argument is of another kind or out of range, max_seq_len is beyond the model's own limit,
-            or the cache's dtype is neither the weights' nor float8_e4m3fn.
+            or the cache's dtype is neither the weights' nor one of 8 bits.
     """
     folder = as_folder("path", path)
     given = LoadOptions(**options)
@@ -106,10 +107,11 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
     dtype = given.dtype or config.dtype
     kv_cache_dtype = given.kv_cache_dtype or dtype
-    if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
-        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {dtype} or torch.float8_e4m3fn")
+    if kv_cache_dtype not in (dtype, *NARROW_DTYPES):
+        expected = " or ".join(map(str, (dtype, *NARROW_DTYPES)))
+        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
 
-    has_fp8_cache = kv_cache_dtype == torch.float8_e4m3fn
+    has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = cache_config(
@@ -217,7 +219,7 @@ def _lacking(hf: HfConfig) -> str:
 
 
 def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:
-    block_bytes = cache.elements_per_block * dtype.itemsize
+    block_bytes = cache.block_bytes(dtype)
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return max(1, int(free_bytes * GPU_FRACTION) // block_bytes)

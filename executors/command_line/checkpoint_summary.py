@@ -63,7 +63,7 @@ def summarize(
     *,
     device_bytes: int | None = None,
     dtype: torch.dtype | None = None,
-    fp8_cache: bool = False,
+    kv_cache_dtype: torch.dtype | None = None,
     block_size: int = 16,
 ) -> CheckpointSummary:
     """Read a folder in Hugging Face layout; a model that is not supported is described as far as that goes.
@@ -80,12 +80,12 @@ def summarize(
     cache_dtype = weight_bytes = kv_bytes = kv_tokens = None
     if network_class is not None and config is not None:
         dtype = config.dtype if dtype is None else dtype
-        cache_dtype = torch.float8_e4m3fn if fp8_cache else dtype
+        cache_dtype = kv_cache_dtype or dtype
         config = replace(config, quantization=as_stored(config.quantization, stored))
         parameters, weight_bytes = _loaded(network_class, config, dtype)
         cache = cache_config(config, block_size=block_size)
-        block_bytes = cache.elements_per_block * cache_dtype.itemsize
-        kv_bytes = cache.elements_per_token * cache_dtype.itemsize
+        block_bytes = cache.block_bytes(cache_dtype)
+        kv_bytes = cache.token_bytes(cache_dtype)
         if device_bytes is not None:
             left = int((device_bytes - weight_bytes) * GPU_FRACTION)
             num_blocks = max(0, left // block_bytes)

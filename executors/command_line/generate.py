@@ -114,7 +114,7 @@ def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
         block_size=args.block_size,
         max_seq_len=args.max_seq_len,
         num_swap_blocks=args.num_swap_blocks,
-        kv_cache_dtype=torch.float8_e4m3fn if args.kv_cache_dtype == "fp8" else None,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_loras=max(len(args.lora), 1),
         max_lora_rank=args.max_lora_rank,
     )

@@ -22,7 +22,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: that of the weights")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8", "fp8_e5m2", "int8"],
+        default="auto",
+        help="auto: that of the weights",
+    )
     parser.add_argument("--block-size", type=int, help="tokens a KV cache block; default: the device's")
 
 

@@ -52,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
     from paged.executors.command_line.checkpoint_summary import summarize
     from paged.kernels.attention.config import default_block_size
     from paged.kernels.common.device import device_of
-    from paged.models.loading.load_options import as_device
+    from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype
 
     folder = checkpoint_folder(args.model, is_run=False)
     given = _bytes(args.device_memory) if args.device_memory else None
     if given is None and torch.cuda.is_available():
         given = torch.cuda.mem_get_info()[1]
-    fp8 = args.kv_cache_dtype == "fp8"
+    cache_dtype = as_dtype("--kv-cache-dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
-    summary = summarize(folder, device_bytes=given, dtype=dtype, fp8_cache=fp8, block_size=block_size)
+    summary = summarize(folder, device_bytes=given, dtype=dtype, kv_cache_dtype=cache_dtype, block_size=block_size)
     if args.json:
         print_json(asdict(summary))
     else:

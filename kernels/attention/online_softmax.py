@@ -160,12 +160,8 @@ def attend(
         if KIND == "int8":
             if USE_TMA:
                 block, slot = block.to(tl.int64), slot + tl.arange(0, BLOCK_N)
-            k_scale = _load_scales(
-                k_scales, block, slot, stride_k_scale_block, stride_k_scale_slot, key_mask, MASKED
-            )
-            v_scale = _load_scales(
-                v_scales, block, slot, stride_v_scale_block, stride_v_scale_slot, key_mask, MASKED
-            )
+            k_scale = _load_scales(k_scales, block, slot, stride_k_scale_block, stride_k_scale_slot, key_mask, MASKED)
+            v_scale = _load_scales(v_scales, block, slot, stride_v_scale_block, stride_v_scale_slot, key_mask, MASKED)
             # Times the weights, a small scale would leave the range of float16.
             v = v.to(tl.float32) * v_scale[:, None]
             k, v = k.to(q.dtype), v.to(q.dtype)

@@ -188,22 +188,22 @@ def _attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_WINDOW:
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, begin, full_begin, position,
-            first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-            stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
-            stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
-            HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,
+            acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, begin,
+            full_begin, position, first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block,
+            stride_k_slot, stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot,
+            stride_v_scale_block, stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED,
+            KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_begin, full_end, position,
-        first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-        stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
+        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_begin,
+        full_end, position, first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block,
+        stride_k_slot, stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
         stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
         HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, False,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_end, end, position,
-        first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
+        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_end, end,
+        position, first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
         stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
         stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
         HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,

@@ -87,8 +87,8 @@ def reshape_and_cache(
 ) -> None:
     """Write row t of key and value, divided by their scales, to slot slot_mapping[t] of the caches, in their dtype.
 
-    Values round to nearest, ties to even; what lies beyond the largest number of an 8-bit float, 448 of e4m3fn and 57344
-    of e5m2, is stored as that, infinity included. The division is a product with the reciprocal in float32.
+    Values round to nearest, ties to even; what lies beyond the largest number of an 8-bit float, 448 of e4m3fn and
+    57344 of e5m2, is stored as that, infinity included. The division is a product with the reciprocal in float32.
 
     A row of an int8 cache, one head of one token, has a scale of its own, which is written beside it: its largest
     magnitude / 127, NaN where the row holds NaN or infinity. One whose magnitudes are below 2^-100 reads back zeros.

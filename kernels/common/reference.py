@@ -37,7 +37,9 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     codes, steps = torch.arange(num_codes), 2**bits
     values = torch.tensor(
         [
-            2.0 ** (1 - bias) * code / steps if code < steps else 2.0 ** (code // steps - bias) * (1 + code % steps / steps)
+            2.0 ** (1 - bias) * code / steps
+            if code < steps
+            else 2.0 ** (code // steps - bias) * (1 + code % steps / steps)
             for code in codes.tolist()
         ],
         dtype=torch.float64,

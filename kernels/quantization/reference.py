@@ -61,7 +61,9 @@ def quantize_rows(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
             if weight.input_scale is not None:
                 scale = float(weight.input_scale)
             scaled = (values / scale).clamp(-largest, largest)
-            rounded = scaled.round() if weight.values.dtype == torch.int8 else f64(to_float8(scaled, torch.float8_e4m3fn))
+            rounded = (
+                scaled.round() if weight.values.dtype == torch.int8 else f64(to_float8(scaled, torch.float8_e4m3fn))
+            )
             out[row, start : start + size] = rounded * scale if values.isfinite().all() else torch.nan
     return out
 

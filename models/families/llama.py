@@ -149,6 +149,9 @@ class Llama(nn.Module):
         for layer, source, rotation in zip(self.layers, config.cache_layers, rotations, strict=True):
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
+            k_scale, v_scale = kv_manager.scales(source)
+            if k_scale is not None and v_scale is not None:
+                layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
         for module in self.modules():
             if isinstance(module, SparseMoe):
                 module.bind()

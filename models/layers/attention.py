@@ -26,24 +26,26 @@ class HeldCaches:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, torch.Tensor] = {}
-        self._caches: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        self._slots: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._caches: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
         """The tensor to hold for a layer's cache."""
         length, offset = cache.shape[0] * cache.stride(0), int(cache.storage_offset())
         start = offset - offset % length
-        if start not in self._slots:
+        place = start, cache.dtype
+        if place not in self._slots:
             whole = cache.as_strided((length,), (1,), start)
             # As bytes: not every DLPack knows 8-bit floats.
-            self._slots[start] = from_dlpack(whole.view(torch.uint8)).view(cache.dtype)
-        slot = self._slots[start]
+            self._slots[place] = from_dlpack(whole.view(torch.uint8)).view(cache.dtype)
+        slot = self._slots[place]
         view = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset - start)
-        return self._caches.setdefault((offset, cache.shape), view)
+        return self._caches.setdefault((offset, cache.shape, cache.dtype), view)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1."""
+    """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1; those of
+    int8 stand beside the cache, a scale for each row."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor

@@ -21,6 +21,12 @@ _LARGEST = 2**31 - 1
 _MAX_GRAPHS = 1024
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Beside those; the short names are vLLM's.
+KV_CACHE_DTYPES = {
+    **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), torch.float8_e4m3fn),
+    **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), torch.float8_e5m2),
+    "int8": torch.int8,
+}
 
 
 def as_device(name: str, value: object) -> torch.device:
@@ -91,8 +97,9 @@ class LoadOptions:
     num_swap_blocks: blocks of host memory that sequences can be swapped to. Where layers have several block tables both
         numbers are those of each, so that they stand for as much memory.
     enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
-    kv_cache_dtype: that of the weights where None or "auto", or torch.float8_e4m3fn, half of 16 bits: then with the
-        scales that the checkpoint holds for it, else with 1.
+    kv_cache_dtype: that of the weights where None or "auto"; or half of 16 bits, as torch.dtype or by one of the names
+        of KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the scales that the checkpoint holds for them, else with
+        1, and int8 with a scale for each head of a token.
     max_loras: how many adapters can be loaded at once.
     max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
     cuda_graphs: numbers of tokens up to which steps are padded and replayed from graphs, see `graph_shapes`, once they
@@ -128,7 +135,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # its range is the model's own
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "enable_prefix_cache": as_bool,
-    "kv_cache_dtype": partial(as_dtype, others={"float8_e4m3fn": torch.float8_e4m3fn}),
+    "kv_cache_dtype": partial(as_dtype, others=KV_CACHE_DTYPES),
     "max_loras": _as_size,
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,

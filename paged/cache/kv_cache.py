@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     import torch
 
 
+# A row of int8 has a float32 of its own.
+SCALE_BYTES = 4
 # Ids of blocks are int32 where kernels read them.
 _MAX_SIZE = (1 << 31) - 2
+
+
+def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a row, the key or value of one head of a token, with its scale where it has one."""
+    return head_dim * dtype.itemsize + (0 if dtype.is_floating_point else SCALE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class PagedKvCacheConfig:
     num_blocks: blocks that can be handed out; storage holds one more, block 0.
     num_swap_blocks: blocks of host memory that sequences can be swapped to.
     dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made. The kernels take float32,
-        float16, bfloat16 and float8_e4m3fn.
+        float16, bfloat16, float8_e4m3fn, float8_e5m2 and int8, which has a float32 scale for every row, the key or
+        value of one head of a token.
     low_watermark, high_watermark: fractions of the pool that can be handed out; below the first, pressure is HIGH,
         below the second, CRITICAL.
     max_seq_len: longest sequence, None for no limit but the pool's.
@@ -145,17 +153,28 @@ class PagedKvCacheConfig:
         size = max(max(table.sizes) for table in self.tables)
         return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
 
-    @property
-    def elements_per_token(self) -> int:
-        """Numbers that a token takes in all layers, in blocks of every table."""
-        num_slots, size = self.slots
-        return num_slots * size * len(self.tables)
+    def slot_layout(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Where in a block's part of one slot the scales of its rows begin, and its end, in bytes.
 
-    @property
-    def elements_per_block(self) -> int:
-        """Numbers in a block."""
-        num_slots, size = self.slots
-        return num_slots * size * self.block_size
+        Without scales both are the same, else multiples of 16, as the chip's copy engine wants of strides.
+        """
+        _, size = self.slots
+        num_bytes = self.block_size * size * dtype.itemsize
+        if dtype.is_floating_point:
+            return num_bytes, num_bytes
+        heads = (table.num_kv_heads or 0 for table in self.tables for _ in table.sizes)
+        together = (size // one for table in self.tables for one in table.sizes)
+        most_rows = self.block_size * max(num_heads * layers for num_heads, layers in zip(heads, together, strict=True))
+        start = -(-num_bytes // 16) * 16
+        return start, start + -(-most_rows * SCALE_BYTES // 16) * 16
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a block in a cache of `dtype`, scales included."""
+        return self.slots[0] * self.slot_layout(dtype)[1]
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a token takes in all layers of a cache of `dtype`, in blocks of every table."""
+        return -(-self.block_bytes(dtype) * len(self.tables) // self.block_size)
 
 
 @dataclass(frozen=True)

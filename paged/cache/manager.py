@@ -360,6 +360,12 @@ class PagedKvCacheManager:
         """Values of one layer, as `k_cache`."""
         return self._tensors.v_cache(layer)
 
+    def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`k_scale` and `v_scale` of one layer's rows where the cache is int8, float32 [num_blocks + 1, block_size,
+        num_kv_heads], as the operations take them; else (None, None). Errors as of `k_cache`.
+        """
+        return self._tensors.scales(layer)
+
     def table_of(self, layer: int) -> int:
         """The index of a layer's table for `AttentionMetadata.table`; errors as of `k_cache`."""
         return self._tensors.table_of(layer)

@@ -25,7 +25,7 @@ class CacheStats:
     capacity_tokens: the longest sequence that the whole pool has room for.
     utilization: used_blocks / num_blocks.
     cow_copies, allocation_failures, and the counts of hits, evictions and swaps: since the cache was made.
-    bytes_per_block: K and V of all layers of a table.
+    bytes_per_block: K and V of all layers of a table, scales included.
     """
 
     num_blocks: int

@@ -23,18 +23,19 @@ class KvCacheTensors:
     """One storage [num_slots, num_blocks + 1, elements]: a block is its row of every slot, whichever table holds it.
 
     The layers of a table have their keys in slots of their own, and their values; one of another table lies in the same
-    ones, in other blocks.
+    ones, in other blocks. The scales of int8 rows stand behind these, so that what moves a block moves them.
     """
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type")
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype == torch.int8):
+            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point type or int8")
         if dtype is torch.float4_e2m1fn_x2:
             raise InvalidInputError(f"dtype: {dtype}, expected a type of one value an element")
         self.block_size, self._num_tables = config.block_size, len(config.tables)
-        num_slots, size = config.slots
-        shape = num_slots, config.num_blocks + 1, config.block_size * size
+        num_slots, self._slot_size = config.slots
+        self._scales_start, slot_bytes = config.slot_layout(dtype)
+        shape = num_slots, config.num_blocks + 1, slot_bytes // dtype.itemsize
         try:
             self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
             if self.storage.is_meta:
@@ -49,27 +50,32 @@ class KvCacheTensors:
         self._copy_blocks = BlockCopy(slots, slots)
         self._num_layers = config.num_layers
         self._stacks = [self._views(table) for table in config.tables]
-        self._caches: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {
-            layer: (index, k_cache, v_cache)
+        # A layer's table, its keys and values, and where they have them their scales.
+        self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {
+            layer: (index, tuple(caches))
             for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True))
-            for layer, k_cache, v_cache in zip(table.layers, *map(_unstacked, stacks), strict=False)
+            for layer, *caches in zip(table.layers, *map(_unstacked, stacks), strict=False)
         }
 
     def _views(self, table: CacheGroup) -> list[torch.Tensor]:
         """Keys and values of a table's layers, each [slots, layers a slot, num_blocks + 1, block_size, num_kv_heads,
-        head_dim].
+        head_dim], and of int8 their scales, without the last axis.
         """
-        stacks, start = [], 0
-        num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
-        assert table.num_kv_heads is not None
+        stacks, scales, start = [], [], 0
+        num_blocks, heads = self.storage.shape[1], table.num_kv_heads
+        assert heads is not None
         for elements in table.sizes:
-            together = size // elements
+            together = self._slot_size // elements
             end = start - -len(table.layers) // together
-            rows = self.storage[start:end, :, : together * self.block_size * elements]
-            heads = table.num_kv_heads, elements // table.num_kv_heads
-            stacks.append(rows.view(end - start, num_blocks, together, self.block_size, *heads).transpose(1, 2))
+            shape = end - start, num_blocks, together, self.block_size, heads
+            part = self.storage[start:end]
+            rows = part[..., : together * self.block_size * elements]
+            stacks.append(rows.view(*shape, elements // heads).transpose(1, 2))
+            if self.storage.dtype == torch.int8:
+                tail = part[..., self._scales_start :].view(torch.float32)
+                scales.append(tail[..., : together * self.block_size * heads].view(shape).transpose(1, 2))
             start = end
-        return stacks
+        return stacks + scales
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
@@ -77,11 +83,18 @@ class KvCacheTensors:
         Raises:
             InvalidInputError: there is no such layer, or it has no K/V of its own.
         """
-        return self._caches[self.layer(layer)][1]
+        return self._caches[self.layer(layer)][1][0]
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer, as `k_cache`."""
-        return self._caches[self.layer(layer)][2]
+        return self._caches[self.layer(layer)][1][1]
+
+    def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale of a layer's rows of int8, float32 views [num_blocks + 1, block_size, num_kv_heads]; of
+        other types (None, None). Errors as of `k_cache`.
+        """
+        _, _, *scales = self._caches[self.layer(layer)][1]
+        return (scales[0], scales[1]) if scales else (None, None)
 
     def table_of(self, layer: int) -> int:
         """Which table's blocks a layer's K/V lie in; errors as of `k_cache`."""
@@ -89,7 +102,7 @@ class KvCacheTensors:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: K and V of all layers of a table."""
+        """Bytes of one block: K and V of all layers of a table, and their scales."""
         return self.storage[:, 0].nbytes
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
@@ -125,7 +138,7 @@ class KvCacheTensors:
                 raise InvalidInputError(f"{name}: {shown(rows)}, expected a tensor of real numbers")
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]
-        _, k_cache, v_cache = self._caches[layer]
+        k_cache, v_cache = self._caches[layer][1][:2]
         check_shape("key", key, ("num_tokens", *k_cache.shape[2:]))
         check_shape("value", value, (len(key), *v_cache.shape[2:]))
         return key, value
@@ -136,24 +149,25 @@ class KvCacheTensors:
         """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
         the sequence in `blocks` on.
         """
-        table, *caches = self._caches[layer]
+        table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, start + len(key))
-        written = []
-        for rows in (key, value):
-            # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
-            stored = cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype)
-            written.append(_bytes(stored.clone(memory_format=torch.contiguous_format)))
+        stored = [cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype) for rows in (key, value)]
+        written = [rows for both in zip(*stored, strict=True) for rows in both if rows is not None]
         for cache, rows in zip(map(_bytes, caches), written, strict=True):
+            # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
+            rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
             undo.add((cache.index_put_, index, cache[index]))
             cache.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at positions start..end of the sequence in `blocks`, each [end - start, num_kv_heads,
-        head_dim].
+        head_dim]; of int8 times their scales, in float32.
         """
-        table, *caches = self._caches[layer]
+        table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, end)
-        key, value = (_bytes(cache)[index].view(self.storage.dtype) for cache in caches)
+        key, value, *scales = (_bytes(cache)[index].view(cache.dtype) for cache in caches)
+        if scales:
+            key, value = (rows * scale.unsqueeze(-1) for rows, scale in zip((key, value), scales, strict=True))
         return key, value
 
     def _positions(self, table: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

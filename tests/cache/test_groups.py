@@ -71,14 +71,14 @@ def test_gemma_3_in_tables_of_one_size(num_layers: int, window: int, sizes: tupl
     assert [table.sliding_window for table in config.tables] == [None] + [window] * num_local
     assert max(len(table.layers) for table in config.tables) == most
     assert sorted(layer for table in config.tables for layer in table.layers) == list(range(num_layers))
-    assert config.elements_per_block == 2 * most * 16 * 8 * 64
+    assert config.block_bytes(torch.float8_e4m3fn) == 2 * most * 16 * 8 * 64
 
 
 def test_larger_heads_make_tables_of_fewer_layers() -> None:
     groups = [CacheGroup(tuple(range(12)), 1, 256, sliding_window=512), CacheGroup((12, 13, 14), 1, 512)]
     config = PagedKvCacheConfig(15, 1, 256, groups=groups)
     assert [(len(table.layers), table.head_dim) for table in config.tables] == [(3, 512), (6, 256), (6, 256)]
-    assert config.elements_per_block == 16 * 2 * 3 * 512  # nothing is lost
+    assert config.block_bytes(torch.float8_e4m3fn) == 16 * 2 * 3 * 512  # nothing is lost
     assert split_evenly(config.tables) == config.tables
 
 
@@ -111,8 +111,8 @@ def test_one_kind_of_layers_is_one_table() -> None:
 def test_long_sequences_of_gpt_oss_take_half_the_bytes() -> None:
     plain, grouped = PagedKvCacheConfig(24, 8, 64), gpt_oss_20b()
     length = 128 * KIB
-    plain_bytes = blocks_kept(plain, length) * plain.elements_per_block
-    grouped_bytes = blocks_kept(grouped, length) * grouped.elements_per_block
+    plain_bytes = blocks_kept(plain, length) * plain.block_bytes(torch.float8_e4m3fn)
+    grouped_bytes = blocks_kept(grouped, length) * grouped.block_bytes(torch.float8_e4m3fn)
     assert grouped_bytes <= 0.55 * plain_bytes
     num_blocks = 4 * blocks_kept(plain, length)
     assert PagedKvCacheConfig(24, 8, 64, num_blocks=num_blocks).capacity_tokens == 4 * length
@@ -264,7 +264,7 @@ def test_blocks_of_different_tables_have_no_byte_in_common(device: torch.device)
     for (layer, number), rows in blocks.items():
         assert rows.shape == (4, *([2, 4 + 8 * number] if layer < 3 else [1, 8] if layer < 5 else [4, 8]))
         assert (rows == 2 * layer + number).all()
-    assert manager.stats().bytes_per_block == manager.config.elements_per_block * 4
+    assert manager.stats().bytes_per_block == manager.config.block_bytes(torch.float32)
     with pytest.raises(InvalidInputError, match="layer: 6 has no K/V of its own"):
         manager.k_cache(6)
 

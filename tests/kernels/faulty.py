@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,21 @@ def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPa
     copy = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, copy)
     spec.loader.exec_module(copy)
+    return copy
+
+
+def faulty_copies(
+    modules: Sequence[ModuleType], folder: Path, text: str, replacement: str, monkeypatch: pytest.MonkeyPatch
+) -> ModuleType:
+    """Copies of modules, each of which may import those before it, in which `text` is replaced; the last of them."""
+    sources = [Path(module.__file__ or "").read_text() for module in modules]
+    assert any(text in source for source in sources), "the kernels have changed: this mutation no longer applies"
+    copies = {module.__name__: "faulty_" + module.__name__.rpartition(".")[2] for module in modules}
+    for source, name in zip(sources, copies.values(), strict=True):
+        faulty = replaced(source, text, replacement)
+        for original, copied in copies.items():
+            faulty = faulty.replace(original, copied)
+        copy = load_copy(name, folder, faulty, monkeypatch)
     return copy
 
 

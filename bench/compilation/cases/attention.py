@@ -19,6 +19,8 @@ _TABLES = ("block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "items_ptr", "
 _KINDS = dict.fromkeys((*_TABLES, "split_tiles_ptr", "tile_starts_ptr"), "*i32")
 _KINDS |= dict.fromkeys(("lse_ptr", "partial_out_ptr", "partial_lse_ptr"), "*fp32")
 _KINDS |= {"scale": "fp32", "softcap": "fp32"}
+_ELEMENTS = {"e4m3": "u8", "e5m2": "u8", "int8": "i8"}
+_SCALES = ("k_scale_ptr", "v_scale_ptr")
 _OPTIONS = {  # argument -> type when given
     "is_causal_ptr": "*i1",
     "sinks_ptr": "*bf16",
@@ -30,7 +32,7 @@ _OPTIONS = {  # argument -> type when given
 
 
 def cases() -> list[CompileCase]:
-    """Head sizes 64 to 512, K wider than V, gathered, in boxes, fp8 caches, all options: each target's own tiles."""
+    """Head sizes 64 to 512, K wider than V, gathered, in boxes, 8-bit caches, all options: each target's own tiles."""
     plan = {"GROUP": 4, "CHUNK_SIZE": 0, "BLOCK_M": 128, "BLOCK_N": 64, "LANES": PLAN_LANES, "DETERMINISTIC": False}
     merge = {"GROUP": 4, "BLOCK_M": 128, "MERGE_M": 16}
     masks = {"mask_ptr": "*i1", "words_ptr": "*i64"}
@@ -43,29 +45,33 @@ def cases() -> list[CompileCase]:
         sizes = {**merge, "V_HEAD_DIM": head_dim, "V_HEAD_DIM_PADDED": head_dim}
         name = f"paged_attention merge D={head_dim}"
         found.append(kernel_case(name, _merge_splits_kernel, sizes, _KINDS, aligned=outs))
+    everything: dict[str, Any] = {"window": True, "options": tuple(_OPTIONS)}
     for target in TARGETS:
         for head_dim in (128, 256):
             found += [_attention_case(target, "decode", head_dim, rows=rows, box=64) for rows in (32, 64)]
         found += [_attention_case(target, "decode", 512, box=box, rows=rows) for box, rows in ((0, 32), (16, 16))]
         found.append(_attention_case(target, "decode", 128, rows=64))
-        found.append(_attention_case(target, "decode", 128, rows=64, window=True, options=tuple(_OPTIONS)))
+        found.append(_attention_case(target, "decode", 128, rows=64, **everything))
         boxes = (0, 64, 128) if target in LARGE_SHARED_MEMORY else (0,)
         for kind in ("decode", "prefill"):
             for box in boxes:
                 dims = (64, 80, 128, 256) if target in EVERY_CASE else (128, 256)
                 found += [_attention_case(target, kind, head_dim, box=box) for head_dim in dims]
-                found.append(_attention_case(target, kind, 128, cache="u8", box=box))
+                found += [_attention_case(target, kind, 128, cache=cache, box=box) for cache in _ELEMENTS]
             found += [
                 *(_attention_case(target, kind, head_dim, dtype="fp32") for head_dim in (64, 128, 256)),
                 _attention_case(target, kind, 128, window=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, window=True, softcap=True, box=boxes[-1]),
                 _attention_case(target, kind, 128, dtype="fp32", softcap=True),
-                *(_attention_case(target, kind, dim, window=True, options=tuple(_OPTIONS)) for dim in (128, 256, 512)),
+                *(_attention_case(target, kind, dim, **everything) for dim in (128, 256, 512)),
                 *(_attention_case(target, kind, head_dim) for head_dim in (384, 512)),
-                _attention_case(target, kind, 512, cache="u8"),
+                *(_attention_case(target, kind, 512, cache=cache) for cache in ("e4m3", "int8")),
+                *(_attention_case(target, kind, dim, cache="int8", **everything) for dim in (128, 256, 512)),
+                _attention_case(target, kind, 128, cache="int8", dtype="fp32"),
+                _attention_case(target, kind, 512, cache="int8", shared=True),
                 _attention_case(target, kind, 512, dtype="fp32"),
                 _attention_case(target, kind, 192, v_head_dim=128),
-                _attention_case(target, kind, 192, v_head_dim=128, window=True, options=tuple(_OPTIONS)),
+                _attention_case(target, kind, 192, v_head_dim=128, **everything),
                 _attention_case(target, kind, 128, chunk_size=8192),
                 _attention_case(target, kind, 512, shared=True),
             ]
@@ -91,16 +97,17 @@ def _attention_case(
     v_head_dim = v_head_dim or head_dim
     sizes = head_dim, v_head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
-    chosen: dict[str, Any] = {"more_scores": more_scores, "fp8": cache is not None}
+    chosen: dict[str, Any] = {"more_scores": more_scores, "narrow": cache is not None}
     tile = decode_tile(*sizes, rows=rows, **chosen) if kind == "decode" else prefill_tile(*sizes, **chosen)
     by_tma = tile.by_tma
     width, v_width = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    element = cache or dtype
+    element = _ELEMENTS.get(cache or "", dtype)
+    given = {*options, *(_SCALES if cache == "int8" else ())}
     kinds = _KINDS | _OPTIONS
     for name, size in (("k_cache", width), ("v_cache", v_width)):
         kinds[name] = f"tensordesc<{element}[1, {tile.block_n}, 1, {size}]>" if by_tma else f"*{element}"
     constexprs: dict[str, Any] = {
-        **{name: None for name in _OPTIONS if name not in options},
+        **{name: None for name in _OPTIONS if name not in given},
         "GROUP": 4,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": width,
@@ -115,7 +122,7 @@ def _attention_case(
         "USE_TMA": by_tma,
         "SAME_STRIDES": v_head_dim == head_dim,
         "SHARED_KV": shared,
-        "FP8": cache == "u8",
+        "KIND": cache or "",
         "NATIVE_FP8": target in NATIVE_FP8,
         "CLEAR_PADDING": True,
     }

@@ -79,7 +79,7 @@ def _rotary_cases(
     plain = {"q_weight_ptr": None, "k_weight_ptr": None}
     found = []
     if head_dim == 256:  # Gemma's weights of norms are float32
-        constexprs = fused | {"k_scale_ptr": None, "v_scale_ptr": None, "NATIVE_FP8": False}
+        constexprs = fused | {"k_scale_ptr": None, "v_scale_ptr": None, "KIND": "", "NATIVE_FP8": False}
         kinds = KINDS | {"q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32"}
         name = f"qk_norm_rope_and_cache {shape} float32 weights"
         found.append(_case(name, _qk_norm_rope_and_cache_kernel, fused_heads * block_dim, constexprs, kinds))
@@ -95,20 +95,23 @@ def _rotary_cases(
 
 
 def _cache_write_cases(name: str, kernel: Any, num_elements: int, constexprs: dict[str, Any]) -> list[CompileCase]:
-    """Keys and values as they are, and scaled to e4m3; heads of 128 also with one of the two alone."""
+    """Keys and values as they are, scaled to 8-bit floats, or int8; heads of 128 also with one of two alone."""
     unscaled = {"k_scale_ptr": None, "v_scale_ptr": None}
-    plain = constexprs | {"NATIVE_FP8": False}
+    plain = constexprs | {"KIND": "", "NATIVE_FP8": False}
     found = [_case(name, kernel, num_elements, plain | unscaled)]
     one_alone = constexprs["HEAD_DIM"] == 128
     if one_alone:
         found.append(_case(f"{name} scaled", kernel, num_elements, plain))
-    kinds = KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
+    of_int8, of_floats = (KINDS | dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), kind) for kind in ("*i8", "*u8"))
+    found.append(_case(f"{name} int8", kernel, num_elements, plain | {"KIND": "int8"}, of_int8))
     for native in (True, False):
-        fp8 = constexprs | {"NATIVE_FP8": native}
-        fp8_name = f"{name} fp8{' native' if native else ''}"
-        cases = [_case(f"{fp8_name} scaled", kernel, num_elements, fp8, kinds)]
-        if one_alone:
-            cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, kinds))
+        cases = []
+        for kind in ("e4m3", "e5m2"):
+            fp8 = constexprs | {"KIND": kind, "NATIVE_FP8": native}
+            fp8_name = f"{name} {kind}{' native' if native else ''}"
+            cases.append(_case(f"{fp8_name} scaled", kernel, num_elements, fp8, of_floats))
+            if one_alone:
+                cases.append(_case(fp8_name, kernel, num_elements, fp8 | unscaled, of_floats))
         targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         found += [replace(case, targets=targets) for case in cases]
     return found

@@ -38,8 +38,8 @@ def reshape_and_cache(write: CacheWrite) -> None:
 def cast_to_cache(
     rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """rows [..., num_kv_heads, head_dim] in the cache's dtype, 8-bit floats saturated, divided by their heads' scale, or
-    with int8 by their own, which are returned too: float32 [..., num_kv_heads].
+    """rows [..., num_kv_heads, head_dim] in the cache's dtype, 8-bit floats saturated, divided by their heads' scale,
+    or with int8 by their own, which are returned too: float32 [..., num_kv_heads].
     """
     if dtype == torch.int8:
         wide = rows.float()
@@ -50,6 +50,6 @@ def cast_to_cache(
     if scale is not None:
         rows = rows.float() * scale.reciprocal().unsqueeze(-1)
     if dtype in NARROW_DTYPES:
-        largest = torch.finfo(dtype).max
-        rows = rows.clamp(-largest, largest)
+        limit = torch.finfo(dtype).max
+        rows = rows.clamp(-limit, limit)
     return rows.to(dtype), None

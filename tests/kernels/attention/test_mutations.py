@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
-from tests.kernels.faulty import load_copy, replaced
+from tests.kernels.faulty import faulty_copies
 
 attention = paged.kernels.attention
 MODULES = (attention.mask, attention.online_softmax, attention.tile_kernels)  # each imports those before it
@@ -26,6 +25,7 @@ PROBLEMS = (
     Problem("whole blocks at once", ((1, 70),), heads=(2, 1), block_size=128, dtype=torch.float16),
     Problem("split, coverage", ((1, 2011),), heads=(1, 1), head_dim=64, coverage=True),
     Problem("chunks", ((1, 65), (30, 70)), chunk_size=24, causal=(True, False), head_dim=48, v_head_dim=24),
+    Problem("int8", ((3, 40), (20, 24)), cache_dtype=torch.int8, softcap=3.0),
     Problem("keys whose start is the value", ((3, 40),), layout="shared", head_dim=64, v_head_dim=40),
 )
 
@@ -34,9 +34,9 @@ MUTATIONS = {
     "no fault": ("", ""),
     "the last token of a sequence is dropped": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len - 1"),
     "one token too many is read": ("key_mask = offs_n < seq_len", "key_mask = offs_n < seq_len + 1"),
-    "the last block is dropped": ("slopes, full_end, end, position", "slopes, full_end, end - 1, position"),
-    "a full block is dropped": ("slopes, full_begin, full_end,", "slopes, full_begin + 1, full_end,"),
-    "a full block is done twice": ("slopes, full_begin, full_end,", "slopes, tl.maximum(full_begin - 1, 0), full_end,"),
+    "the last block is dropped": ("v_scales, full_end, end,", "v_scales, full_end, end - 1,"),
+    "a full block is dropped": ("v_scales, full_begin,", "v_scales, full_begin + 1,"),
+    "a full block is done twice": ("v_scales, full_begin,", "v_scales, tl.maximum(full_begin - 1, 0),"),
     "no causal mask": (
         "visible = offs_n[None, :] < end_key[:, None]",
         "visible = offs_n[None, :] < seq_len + 0 * end_key[:, None]",
@@ -69,24 +69,14 @@ MUTATIONS = {
     "K is not scaled": ("scale *= tl.load(k_scale_ptr", "scale *= 0 * kv_head + 1.0  # tl.load(k_scale_ptr"),
     "the scale of another head": ("tl.load(v_scale_ptr + kv_head * stride_v_scale_head)", "tl.load(v_scale_ptr)"),
     "the mask is one column off": ("bits >> (offs_n % WORD_KEYS)", "bits >> ((offs_n + 1) % WORD_KEYS)"),
+    "the scale of a neighbour": ("block * stride_block + slot *", "block * stride_block + (slot ^ 1) *"),
+    "the scales of V for K": ("scores *= k_scale[None, :]", "scores *= v_scale[None, :]"),
+    "the scales of K for V": ("v.to(tl.float32) * v_scale[:, None]", "v.to(tl.float32) * k_scale[:, None]"),
     "every sequence is causal": (
         "tl.where(tl.load(is_causal_ptr + seq) != 0, 0, window_right)",
         "window_right * 0",
     ),
 }
-
-
-def _faulty_copy(folder: Path, text: str, replacement: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels of a copy of the files, in which `text` is replaced."""
-    sources = [Path(module.__file__ or "").read_text() for module in MODULES]
-    assert any(text in source for source in sources), "the kernels have changed: this mutation no longer applies"
-    copies = {module.__name__: "faulty_" + module.__name__.rpartition(".")[2] for module in MODULES}
-    for source, name in zip(sources, copies.values(), strict=True):
-        faulty = replaced(source, text, replacement)
-        for original, copied in copies.items():
-            faulty = faulty.replace(original, copied)
-        copy = load_copy(name, folder, faulty, monkeypatch)
-    return copy
 
 
 def _first_failure(device: torch.device) -> str | None:
@@ -103,7 +93,7 @@ def test_checks_see_the_fault(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
-    faulty = _faulty_copy(tmp_path, *MUTATIONS[fault], monkeypatch)
+    faulty = faulty_copies(MODULES, tmp_path, *MUTATIONS[fault], monkeypatch)
     for kernel in ("_attention_kernel", "_merge_splits_kernel"):
         monkeypatch.setattr(paged.kernels.attention.launches, kernel, getattr(faulty, kernel))
     failed = _first_failure(device)

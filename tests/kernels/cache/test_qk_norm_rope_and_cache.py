@@ -97,7 +97,7 @@ def _arguments(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(
     ("num_kv_heads", "head_dim", "rotary_dim", "interleaved", "k_shape", "v_shape"),

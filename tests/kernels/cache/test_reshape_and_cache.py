@@ -94,10 +94,13 @@ def test_reads_slices_of_a_fused_projection_and_converts(device: torch.device) -
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_8_bit_caches_round_and_saturate(dtype: torch.dtype, layout: str, device: torch.device) -> None:
+def test_8_bit_floats_round_and_saturate(
+    dtype: torch.dtype, cache_dtype: torch.dtype, layout: str, device: torch.device
+) -> None:
     def full(*sizes: int) -> torch.Tensor:
-        return torch.full(sizes, float("nan"), device=device).to(torch.float8_e4m3fn)
+        return torch.full(sizes, float("nan"), device=device).to(cache_dtype)
 
     k_cache, v_cache = LAYOUTS[layout](full, NUM_BLOCKS, BLOCK_SIZE, 3, 80)
     key, value = (torch.randn(7, 3, 80, device=device).to(dtype) * factor for factor in (200, 0.01))
@@ -106,7 +109,7 @@ def test_8_bit_caches_round_and_saturate(dtype: torch.dtype, layout: str, device
     slots = _slots(7, device)
     expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
     reshape_and_cache(key, value, k_cache, v_cache, slots)
-    assert k_cache.float().nan_to_num().abs().max() == 448
+    assert k_cache.float().nan_to_num().abs().max() == torch.finfo(cache_dtype).max
     _assert_same(k_cache.float(), expected[0].float())
     _assert_same(v_cache.float(), expected[1].float())
 
@@ -116,7 +119,7 @@ def _scales(shape: tuple[int, ...] | None, device: torch.device) -> torch.Tensor
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, *dtypes()])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, *dtypes()])
 @pytest.mark.parametrize(
     ("k_shape", "v_shape", "num_heads"),
     [((), (3,), 3), ((3,), (1,), 3), (None, (3,), 3), ((1,), None, 3), ((1,), (1,), 1)],

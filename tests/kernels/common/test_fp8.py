@@ -17,7 +17,6 @@ FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the codec is for Triton kernels")
 
 
-
 @triton.jit
 def _decode(bits_ptr, out_ptr, num_elements, E5M2: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -81,9 +80,7 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @needs_triton
 @FORMATS
 @pytest.mark.parametrize("kind", _values(torch.float8_e4m3fn))
-def test_rounds_as_pytorch_does_once_clamped(
-    kind: str, dtype: torch.dtype, native: bool, device: torch.device
-) -> None:
+def test_rounds_as_pytorch_does_once_clamped(kind: str, dtype: torch.dtype, native: bool, device: torch.device) -> None:
     x = _values(dtype)[kind]
     codes = _run(_encode, x.to(device), torch.uint8, dtype, native).cpu()
     expected = _rounded(x, dtype).view(torch.uint8)
