@@ -1,7 +1,7 @@
 """Tile sizes of paged attention: shape and device in, configuration out.
 
 box: the result of `box_keys` for the caches. more_scores: softcap, ALiBi or a mask is given, which take registers for
-each score. narrow: the caches hold 8 bits an element.
+each score. kind: what the caches hold, of `cache_kinds`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def decode_tile(
     *,
     rows: int = 16,
     more_scores: bool = False,
-    narrow: bool = False,
+    kind: str = "",
 ) -> AttentionTile:
     """Tile of sequences of at most DECODE_MAX_ROWS rows: the smallest that tensor cores take, as the time is K and V's.
 
@@ -107,7 +107,7 @@ def decode_tile(
         return AttentionTile(16, 32 if width <= 512 else 16, 8, 2, programs)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
-        return AttentionTile(16, min(block_n, 64), 4, 1, 1 if narrow and width > 512 else 2)  # 278 registers of 512
+        return AttentionTile(16, min(block_n, 64), 4, 1, 1 if kind and width > 512 else 2)  # 278 registers of 512
     padded = width > head_dim * element_size
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
@@ -127,7 +127,7 @@ def decode_tile(
         num_stages = 2 if padded and more_scores and num_warps == 8 else 3
         return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
     by_tma = box >= block_n
-    lean = width <= 256 and not more_scores and (by_tma or not narrow)  # the others take 192 to 254 registers
+    lean = width <= 256 and not more_scores and (by_tma or not kind)  # the others take 192 to 254 registers
     num_stages = 3 if by_tma or block_m == 64 else 5
     if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
         # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps
@@ -144,7 +144,7 @@ def prefill_tile(
     box: int = 0,
     *,
     more_scores: bool = False,
-    narrow: bool = False,
+    kind: str = "",
 ) -> AttentionTile:
     """Tile of longer queries: 128 rows, so that each of two warp groups issues 64-row wgmma, where registers allow.
 
@@ -154,7 +154,7 @@ def prefill_tile(
     widest = padded_head_dim(max(head_dim, v_head_dim))
     width = widest * element_size
     if widest > 256:
-        return _widest_prefill_tile(element_size, arch, is_lean=not more_scores and not narrow)
+        return _widest_prefill_tile(element_size, arch, is_lean=not more_scores and not kind)
     if arch.startswith("gfx"):
         if element_size == 4:
             return AttentionTile(32, 16, 8, 1)
@@ -166,13 +166,15 @@ def prefill_tile(
             else AttentionTile(32, 16, 4 if width <= 256 else 8, 2)
         )
     if arch in LARGE_SHARED_MEMORY:
-        if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not narrow:
+        if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not kind:
             return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
             return AttentionTile(64 if more_scores else 128, 32, 8, 2)
-        if box >= 128 and not more_scores and not arch.startswith("sm_10"):
-            # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70.
+        if box >= 128 and not more_scores and not arch.startswith("sm_10") and kind in ("", "e4m3"):
+            # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70, int8 8.
             return AttentionTile(128, 128, 8, 2, by_tma=True)
+        if kind == "int8" and more_scores:  # 128 x 64 spills 20
+            return AttentionTile(128, 32, 8, 3)
         return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)  # 219 registers, 96 KB
     # Without wgmma the operands pass through registers: 128 x 64 spills 24 of them at head_dim 128, 64 x 64 spills 28
     # at 256. These stay under the 99 KB of the consumer chips, too.

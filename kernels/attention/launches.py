@@ -11,7 +11,7 @@ from paged.kernels.attention.config import box_keys, padded_head_dim
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
 from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_splits_kernel
 from paged.kernels.common.cache_kinds import cache_kind
-from paged.kernels.common.checks import NARROW_DTYPES, scale_strides
+from paged.kernels.common.checks import scale_strides
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.launch import Box, Launch, strides
@@ -38,7 +38,7 @@ def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
         chunk_size=call.chunk_size,
         box=min(box_keys(call.k_cache, arch), box_keys(call.v_cache, arch)),
         more_scores=call.softcap > 0 or call.alibi_slopes is not None or call.mask is not None,
-        narrow=call.k_cache.dtype in NARROW_DTYPES,
+        kind=cache_kind(call.k_cache.dtype),
         deterministic=call.deterministic,
     )
     schedules = plan.schedules(shape, call.is_causal)
@@ -135,7 +135,7 @@ def _tiles(
             "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
             # Wider keys than values would make the products of values wider: those are loaded, from a cache.
             "SHARED_KV": call.shares_cache and width == v_width,
-            "KIND": cache_kind(k_cache.dtype),
+            "KIND": shape.kind,
             "NATIVE_FP8": has_native_e4m3(q.device),
             "CLEAR_PADDING": clear_padding,
         },

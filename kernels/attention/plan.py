@@ -67,7 +67,7 @@ class AttentionShape:
     """What a schedule depends on besides the lengths.
 
     head_dim, v_head_dim: of keys and values. element_size: of the queries, in bytes. window, chunk_size: see
-    `AttentionCall`. box, more_scores, narrow: see `config.py`. deterministic: a sequence is cut up by its own length
+    `AttentionCall`. box, more_scores, kind: see `config.py`. deterministic: a sequence is cut up by its own length
     alone, so that its results have the same bits whatever else is in the batch.
     """
 
@@ -81,7 +81,7 @@ class AttentionShape:
     chunk_size: int = 0
     box: int = 0
     more_scores: bool = False
-    narrow: bool = False
+    kind: str = ""
     deterministic: bool = False
 
 
@@ -125,7 +125,7 @@ class AttentionPlan:
                 shape.box,
             )
             rows = self.most_rows(shape)
-            options: dict[str, Any] = {"more_scores": shape.more_scores, "narrow": shape.narrow}
+            options: dict[str, Any] = {"more_scores": shape.more_scores, "kind": shape.kind}
             tiles = {"decode": decode_tile(*sizes, rows=rows, **options)}
             if rows > DECODE_MAX_ROWS:
                 tiles["prefill"] = prefill_tile(*sizes, **options)

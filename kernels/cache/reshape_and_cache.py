@@ -91,7 +91,7 @@ def reshape_and_cache(
     57344 of e5m2, is stored as that, infinity included. The division is a product with the reciprocal in float32.
 
     A row of an int8 cache, one head of one token, has a scale of its own, which is written beside it: its largest
-    magnitude / 127, NaN where the row holds NaN or infinity. One whose magnitudes are below 2^-100 reads back zeros.
+    magnitude / 127, NaN where the row holds NaN or infinity. Magnitudes below 2^-100 may read back as less.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; of

@@ -11,7 +11,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import encode_e4m3, encode_e5m2
 
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-# Rows without a larger magnitude are stored as zeros: 127 divided by it would be infinite.
+# Of rows without a larger magnitude less is kept, and of zeros nothing: 127 divided by theirs would be infinite.
 SMALLEST = 2.0**-100
 _SMALLEST = tl.constexpr(SMALLEST)
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 beside it has steps of 1, rounded to even
@@ -46,7 +46,7 @@ def store_row_scales(scale_ptrs, largest, not_finite, mask):
     them is infinite or NaN, as int8 has no other way to say so.
     """
     tl.store(scale_ptrs, largest / 127.0 + not_finite, mask=mask)
-    return tl.where(largest > _SMALLEST, 127.0 / largest, 0.0)
+    return 127.0 / tl.maximum(largest, _SMALLEST)
 
 
 @triton.jit

@@ -113,9 +113,12 @@ def test_16_bit_cache(device: torch.device) -> None:
     assert_close(logits.half(), expected_logits(executor.config, tokens))
 
 
-def test_8_bit_cache(device: torch.device) -> None:
-    executor = make_executor(device, dtype=torch.float8_e4m3fn)
-    assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 4 * 8
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes"), [(torch.float8_e4m3fn, 8), (torch.float8_e5m2, 8), (torch.int8, 8 + 4)], ids=str
+)
+def test_8_bit_cache(dtype: torch.dtype, row_bytes: int, device: torch.device) -> None:
+    executor = make_executor(device, dtype=dtype)
+    assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 4 * row_bytes
     tokens = random_tokens(random.Random(4), 20, 256)
     logits = executor.prefill(prompt(tokens)).last_token_logits()[0]
     assert_close(logits, expected_logits(executor.config, tokens))

@@ -42,13 +42,19 @@ def _step(models: tuple[PagedCausalLM, PagedCausalLM], lengths: dict[str, int]) 
         assert_same_logits(got, want)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4_moe", "gemma4_shared_kv", "gpt_oss", "llama", "qwen3_moe"])
-def test_forward_is_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((name, "auto") for name in ("gemma3", "gemma4_moe", "gemma4_shared_kv", "gpt_oss", "llama", "qwen3_moe")),
+        ("gemma4_shared_kv", "int8"),
+    ],
+)
+def test_forward_is_one_graph(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     torch._dynamo.reset()
     save_checkpoint(FAMILIES[family], tmp_path)
-    plain = load_model(tmp_path, block_size=8, num_blocks=32)
-    network = load_model(tmp_path, block_size=8, num_blocks=32).network
+    plain, other = (load_model(tmp_path, block_size=8, num_blocks=32, kv_cache_dtype=kind) for _ in range(2))
+    network = other.network
     forward = torch.compile(network.forward, fullgraph=True, backend="aot_eager")
     compiled = PagedCausalLM(_Compiled(network, forward), PagedKvCacheManager(plain.kv_manager.config))
     models = compiled, plain
@@ -61,15 +67,19 @@ def test_forward_is_one_graph(family: str, tmp_path: Path, monkeypatch: pytest.M
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [None, torch.float8_e4m3fn, torch.int8])
 def test_layers_hold_whole_storages(dtype: torch.dtype | None, tmp_path: Path) -> None:
     """inductor copies a cache that is a part of a larger storage before every write: 2 copies a layer and step."""
     save_checkpoint(FAMILIES["llama"], tmp_path)
     model = load_model(tmp_path, block_size=8, num_blocks=32, kv_cache_dtype=dtype)
     for index, layer in enumerate(model.network.layers):
         manager = model.kv_manager
-        pairs = ((layer.self_attn.k_cache, manager.k_cache(index)), (layer.self_attn.v_cache, manager.v_cache(index)))
+        attention, (k_scale, v_scale) = layer.self_attn, manager.scales(index)
+        pairs = [(attention.k_cache, manager.k_cache(index)), (attention.v_cache, manager.v_cache(index))]
+        if dtype == torch.int8:
+            pairs += [(attention.k_scale, k_scale), (attention.v_scale, v_scale)]
         for held, given in pairs:
             assert (held.data_ptr(), held.shape, held.stride()) == (given.data_ptr(), given.shape, given.stride())
-            assert held.untyped_storage().nbytes() == held.nbytes
-            assert given.untyped_storage().nbytes() > given.nbytes
+            reach = sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True)) + 1
+            assert (held.storage_offset(), held.untyped_storage().nbytes()) == (0, reach * held.element_size())
+            assert given.untyped_storage().nbytes() > reach * given.element_size()

@@ -1,4 +1,4 @@
-"""Models over a KV cache of 8-bit floats, and the scales that their checkpoints hold for it."""
+"""Models over a KV cache of 8 bits, and the scales that their checkpoints hold for it."""
 
 from __future__ import annotations
 
@@ -174,24 +174,64 @@ def test_scales_keep_large_keys_and_values_in_range(factors: tuple[float, ...], 
     assert_same_logits(load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40)), expected)
 
 
+def test_int8_has_scales_of_its_own(folder: Path) -> None:
+    """Those of a checkpoint are of 8-bit floats."""
+    add(folder, k_scale=torch.tensor(0.25), v_scale=torch.tensor(0.5))
+    executor = LlmExecutor.from_pretrained(folder, kv_cache_dtype="int8", block_size=8)
+    assert executor.kv_manager is not None
+    assert executor.kv_manager.k_cache(0).dtype == torch.int8
+    for given in executor.kv_manager.scales(0):
+        assert given is not None
+        assert given.shape == executor.kv_manager.k_cache(0).shape[:3]
+    # K and V of 2 heads of 32 bytes and a float32.
+    assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 2 * (32 + 4)
+    assert executor.kv_manager.stats().bytes_per_block == 2 * 8 * 2 * 2 * (32 + 4)
+    for name in ("fp8_e5m2", "float8_e5m2", torch.float8_e5m2):
+        layer = attention(load_model(folder, kv_cache_dtype=name))
+        assert (layer.k_cache.dtype, layer.k_scale) == (torch.float8_e5m2, torch.tensor([0.25]))
+
+
+def _as_int8(rows: torch.Tensor) -> torch.Tensor:
+    step = rows.abs().amax(-1, keepdim=True) / 127
+    return (rows / step).round() * step
+
+
+ROUNDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp8": lambda rows: rows.to(FP8).to(rows.dtype),
+    "fp8_e5m2": lambda rows: rows.to(torch.float8_e5m2).to(rows.dtype),
+    "int8": _as_int8,
+}
+
+
+_FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe")
+
+
 @pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize("family", ["gemma3", "gemma4_shared_kv", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe"])
-def test_logits_over_an_8_bit_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "fp8") for family in _FAMILIES),
+        ("llama", "fp8_e5m2"),
+        ("gemma3", "int8"),
+        ("gemma4_shared_kv", "int8"),
+    ],
+)
+def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own logits, once its keys and values are rounded too; however the prompt is cut."""
     theirs = save_checkpoint(FAMILIES[family], tmp_path)
     module = sys.modules[type(theirs).__module__]
     exact = module.eager_attention_forward
 
     def rounded(layer: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return exact(layer, query, *(x.to(FP8).to(x.dtype) for x in (key, value)), *rest, **options)
+        return exact(layer, query, *map(ROUNDINGS[kind], (key, value)), *rest, **options)
 
     prompt = tokens(40)
     with torch.no_grad():
         unrounded = theirs(torch.tensor([prompt])).logits[0, -1]
         monkeypatch.setattr(module, "eager_attention_forward", rounded)
         expected = theirs(torch.tensor([prompt])).logits[0, -1]
-    assert not torch.allclose(unrounded, expected, atol=1e-2)
-    model = load_model(tmp_path, kv_cache_dtype=FP8, block_size=8)
+    assert not torch.allclose(unrounded, expected, atol=1e-4 if kind == "int8" else 1e-2)
+    model = load_model(tmp_path, kv_cache_dtype=kind, block_size=8)
     assert_same_logits(model.prefill("whole", prompt), expected)
     model.unified_forward([UnifiedBatchItem("cut", prompt[:21], is_final_chunk=False)])
     model.unified_forward([UnifiedBatchItem("cut", prompt[21:39], pos_offset=21, is_final_chunk=False)])

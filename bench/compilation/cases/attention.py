@@ -97,7 +97,7 @@ def _attention_case(
     v_head_dim = v_head_dim or head_dim
     sizes = head_dim, v_head_dim, _ELEMENT_SIZE[dtype], target, box
     more_scores = softcap or "mask_ptr" in options
-    chosen: dict[str, Any] = {"more_scores": more_scores, "narrow": cache is not None}
+    chosen: dict[str, Any] = {"more_scores": more_scores, "kind": cache or ""}
     tile = decode_tile(*sizes, rows=rows, **chosen) if kind == "decode" else prefill_tile(*sizes, **chosen)
     by_tma = tile.by_tma
     width, v_width = padded_head_dim(head_dim), padded_head_dim(v_head_dim)

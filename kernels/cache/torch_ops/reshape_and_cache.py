@@ -44,7 +44,7 @@ def cast_to_cache(
     if dtype == torch.int8:
         wide = rows.float()
         largest, not_finite = wide.abs().amax(-1), (wide * 0.0).sum(-1)
-        inverse = torch.where(largest > SMALLEST, 127.0 / largest, 0.0)
+        inverse = 127.0 / largest.clamp(min=SMALLEST)
         values = (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(dtype)
         return values, largest / 127.0 + not_finite
     if scale is not None:

@@ -28,7 +28,7 @@ UNTOUCHED, UNTOUCHED_SCALE = 77, 7.0
 MUTATIONS = {
     "no fault": ("", ""),
     "values are cut off": ("((x + _ROUNDER) - _ROUNDER).to(tl.int8)", "x.to(tl.int8)"),
-    "the largest is no step": ("127.0 / largest, 0.0", "126.0 / largest, 0.0"),
+    "the largest is no step": ("127.0 / tl.maximum", "126.0 / tl.maximum"),
     "the scale of a neighbour": (
         "slot_offset(slots, stride_block, stride_slot, KV",
         "slot_offset(slots ^ 1, stride_block, stride_slot, KV",
