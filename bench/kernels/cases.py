@@ -63,13 +63,15 @@ _E4M3 = partial(work.quantized_linear, form="e4m3", group_size=128)
 _Lengths = list[tuple[int, int]]
 
 
-def _attention_case(variant: str, *lengths: *tuple[_Lengths, _Lengths, _Lengths]) -> Case:
-    return Case("paged_attention", work.paged_attention, {"lengths": lengths, "heads": _HEADS, "dim": _DIM}, variant)
+def _attention_case(variant: str, *lengths: *tuple[_Lengths, _Lengths, _Lengths], **options: bool) -> Case:
+    make = partial(work.paged_attention, **options)
+    return Case("paged_attention", make, {"lengths": lengths, "heads": _HEADS, "dim": _DIM}, variant)
 
 
 CASES = (
     _attention_case("prefill", [(2048, 2048)] * 4, [(256, 256)] * 2, [(70, 70), (33, 33)]),
     _attention_case("decode", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)]),
+    _attention_case("decode int8", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)], is_int8=True),
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
     ),

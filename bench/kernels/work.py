@@ -12,13 +12,15 @@ import torch
 from torch.nn import functional
 
 import paged
-from paged.bench.attention.cases import AttentionCase, expected, ours
+from paged.bench.attention.cases import AttentionCase, Layer, expected, ours
 from paged.bench.limits import Cost
 from paged.bench.moe.cases import MoeCase, MoeModel
 from paged.bench.timing import Call
+from paged.cache.kv_cache import row_bytes
 from paged.kernels.attention import reference as attention_reference
 from paged.kernels.attention.cascade_attention import cascade_plans
 from paged.kernels.cache import reference as cache_reference
+from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
@@ -87,11 +89,29 @@ def _work(operation: str, reference: Any, num_bytes: int, *arguments: Any, **opt
     )
 
 
-def paged_attention(draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], dim: int) -> Work:
+@dataclass(frozen=True)
+class _Int8Layer(Layer):
+    """One whose caches are int8, with the scales of their rows."""
+
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+def paged_attention(
+    draw: Draw, *, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], dim: int, is_int8: bool = False
+) -> Work:
     groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
     case = AttentionCase("kernels", "lengths", groups, heads, BLOCK_SIZE, dim)
     step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
-    return Work(ours(step, [layer])[0], lambda: expected(step, layer), case.cost(draw.dtype))
+    cost = case.cost(draw.dtype)
+    if is_int8:
+        rows = 2 * heads[1] * sum(seq_len for _, seq_len in lengths)
+        cost = Cost(cost.flops, cost.num_bytes - rows * (dim * draw.dtype.itemsize - row_bytes(dim, torch.int8)))
+        caches, scales = zip(
+            *(cast_to_cache(cache, None, torch.int8) for cache in (layer.k_cache, layer.v_cache)), strict=True
+        )
+        layer = _Int8Layer(layer.q, *caches, *scales)
+    return Work(ours(step, [layer])[0], lambda: expected(step, layer), cost)
 
 
 def cascade_attention(draw: Draw, *, prefix: int, own: int, sequences: int, heads: tuple[int, int], dim: int) -> Work:

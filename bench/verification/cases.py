@@ -38,7 +38,18 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 # Half of the time in the interpreter goes into these two.
 _SLOW = ("fused_moe.prefill", "add_lora.prefill")
 # Of the attention problems, one for every option.
-_QUICK = ("mixed batch", "split decodes", "left window", "softcap", "sinks", "ALiBi", "tree", "fp8 cache", "coverage")
+_QUICK = (
+    "mixed batch",
+    "split decodes",
+    "left window",
+    "softcap",
+    "sinks",
+    "ALiBi",
+    "tree",
+    "fp8 cache",
+    "int8 cache",
+    "coverage",
+)
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,17 @@ def _skipped_slots(device: torch.device, dtype: torch.dtype) -> Pairs:
     yield v_cache, want[1]
 
 
+def _int8_rows(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Rows of int8 times their scales are the rows, to half a step of their largest magnitude / 127."""
+    written = [torch.randn(5, 3, 80, device=device, dtype=dtype) * 10.0**power for power in (-2, 3)]
+    caches = torch.zeros(2, 4, 24, 3, 80, dtype=torch.int8, device=device).unbind()
+    k_scale, v_scale = torch.zeros(4, 24, 3, 2, device=device).unbind(-1)
+    slots = torch.tensor([95, 2, 0, 25, 7], device=device)
+    paged.reshape_and_cache(*written, *caches, slots, k_scale=k_scale, v_scale=v_scale)
+    for rows, cache, scale in zip(written, caches, (k_scale, v_scale), strict=True):
+        yield (cache * scale.unsqueeze(-1)).flatten(0, 1)[slots], rows
+
+
 def _empty_states(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Rows that saw nothing, in one part or in both."""
     out_a, out_b = (torch.randn(7, 3, 80, device=device, dtype=dtype) for _ in range(2))
@@ -237,6 +259,7 @@ CHECKS = (
     Check("rotary_embedding: a quarter of the head", partial(_rotary, False)),
     Check("rotary_embedding: interleaved", partial(_rotary, True)),
     Check("reshape_and_cache: skipped slots", _skipped_slots),
+    Check("reshape_and_cache: int8", _int8_rows, judged_as=torch.bfloat16),
     Check("merge_attn_states: empty rows", _empty_states),
     Check("rms_norm, silu_and_mul: odd sizes", _norms),
     Check("add_lora: ragged ranks", _ragged_ranks),

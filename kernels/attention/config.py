@@ -101,6 +101,8 @@ def decode_tile(
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
         if arch.startswith("gfx"):  # at head_dim 512 416 of 512 registers; 8 warps of 256 spill 137
             return AttentionTile(16, 32 if width <= 512 else 16, 8 if width <= 1024 else 4, 1)
+        if kind == "int8":  # 16 x 32 spills 170; 183 registers
+            return AttentionTile(16, 16, 8, 2)
         programs = 3 if width <= 1024 else 2 if arch in LARGE_SHARED_MEMORY else 1  # 97 KB at head_dim 512
         if arch in SMALL_SHARED_MEMORY:
             programs = max(1, min(3, 1024 // width))
@@ -159,6 +161,8 @@ def prefill_tile(
         if element_size == 4:
             return AttentionTile(32, 16, 8, 1)
         return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
+    if element_size == 4 and kind == "int8":  # 32 x 16 spills 244
+        return AttentionTile(16, 16, 8, 2)
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
         return (
             AttentionTile(32, 16, 8, 1)
@@ -168,6 +172,8 @@ def prefill_tile(
     if arch in LARGE_SHARED_MEMORY:
         if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not kind:
             return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
+        if width > 256 and kind == "int8":  # 128 x 32 spills 29, 64 x 32 with all options 32
+            return AttentionTile(64, 16 if more_scores else 32, 8, 2)
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
             return AttentionTile(64 if more_scores else 128, 32, 8, 2)
         if box >= 128 and not more_scores and not arch.startswith("sm_10") and kind in ("", "e4m3"):

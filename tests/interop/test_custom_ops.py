@@ -48,6 +48,12 @@ def _cache_write(device: torch.device) -> Arguments:
     }
 
 
+def _int8(arguments: Arguments, device: torch.device) -> Arguments:
+    """A write to the cache, whose scales are written too."""
+    caches = {name: torch.zeros(4, 8, 2, 16, dtype=torch.int8, device=device) for name in ("k_cache", "v_cache")}
+    return {**arguments, **caches, **{name: torch.zeros(4, 8, 2, device=device) for name in ("k_scale", "v_scale")}}
+
+
 def _rotary(device: torch.device) -> Arguments:
     angles = torch.randn(10, 8, device=device)
     return {
@@ -179,6 +185,13 @@ def test_registration(name: str, device: torch.device, monkeypatch: pytest.Monke
     torch.library.opcheck(getattr(torch.ops.paged, name).default, (), arguments)
 
 
+def test_registration_of_int8(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    arguments = _int8(_arguments("reshape_and_cache", device), device)
+    arguments |= {f"{name}_cache": arguments.pop(name) for name in ("k_scale", "v_scale")}
+    torch.library.opcheck(torch.ops.paged.reshape_and_cache.default, (), arguments)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: str, device: torch.device) -> None:
     arguments = _arguments(name, device)
@@ -203,6 +216,9 @@ def test_compiled_call_is_one_op_and_equals_the_plain_one(name: str, backend: st
     if name == "quantized_linear":
         x, plain = torch.randn(3, 200, device=device), torch.randn(24, 200, device=device)
         variants += [{"x": x, "weight": quantize(plain, form)} for form in ("e4m3", "int8", "mxfp4", "nvfp4")]
+    if name in ("reshape_and_cache", "qk_norm_rope_and_cache"):
+        variants.append({**arguments, "k_scale": torch.ones(2, device=device), "v_scale": torch.ones(1, device=device)})
+        variants.append(_int8(arguments, device))
     if name == "silu_and_mul":
         variants.append({**arguments, "activation": "gelu_tanh"})
     graphs: list[torch.fx.GraphModule] = []

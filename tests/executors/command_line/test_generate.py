@@ -75,7 +75,8 @@ def test_speculation_cache_dtype_and_drafts(generate: Generate) -> None:
     assert plain["summary"]["draft_tokens"] == 0 < looked_up["summary"]["draft_tokens"]
     assert 0 < drafted["summary"]["accepted_tokens"] <= drafted["summary"]["draft_tokens"]
     assert drafted["summary"]["steps"] < plain["summary"]["steps"]
-    assert generate("--count", "2", "--kv-cache-dtype", "fp8")["summary"]["correct"] == 2
+    for name in ("fp8", "int8"):
+        assert generate("--count", "2", "--kv-cache-dtype", name)["summary"]["correct"] == 2
 
 
 def test_adapters_answer_side_by_side(generate: Generate, tmp_path: Path, prompt: RecallPrompt) -> None:

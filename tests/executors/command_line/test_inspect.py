@@ -61,6 +61,10 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     halved = inspect("--dtype", "bfloat16", "--device-memory", "20MB", "--kv-cache-dtype", "fp8", "--block-size", "8")
     assert halved["kv_bytes_per_token"] * 2 == found["kv_bytes_per_token"]
     assert halved["kv_tokens"] == pytest.approx(2 * found["kv_tokens"], rel=0.01)
+    int8 = inspect("--dtype", "bfloat16", "--device-memory", "20MB", "--kv-cache-dtype", "int8")
+    share = (info.head_dim + 4) / (2 * info.head_dim)
+    assert int8["kv_bytes_per_token"] == share * found["kv_bytes_per_token"]
+    assert int8["kv_tokens"] * share == pytest.approx(found["kv_tokens"], rel=0.01)
     assert inspect("--device-memory", "1KB")["kv_tokens"] == 0
 
 
