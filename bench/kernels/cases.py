@@ -57,21 +57,23 @@ _LORA_FEW = {"tokens": (64, 32, 19), "num_adapters": (8, 4, 3), "rank": (16,) * 
 _LORA_MANY = {"tokens": (4096, 256, 80), "num_adapters": (4, 2, 3), "rank": (64,) * 3, **_QKV}
 
 _LINEAR = {"in_features": (4096, 1024, 1024), "out_features": (12288, 1024, 300)}
+_INT8_ATTENTION = partial(work.paged_attention, is_int8=True)
 _INT4 = partial(work.quantized_linear, form="int4", group_size=128)
 _E4M3 = partial(work.quantized_linear, form="e4m3", group_size=128)
 
 _Lengths = list[tuple[int, int]]
 
 
-def _attention_case(variant: str, *lengths: *tuple[_Lengths, _Lengths, _Lengths], **options: bool) -> Case:
-    make = partial(work.paged_attention, **options)
+def _attention_case(
+    variant: str, *lengths: *tuple[_Lengths, _Lengths, _Lengths], make: Callable[..., Work] = work.paged_attention
+) -> Case:
     return Case("paged_attention", make, {"lengths": lengths, "heads": _HEADS, "dim": _DIM}, variant)
 
 
 CASES = (
     _attention_case("prefill", [(2048, 2048)] * 4, [(256, 256)] * 2, [(70, 70), (33, 33)]),
     _attention_case("decode", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)]),
-    _attention_case("decode int8", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)], is_int8=True),
+    _attention_case("decode int8", [(1, 4096)] * 32, [(1, 512)] * 8, [(1, 600), (1, 33), (1, 1)], make=_INT8_ATTENTION),
     _attention_case(
         "mixed", [(2048, 4096), *[(1, 4096)] * 31], [(128, 256), *[(1, 512)] * 7], [(40, 100), (1, 600), (1, 17)]
     ),

@@ -153,7 +153,7 @@ def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> N
 
 def scale_strides(**scales: torch.Tensor | None) -> dict[str, int]:
     """Kernel arguments `stride_<scale>_<axis>` for block, slot and head: 0 where one scale serves all along an axis."""
-    found = {}
+    found: dict[str, int] = {}
     for name, scale in scales.items():
         steps = (0,) if scale is None or scale.dim() == 0 or scale.shape == (1,) else scale.stride()
         axes = ("block", "slot", "head")
