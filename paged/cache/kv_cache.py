@@ -153,24 +153,17 @@ class PagedKvCacheConfig:
         size = max(max(table.sizes) for table in self.tables)
         return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
 
-    def slot_layout(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Where in a block's part of one slot the scales of its rows begin, and its end, in bytes.
-
-        Without scales both are the same, else multiples of 16, as the chip's copy engine wants of strides.
-        """
+    @property
+    def rows_per_slot(self) -> int:
+        """The most rows that a token has in a slot: heads of all layers there."""
         _, size = self.slots
-        num_bytes = self.block_size * size * dtype.itemsize
-        if dtype.is_floating_point:
-            return num_bytes, num_bytes
-        heads = (table.num_kv_heads or 0 for table in self.tables for _ in table.sizes)
-        together = (size // one for table in self.tables for one in table.sizes)
-        most_rows = self.block_size * max(num_heads * layers for num_heads, layers in zip(heads, together, strict=True))
-        start = -(-num_bytes // 16) * 16
-        return start, start + -(-most_rows * SCALE_BYTES // 16) * 16
+        return max(size // one * (table.num_kv_heads or 0) for table in self.tables for one in table.sizes)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a block in a cache of `dtype`, scales included."""
-        return self.slots[0] * self.slot_layout(dtype)[1]
+        num_slots, size = self.slots
+        scales = 0 if dtype.is_floating_point else self.rows_per_slot * SCALE_BYTES
+        return num_slots * self.block_size * (size * dtype.itemsize + scales)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a token takes in all layers of a cache of `dtype`, in blocks of every table."""

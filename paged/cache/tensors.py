@@ -23,7 +23,8 @@ class KvCacheTensors:
     """One storage [num_slots, num_blocks + 1, elements]: a block is its row of every slot, whichever table holds it.
 
     The layers of a table have their keys in slots of their own, and their values; one of another table lies in the same
-    ones, in other blocks. The scales of int8 rows stand behind these, so that what moves a block moves them.
+    ones, in other blocks. The scales of int8 rows are in a second storage of the same slots and blocks: in the first, a
+    compiler that copies what is written would copy the one over the other.
     """
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
@@ -33,21 +34,23 @@ class KvCacheTensors:
         if dtype is torch.float4_e2m1fn_x2:
             raise InvalidInputError(f"dtype: {dtype}, expected a type of one value an element")
         self.block_size, self._num_tables = config.block_size, len(config.tables)
-        num_slots, self._slot_size = config.slots
-        self._scales_start, slot_bytes = config.slot_layout(dtype)
-        shape = num_slots, config.num_blocks + 1, slot_bytes // dtype.itemsize
+        num_slots, size = config.slots
+        shape = num_slots, config.num_blocks + 1, config.block_size * size
         try:
             self.storage = torch.zeros(shape, dtype=dtype, device=config.device)
             if self.storage.is_meta:
                 raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
-            self.host_blocks = HostBlocks(self.storage, config.num_swap_blocks)
+            self.storages = [self.storage]
+            if dtype == torch.int8:
+                scales = *shape[:2], config.block_size * config.rows_per_slot
+                self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=torch.float32))
+            self.host_blocks = [HostBlocks(storage, config.num_swap_blocks) for storage in self.storages]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, AssertionError) as error:  # more memory than there is, or no such device
             where = "" if config.device is None else f" on {shown(config.device)}"
             raise InvalidInputError(f"config: no cache of shape {shape}{where}: {error}") from error
-        slots = self.storage.unbind()
-        self._copy_blocks = BlockCopy(slots, slots)
+        self._copies = [BlockCopy(slots, slots) for slots in map(torch.Tensor.unbind, self.storages)]
         self._num_layers = config.num_layers
         self._stacks = [self._views(table) for table in config.tables]
         # A layer's table, its keys and values, and where they have them their scales.
@@ -62,18 +65,18 @@ class KvCacheTensors:
         head_dim], and of int8 their scales, without the last axis.
         """
         stacks, scales, start = [], [], 0
-        num_blocks, heads = self.storage.shape[1], table.num_kv_heads
+        num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
+        heads = table.num_kv_heads
         assert heads is not None
         for elements in table.sizes:
-            together = self._slot_size // elements
+            together = size // elements
             end = start - -len(table.layers) // together
             shape = end - start, num_blocks, together, self.block_size, heads
-            part = self.storage[start:end]
-            rows = part[..., : together * self.block_size * elements]
+            rows = self.storage[start:end, :, : together * self.block_size * elements]
             stacks.append(rows.view(*shape, elements // heads).transpose(1, 2))
-            if self.storage.dtype == torch.int8:
-                tail = part[..., self._scales_start :].view(torch.float32)
-                scales.append(tail[..., : together * self.block_size * heads].view(shape).transpose(1, 2))
+            for storage in self.storages[1:]:
+                of_rows = storage[start:end, :, : together * self.block_size * heads]
+                scales.append(of_rows.view(shape).transpose(1, 2))
             start = end
         return stacks + scales
 
@@ -103,13 +106,14 @@ class KvCacheTensors:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers of a table, and their scales."""
-        return self.storage[:, 0].nbytes
+        return sum(storage[:, 0].nbytes for storage in self.storages)
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to `destination` for every pair, without a wait of the host."""
         if block_pairs:
             (pairs,) = to_device((np.array(block_pairs, np.int64),), self.storage.device)
-            self._copy_blocks(pairs)
+            for copy in self._copies:
+                copy(pairs)
 
     def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
         """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""

@@ -28,7 +28,7 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
         "counts": (prefixes.num_hits, prefixes.num_misses, prefixes.num_evictions, manager._slots.num_copies),
         "rows": sum(owner is not None for owner in manager._sequences.tables._owners),
         "K/V": {
-            block: manager._tensors.storage[:, block].view(torch.uint8).numpy().tobytes()
+            block: [one[:, block].view(torch.uint8).numpy().tobytes() for one in manager._tensors.storages]
             for block in sorted(held - {0})
         },
     }

@@ -223,7 +223,7 @@ def test_device_pool_too_small(cache: Cache) -> None:
 def test_failing_copy_changes_nothing(cache: Cache, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = cache.run("a", range(11))
     cache.run("b", [*range(4), 60])
-    manager, copy = cache.manager, getattr(cache.manager._tensors.host_blocks, direction)
+    manager, copy = cache.manager, getattr(cache.manager._tensors.host_blocks[0], direction)
     if direction == "swap_in":
         manager.swap_out(handle)
 
@@ -233,7 +233,7 @@ def test_failing_copy_changes_nothing(cache: Cache, direction: str, monkeypatch:
 
     before = snapshot(cache.manager)
     with monkeypatch.context() as patch:
-        patch.setattr(manager._tensors.host_blocks, direction, fail)
+        patch.setattr(manager._tensors.host_blocks[0], direction, fail)
         with pytest.raises(RuntimeError, match="the copy broke"):
             getattr(manager, direction)(handle)
     if direction == "swap_out":

@@ -88,18 +88,21 @@ GROUPS = (CacheGroup((0,), 2, 8), CacheGroup((1, 2), 1, 4, 6, sliding_window=5),
 def test_int8_rows_and_scales_lie_apart(changes: dict[str, Any], device: torch.device) -> None:
     """Every byte belongs to one row or one scale at the most, and none to two blocks."""
     manager = make_manager(dtype=torch.int8, device=device, **changes)
-    storage, layers = manager._tensors.storage, range(manager.config.num_layers)
+    storages, layers = manager._tensors.storages, range(manager.config.num_layers)
     caches = {layer: (manager.k_cache(layer), manager.v_cache(layer), *manager.scales(layer)) for layer in layers}
     for table in {manager.table_of(layer) for layer in layers}:
-        storage.zero_()
         num_bytes = 0
+        for storage in storages:
+            storage.zero_()
         for layer in (one for one in layers if manager.table_of(one) == table):
             for cache in caches[layer]:
                 assert cache is not None
                 cache[3].view(torch.uint8).fill_(255)
                 num_bytes += cache[3].nbytes
-        assert int((storage != 0).sum()) == num_bytes == int((storage[:, 3] != 0).sum())
-    assert storage[:, 3].nbytes == manager.stats().bytes_per_block == manager.config.block_bytes(torch.int8)
+        filled = [storage.view(torch.uint8).view(*storage.shape[:2], -1) == 255 for storage in storages]
+        assert sum(int(one.sum()) for one in filled) == num_bytes == sum(int(one[:, 3].sum()) for one in filled)
+    num_bytes = sum(storage[:, 3].nbytes for storage in storages)
+    assert num_bytes == manager.stats().bytes_per_block == manager.config.block_bytes(torch.int8)
 
 
 @pytest.mark.usefixtures("backend")

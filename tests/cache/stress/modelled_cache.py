@@ -69,7 +69,11 @@ class ModelledCache(RuleBasedStateMachine):
         self.layers = [(layer, table) for table in self.manager.config.tables for layer in table.layers]
         self.window = next((table.sliding_window for _, table in self.layers if table.sliding_window), None)
         tensors = self.manager._tensors
-        for owner, name in ((tensors, "copy"), (tensors.host_blocks, "swap_out"), (tensors.host_blocks, "swap_in")):
+        for owner, name in (
+            (tensors, "copy"),
+            (tensors.host_blocks[0], "swap_out"),
+            (tensors.host_blocks[0], "swap_in"),
+        ):
             setattr(owner, name, self.failing(getattr(owner, name)))
         self.found: set[int | bytes] = set()
         self.manager.subscribe(self.note_event)
