@@ -109,7 +109,8 @@ def decode_tile(
         return AttentionTile(16, 32 if width <= 512 else 16, 8, 2, programs)
     block_n = min(128, 16384 // width)
     if arch.startswith("gfx"):  # 64 KB of LDS a compute unit: one stage, and registers prefetch the next
-        return AttentionTile(16, min(block_n, 64), 4, 1, 1 if kind and width > 512 else 2)  # 278 registers of 512
+        is_large = (kind and width > 512) or (kind == "int8" and more_scores)  # 278 and 296 registers of 512
+        return AttentionTile(16, min(block_n, 64), 4, 1, 1 if is_large else 2)
     padded = width > head_dim * element_size
     block_m = 16
     if 16 < rows <= DECODE_MAX_ROWS:  # 64 rows spill 24 registers at head_dim 256, 8 with all options
@@ -117,11 +118,13 @@ def decode_tile(
     if arch in SMALL_SHARED_MEMORY and block_m == 16:
         # 8 warps spill 4 registers at head_dim 128, at 3 stages and head_dim 256, too; with all options 2 at 2 stages.
         num_warps, num_stages = (4, 3) if width <= 256 else (4, 2) if more_scores and width <= 512 else (8, 2)
-        return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if more_scores else 2)
+        is_large = more_scores or (kind == "int8" and width > 256)
+        return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
     if arch not in LARGE_SHARED_MEMORY:  # 4 warps spill 6 registers over 8-bit caches, 8 warps 13 with all options
         num_warps = 4 if more_scores and width <= 256 else 8
         is_large = (
             block_m == 64
+            or kind == "int8"
             or (block_m == 32 and arch in SMALL_SHARED_MEMORY)
             or (width > 256 and (more_scores or block_m == 32))
         )
@@ -156,13 +159,13 @@ def prefill_tile(
     widest = padded_head_dim(max(head_dim, v_head_dim))
     width = widest * element_size
     if widest > 256:
-        return _widest_prefill_tile(element_size, arch, is_lean=not more_scores and not kind)
+        return _widest_prefill_tile(element_size, arch, kind, more_scores=more_scores)
+    if kind == "int8":
+        return _int8_prefill_tile(width, element_size, arch, box, more_scores=more_scores)
     if arch.startswith("gfx"):
         if element_size == 4:
             return AttentionTile(32, 16, 8, 1)
         return AttentionTile(128 if width <= 256 else 64, 64 if width <= 256 else 32, 4, 1)
-    if element_size == 4 and kind == "int8":  # 32 x 16 spills 244
-        return AttentionTile(16, 16, 8, 2)
     if element_size == 4:  # BLOCK_N 32 spills 251 registers at head_dim 128
         return (
             AttentionTile(32, 16, 8, 1)
@@ -172,15 +175,11 @@ def prefill_tile(
     if arch in LARGE_SHARED_MEMORY:
         if width > 256 and padded_head_dim(v_head_dim) * element_size <= 256 and not more_scores and not kind:
             return AttentionTile(128, 64, 8, 3)  # keys of 192, values of 128: 239 registers, 160 KB
-        if width > 256 and kind == "int8":  # 128 x 32 spills 29, 64 x 32 with all options 32
-            return AttentionTile(64, 16 if more_scores else 32, 8, 2)
         if width > 256:  # 128 x 64 spills 24 registers, 128 x 32 with all options 8 on sm_100
             return AttentionTile(64 if more_scores else 128, 32, 8, 2)
-        if box >= 128 and not more_scores and not arch.startswith("sm_10") and kind in ("", "e4m3"):
-            # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70, int8 8.
+        if box >= 128 and not more_scores and not arch.startswith("sm_10") and kind != "e5m2":
+            # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70, e5m2 20.
             return AttentionTile(128, 128, 8, 2, by_tma=True)
-        if kind == "int8" and more_scores:  # 128 x 64 spills 20
-            return AttentionTile(128, 32, 8, 3)
         return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)  # 219 registers, 96 KB
     # Without wgmma the operands pass through registers: 128 x 64 spills 24 of them at head_dim 128, 64 x 64 spills 28
     # at 256. These stay under the 99 KB of the consumer chips, too.
@@ -191,7 +190,23 @@ def prefill_tile(
     return AttentionTile(64, 16 if more_scores else 32, 8, 2)
 
 
-def _widest_prefill_tile(element_size: int, arch: str, *, is_lean: bool) -> AttentionTile:
+def _int8_prefill_tile(width: int, element_size: int, arch: str, box: int, *, more_scores: bool) -> AttentionTile:
+    """Tile over caches of int8, whose scales and conversions take registers: the tiles of others spill."""
+    if element_size == 4:  # 32 x 16 spills 244
+        return AttentionTile(16, 16, 8, 2)
+    if arch.startswith("gfx"):  # 128 x 64 with all options 35
+        return AttentionTile(128, 64, 4, 1) if width <= 256 and not more_scores else AttentionTile(64, 32, 4, 1)
+    if arch in LARGE_SHARED_MEMORY:
+        if width > 256:  # 128 x 32 spills 29, 64 x 32 with all options 32
+            return AttentionTile(64, 16 if more_scores else 32, 8, 2)
+        # 128 x 128 spills 8, 128 x 64 with all options 20; 226 registers, 82 KB
+        return AttentionTile(128, 32, 8, 3) if more_scores else AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
+    if width > 256:  # 64 x 16 with all options spills 24
+        return AttentionTile(32 if more_scores else 64, 32, 8, 2)
+    return AttentionTile(64, 32, 8, 3)  # 128 x 32 spills 8, with all options 32
+
+
+def _widest_prefill_tile(element_size: int, arch: str, kind: str, *, more_scores: bool) -> AttentionTile:
     """Tile of heads above 256: what limits it are the sums, 64 x 512 in 8 warps 128 of a thread's 255 registers.
 
     Beside these, 64 x 32 on sm_90 needs 16 pointers of gathered rows and spills 53 registers, in boxes 8; 16 warps may
@@ -199,9 +214,9 @@ def _widest_prefill_tile(element_size: int, arch: str, *, is_lean: bool) -> Atte
     """
     if element_size == 4:  # 112 registers, 97 KB
         return AttentionTile(16, 16, 4, 1) if arch.startswith("gfx") else AttentionTile(16, 16, 8, 2)
-    if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10
-        return AttentionTile(64, 16, 4, 1)
+    if arch.startswith("gfx"):  # 342 of 512 registers, all 64 KB; in 8 warps of 256 all options spill 10, int8 in 4 1
+        return AttentionTile(32 if kind == "int8" else 64, 16, 4, 1)
     # 64 x 16 spills 14 with all options on sm_90, 399 over 8-bit caches, 14 on sm_120; these take 200 registers, 98 KB.
-    if not is_lean or arch in SMALL_SHARED_MEMORY:
+    if more_scores or kind or arch in SMALL_SHARED_MEMORY:
         return AttentionTile(32, 32, 8, 2)
     return AttentionTile(64, 16, 8, 3 if arch in LARGE_SHARED_MEMORY else 2)  # 252 registers, 128 KB; 253 and 98 KB
