@@ -406,7 +406,8 @@ class PagedKvCacheManager:
     ) -> None:
         """Write K and V of the token at `position`, [num_kv_heads, head_dim], or of consecutive ones from there, with a
         first axis. Slow: for tests and inspection. The length stays; positions may lie anywhere within the capacity.
-        They are converted to the cache's dtype, e4m3 saturated at 448, and not scaled: scales belong to the kernels.
+        They are converted to the cache's dtype, 8-bit floats saturated, and not scaled: scales belong to the kernels,
+        but for those of int8 rows, which are written too.
 
         Raises:
             InvalidInputError: layer, position or a shape does not fit.
@@ -418,7 +419,8 @@ class PagedKvCacheManager:
         self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at positions start..start + num_tokens, each [num_tokens, num_kv_heads, head_dim]. Slow.
-        They are the stored values, in the cache's dtype: what a scaled cache stands for is these times its scales.
+        They are the stored values, in the cache's dtype: what a scaled cache stands for is these times its scales. Of
+        int8 they are float32, times the scales of their rows.
 
         Raises:
             InvalidInputError: there is no such layer, or a position holds nothing: it is not below `num_tokens`, and

@@ -13,6 +13,7 @@ from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
 from paged.kernels.common.device import Device
 from paged.models import registry
+from paged.models.loading.load_options import LoadOptions
 from paged.models.registry import load_model
 
 
@@ -25,6 +26,9 @@ def test_dtypes_by_name(name: str, llama_folder: Path) -> None:
     executor = LlmExecutor.from_pretrained(llama_folder, dtype=name, kv_cache_dtype="float8_e4m3fn", num_blocks=4)
     assert executor.kv_manager is not None
     assert (executor.info().dtype, executor.kv_manager.k_cache(0).dtype) == (dtype, torch.float8_e4m3fn)
+    assert LoadOptions(kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
+    assert LoadOptions(kv_cache_dtype="fp8_e5m2").kv_cache_dtype == torch.float8_e5m2
+    assert LoadOptions(kv_cache_dtype="torch.int8").kv_cache_dtype == torch.int8
 
 
 def test_auto_is_what_the_checkpoint_says(llama_folder: Path) -> None:
@@ -55,7 +59,7 @@ def test_integers_of_any_library(llama_folder: Path) -> None:
     [
         ("device", ["gpu", "", "meta", 0, 1.5, {}, "cuda:99", "cpu:x", ["cpu"]]),
         ("dtype", ["half", "fp8", "int8", "float64", torch.int8, torch.float8_e4m3fn, 16, {}, "Tensor"]),
-        ("kv_cache_dtype", ["fp7", torch.int8, 8, "bfloat16"]),
+        ("kv_cache_dtype", ["fp7", torch.uint8, 8, "bfloat16"]),
         ("num_blocks", ["12", 1.0, 0, -1, True, {}, [4], 2**31, float("nan")]),
         ("block_size", ["16", 16.0, 0, True, {}, 2**40]),
         ("max_seq_len", ["12", 1.5, 0, -1, True, 129, {}]),
