@@ -24,8 +24,8 @@ def cache_kind(dtype: torch.dtype) -> str:
 
 @triton.jit
 def round_to_int8(x):
-    """float32 as int8, rounded to nearest, ties to even; beyond 127 it is 127, of either sign."""
-    x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+    """float32 as int8, rounded to nearest, ties to even; beyond -128 and 127 it is those."""
+    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
     return ((x + _ROUNDER) - _ROUNDER).to(tl.int8)
 
 

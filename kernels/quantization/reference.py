@@ -60,10 +60,11 @@ def quantize_rows(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
             scale = float(values.abs().max()) / largest or 1.0
             if weight.input_scale is not None:
                 scale = float(weight.input_scale)
-            scaled = (values / scale).clamp(-largest, largest)
-            rounded = (
-                scaled.round() if weight.values.dtype == torch.int8 else f64(to_float8(scaled, torch.float8_e4m3fn))
-            )
+            scaled = values / scale
+            if weight.values.dtype == torch.int8:
+                rounded = scaled.round().clamp(-128, 127)
+            else:
+                rounded = f64(to_float8(scaled.clamp(-largest, largest), torch.float8_e4m3fn))
             out[row, start : start + size] = rounded * scale if values.isfinite().all() else torch.nan
     return out
 

@@ -39,7 +39,10 @@ def _quantized(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     else:
         scale = groups.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1, keepdim=True) / largest
         scale = torch.where(scale > 0, scale, 1.0)
-    scaled = (groups / scale).clamp(-largest, largest)
-    rounded = scaled.round() if weight.format == "int8" else scaled.to(torch.float8_e4m3fn).float()
+    scaled = groups / scale
+    if weight.format == "int8":
+        rounded = scaled.round().clamp(-128.0, 127.0)
+    else:
+        rounded = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
     not_finite = (groups * 0).sum(-1, keepdim=True)
     return (rounded * scale + not_finite).flatten(-2)[:, :size]
