@@ -99,6 +99,8 @@ class SparseMoe(nn.Module):
                     f"{first}: {rows} rows of {layout.form}, supported are experts in their own order, in other forms "
                     f"than MXFP4, and in blocks multiples of {FP8_BLOCK} rows"
                 )
+            if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds what e4m3 weights multiply
+                raise UnsupportedError(f"{first}: e4m3 without input_activations, supported is e4m3 of both in experts")
             delattr(self, attribute)
             setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * moe.num_experts))
 

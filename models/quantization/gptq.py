@@ -14,9 +14,6 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.quantization.layout import Layout, Stored, Tensors, see_that
 from paged.models.quantization.quantization import HEAD, Quantization, group_size, pattern
 
-# AutoGPTQ and GPTQModel leave them, and say nothing of it.
-_ROUTERS = re.compile(r".*(?:gate|router)\Z"), None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gptq(Layout):
@@ -91,4 +88,4 @@ def read_gptq(hf: HfConfig) -> Quantization:
         plain.append((pattern(name[2:], hf, "dynamic"), None))
     if not hf.flag("lm_head"):
         plain.append((HEAD, None))
-    return Quantization((*plain, _ROUTERS, (re.compile(""), layout)))
+    return Quantization((*plain, (re.compile(""), layout)))

@@ -17,13 +17,15 @@ from paged.models.quantization.layout import Layout
 _MAX_PATTERN = 1000
 # Columns of the shortest groups of whole numbers, and a divisor of all.
 _GROUP_UNIT = 32
+# Plain, though a configuration that means classes of modules says nothing of it: of theirs routers are none.
+_ROUTER = re.compile(r".*(?:gate|router)\Z")
 HEAD = re.compile(r"lm_head\Z")
 
 
 @dataclass(frozen=True)
 class Quantization:
     """rules: patterns of projections' names, and how those are stored, None for plain; the first that matches counts,
-    and of what none matches the weights are plain.
+    and of what none matches, and of routers, the weights are plain.
     """
 
     rules: tuple[tuple[re.Pattern[str], Layout | None], ...]
@@ -33,6 +35,8 @@ class Quantization:
 
         name: as `model.layers.0.mlp.down_proj`. Patterns may also know it as a part of a model that reads more.
         """
+        if _ROUTER.match(name):
+            return None
         names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
         for pattern, layout in self.rules:
             if any(pattern.match(one) for one in names):
