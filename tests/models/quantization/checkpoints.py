@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model
 from tests.models.families import tokens
-from tests.models.quantization.packers import FORMATS, Tensors, rounded
+from tests.models.quantization.compressor import WEIGHTS, compress
+from tests.models.quantization.packers import FORMATS, rounded
 
 # Blocks of 128 in both directions, and projections of two and three of them side by side.
 CONFIG = LlamaConfig(
@@ -36,7 +38,6 @@ CONFIG = LlamaConfig(
 MOE_CONFIG = Qwen3MoeConfig(
     **CONFIG.to_dict() | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 )
-WEIGHTS = "model.safetensors"
 PROMPT = tokens(9)
 
 
@@ -63,7 +64,7 @@ class Folders:
         """Change the packed one's quantization_config."""
         file = self.packed / "config.json"
         config = json.loads(file.read_text())
-        config["quantization_config"] |= changes
+        config["quantization_config"] = config.get("quantization_config", {}) | changes
         file.write_text(json.dumps(config))
 
     def tensor(self, key: str) -> torch.Tensor:
@@ -71,24 +72,25 @@ class Folders:
 
 
 def write(name: str, base: Path, folder: Path) -> Folders:
-    """Every projection of `base` replaced by one of the format, beside a model with what that stands for."""
+    """Every projection of `base` in the format, beside a model with what that stands for."""
     torch.manual_seed(zlib.crc32(name.encode()))
-    found = load_file(base / WEIGHTS)
-    packed: Tensors = {}
-    plain: Tensors = {}
-    for key, weight in found.items():
-        if key.endswith("_proj.weight"):
-            made, numbers = FORMATS[name].make(*weight.shape)
-            packed |= {key.removesuffix("weight") + end: tensor.contiguous() for end, tensor in made.items()}
-            plain[key] = numbers.float()
-        else:
-            packed[key] = plain[key] = weight
     folders = Folders(name, folder / "packed", folder / "plain")
-    for path, tensors, config in ((folders.packed, packed, FORMATS[name].config), (folders.plain, plain, None)):
+    for path in (folders.packed, folders.plain):
         path.mkdir()
-        save_file(tensors, path / WEIGHTS)
-        values = json.loads((base / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(values | ({"quantization_config": config} if config else {})))
+        shutil.copy(base / "config.json", path)
+    make, plain = FORMATS[name].make, load_file(base / WEIGHTS)
+    if make is None:
+        plain |= compress(plain, FORMATS[name].config, folders.packed)
+    else:
+        packed = dict(plain)
+        ends = ("_proj.weight", "lm_head.weight") if FORMATS[name].config.get("lm_head") else "_proj.weight"
+        for path in [key.removesuffix("weight") for key in plain if key.endswith(ends)]:
+            made, numbers = make(*packed.pop(f"{path}weight").shape)
+            packed |= {path + end: tensor.contiguous() for end, tensor in made.items()}
+            plain[f"{path}weight"] = numbers.float()
+        save_file(packed, folders.packed / WEIGHTS)
+        folders.configure(**FORMATS[name].config)
+    save_file(plain, folders.plain / WEIGHTS)
     return folders
 
 

@@ -1,4 +1,4 @@
-"""Random projections in every format that checkpoints have, by its formula, and the numbers they stand for."""
+"""Every format that checkpoints have; of those that no package here writes random projections, by their formulas."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ GROUP = 32
 @dataclass(frozen=True)
 class Format:
     """config: the quantization_config. make: rows and columns to the tensors of a projection, by the ends of their
-    names, and its weights in float64. rounds: what activations become, see `rounded`; "" for nothing."""
+    names, and its weights in float64; None where compressed-tensors writes them, see `compress`. rounds: what
+    activations become, see `rounded`; "" for nothing."""
 
     config: dict[str, Any]
-    make: Callable[[int, int], tuple[Tensors, torch.Tensor]]
+    make: Callable[[int, int], tuple[Tensors, torch.Tensor]] | None = None
     rounds: str = ""
 
 
@@ -36,8 +37,8 @@ def rounded(x: torch.Tensor, how: str) -> torch.Tensor:
     )
     scale = torch.tensor(STATIC).double() if scope == "static" else groups.abs().amax(-1, keepdim=True) / largest
     scale = torch.where(scale > 0, scale, 1.0)
-    codes = (groups / scale).clamp(-largest, largest)
-    codes = codes.round() if form == "int8" else codes.float().to(E4M3).double()
+    codes = groups / scale
+    codes = codes.round().clamp(-128, 127) if form == "int8" else codes.clamp(-448, 448).float().to(E4M3).double()
     return (codes * scale).flatten(-2)[..., : x.shape[-1]].float()
 
 
@@ -58,24 +59,19 @@ def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
     return scale.double().repeat_interleave(columns // scale.shape[1], 1)
 
 
-def eight_bit(form: str, scope: str, name: str = "weight_scale", *, static: bool = False) -> Any:
-    """scope: "tensor", "row" or "block"."""
+def e4m3(*, blocks: bool = False, static: bool = False) -> Any:
+    """With a scale for all weights, or one for each block."""
 
     def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
-        if form == "int8":
-            codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
-        else:
-            codes = torch.randn(rows, columns).to(E4M3)
+        codes = torch.randn(rows, columns).to(E4M3)
         size = _size(columns, float(codes.double().std()))
-        if scope == "block":
+        if blocks:
             scale = _scales(-(-rows // 128), -(-columns // 128), size)
             wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns].double()
-        else:
-            scale = _scales(rows if scope == "row" else 1, 1, size)
-            wide = scale.double()
-            scale = scale if scope == "row" else scale.reshape(1 if static else ())
-        found = {"weight": codes, name: scale} | ({"input_scale": torch.tensor([STATIC])} if static else {})
-        return found, codes.double() * wide
+            return {"weight": codes, "weight_scale_inv": scale}, codes.double() * wide
+        scale = _scales(1, 1, size).reshape(1 if static else ())
+        found = {"weight": codes, "weight_scale": scale} | ({"input_scale": torch.tensor([STATIC])} if static else {})
+        return found, codes.double() * scale.double()
 
     return make
 
@@ -90,27 +86,6 @@ def _whole_numbers(
     zeros = torch.randint(middle - 3, middle + 3, (rows, groups))
     zeros[::5] = 0
     return codes, scale, zeros
-
-
-def pack_quantized(num_bits: int, *, symmetric: bool, channel: bool = False, order: bool = False) -> Any:
-    def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
-        groups = 1 if channel else columns // GROUP
-        codes, scale, zeros = _whole_numbers(num_bits, rows, columns, groups)
-        zeros = torch.full_like(zeros, 2 ** (num_bits - 1)) if symmetric else zeros
-        group_of = torch.arange(columns) * groups // columns
-        found = {
-            "weight_packed": in_words(codes, num_bits),
-            "weight_scale": scale,
-            "weight_shape": torch.tensor([rows, columns]),
-        }
-        if not symmetric:
-            found["weight_zero_point"] = in_words(zeros.T, num_bits).T.contiguous()
-        if order:
-            group_of = group_of[torch.randperm(columns)]
-            found["weight_g_idx"] = group_of.int()
-        return found, (codes - zeros[:, group_of]).double() * scale.double()[:, group_of]
-
-    return make
 
 
 def gptq(num_bits: int, *, symmetric: bool, version: int = 1, order: bool = False) -> Any:
@@ -143,25 +118,13 @@ def awq(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     return found, (codes - zeros.repeat_interleave(GROUP, 1)).double() * _spread(scale, columns)
 
 
-def nvfp4(weight: str, global_scale: str, ignored: str) -> Any:
-    def make(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
-        codes = torch.randint(16, (rows, columns))
-        scale = (torch.rand(rows, columns // 16) * 200 + 100).to(E4M3)
-        # Gate and up have one, as key and value; those of other sizes have others.
-        total = _size(columns, 3.0) / 200 * (1 + rows / 1024)
-        stored = torch.tensor([1 / total if global_scale == "weight_global_scale" else total])
-        exact = 1 / stored.double() if global_scale == "weight_global_scale" else stored.double()
-        found = {weight: in_bytes(codes), "weight_scale": scale, global_scale: stored, ignored: torch.ones(1)}
-        return found, E2M1[codes] * _spread(scale, columns) * exact
-
-    return make
-
-
-def mxfp4(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+def nvfp4(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     codes = torch.randint(16, (rows, columns))
-    scale = torch.randint(120, 125, (rows, columns // 32), dtype=torch.uint8)
-    weight = E2M1[codes] * torch.exp2(_spread(scale, columns) - 127)
-    return {"weight_packed": in_bytes(codes), "weight_scale": scale}, weight
+    scale = (torch.rand(rows, columns // 16) * 200 + 100).to(E4M3)
+    # Gate and up have one, as key and value; those of other sizes have others.
+    total = torch.tensor([_size(columns, 3.0) / 200 * (1 + rows / 1024)])
+    found = {"weight": in_bytes(codes), "weight_scale": scale, "weight_scale_2": total, "input_scale": torch.ones(1)}
+    return found, E2M1[codes] * _spread(scale, columns) * total.double()
 
 
 def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -178,31 +141,31 @@ def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
 
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+_FLOAT4 = {"num_bits": 4, "type": "float"}
+_NVFP4 = _FLOAT4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_MXFP4 = _FLOAT4 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _TOKEN = {"strategy": "token", "dynamic": True}
 _STATIC = {"strategy": "tensor", "dynamic": False}
-_GROUPS = {"strategy": "group", "group_size": GROUP, "type": "int"}
-_FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 
 FORMATS: dict[str, Format] = {
     "fp8 blocks": Format(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        eight_bit("e4m3", "block", "weight_scale_inv"),
+        e4m3(blocks=True),
         "e4m3 groups",
     ),
     "fp8 static": Format(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-        eight_bit("e4m3", "tensor", static=True),
+        e4m3(static=True),
         "e4m3 static",
     ),
     "float-quantized rows": Format(
-        compressed("float-quantized", _FLOAT8 | {"strategy": "channel"}, _FLOAT8 | _TOKEN),
-        eight_bit("e4m3", "row"),
-        "e4m3",
+        compressed("float-quantized", _FLOAT8 | {"strategy": "channel"}, _FLOAT8 | _TOKEN), rounds="e4m3"
     ),
-    "float-quantized weights": Format(
-        compressed("float-quantized", _FLOAT8 | {"strategy": "tensor"}), eight_bit("e4m3", "tensor")
+    "float-quantized static": Format(
+        compressed("float-quantized", _FLOAT8 | {"strategy": "tensor"}, _FLOAT8 | _STATIC), rounds="e4m3 static"
     ),
     "float-quantized blocks": Format(
         compressed(
@@ -210,41 +173,47 @@ FORMATS: dict[str, Format] = {
             _FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
             _FLOAT8 | {"strategy": "group", "group_size": 128, "dynamic": True},
         ),
-        eight_bit("e4m3", "block"),
-        "e4m3 groups",
+        rounds="e4m3 groups",
     ),
+    "naive-quantized": Format(compressed("naive-quantized", _FLOAT8 | {"strategy": "tensor"})),
     "int-quantized rows": Format(
-        compressed("int-quantized", _INT8 | {"strategy": "channel"}, _INT8 | _TOKEN), eight_bit("int8", "row"), "int8"
+        compressed("int-quantized", _INT8 | {"strategy": "channel"}, _INT8 | _TOKEN), rounds="int8"
     ),
     "int-quantized static": Format(
-        compressed("int-quantized", _INT8 | {"strategy": "tensor"}, _INT8 | _STATIC),
-        eight_bit("int8", "tensor", static=True),
-        "int8 static",
+        compressed("int-quantized", _INT8 | {"strategy": "tensor"}, _INT8 | _STATIC), rounds="int8 static"
     ),
-    "pack-quantized": Format(
-        compressed("pack-quantized", _GROUPS | {"num_bits": 4, "symmetric": True}), pack_quantized(4, symmetric=True)
-    ),
+    "pack-quantized": Format(compressed("pack-quantized", _INT4)),
     "pack-quantized zeros, order": Format(
-        compressed("pack-quantized", _GROUPS | {"num_bits": 4, "symmetric": False, "actorder": "group"}),
-        pack_quantized(4, symmetric=False, order=True),
+        compressed("pack-quantized", _INT4 | {"symmetric": False, "actorder": "group"})
     ),
-    "pack-quantized 8 bits": Format(
-        compressed("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}),
-        pack_quantized(8, symmetric=True, channel=True),
+    "pack-quantized zeros, rows": Format(
+        compressed("pack-quantized", _INT4 | {"symmetric": False, "strategy": "channel", "group_size": None})
     ),
+    "pack-quantized 8 bits": Format(compressed("pack-quantized", _INT8 | {"strategy": "channel"}) | {"ignore": []}),
     "nvfp4-pack-quantized": Format(
-        compressed("nvfp4-pack-quantized", _FLOAT4 | {"strategy": "tensor_group", "group_size": 16}, _FLOAT4),
-        nvfp4("weight_packed", "weight_global_scale", "input_global_scale"),
+        compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"}),
     ),
-    "mxfp4-pack-quantized": Format(
-        compressed("mxfp4-pack-quantized", _FLOAT4 | {"strategy": "group", "group_size": 32}), mxfp4
+    "mxfp4-pack-quantized": Format(compressed("mxfp4-pack-quantized", _MXFP4) | {"ignore": []}),
+    "mixed-precision": Format(
+        compressed("mixed-precision", {})
+        | {
+            "config_groups": {
+                "a": {"targets": ["re:.*self_attn.*_proj"], "weights": _INT4, "format": "pack-quantized"},
+                "b": {
+                    "targets": ["re:.*mlp.*_proj"],
+                    "weights": _FLOAT8 | {"strategy": "channel"},
+                    "format": "naive-quantized",
+                },
+            }
+        }
     ),
     "gptq": Format(_GPTQ, gptq(4, symmetric=True)),
     "gptq zeros, order": Format(_GPTQ | {"sym": False, "desc_act": True}, gptq(4, symmetric=False, order=True)),
     "gptq_v2 8 bits": Format(
-        _GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq_v2"}, gptq(8, symmetric=False, version=2)
+        _GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq_v2", "lm_head": True},
+        gptq(8, symmetric=False, version=2),
     ),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
-    "modelopt NVFP4": Format(_MODELOPT | {"quant_algo": "NVFP4"}, nvfp4("weight", "weight_scale_2", "input_scale")),
-    "modelopt FP8": Format(_MODELOPT | {"quant_algo": "FP8"}, eight_bit("e4m3", "tensor", static=True), "e4m3 static"),
+    "modelopt NVFP4": Format(_MODELOPT | {"quant_algo": "NVFP4"}, nvfp4),
+    "modelopt FP8": Format(_MODELOPT | {"quant_algo": "FP8"}, e4m3(static=True), "e4m3 static"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.models.quantization.checkpoints import _rounding as rounding
 from tests.models.quantization.packers import FORMATS, rounded
 
 MLP = "model.layers.0.mlp"
-ROUTER = f"{MLP}.gate"
 
 
 @pytest.fixture(scope="module")
@@ -37,38 +35,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _one_by_one(how: str) -> Callable[..., torch.Tensor]:
-    """`fused_moe` expert by expert, of activations that are rounded before each product."""
-
-    def run(
-        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **_: Any
-    ) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(w1, w2, strict=True)):
-            gate, up = (rounded(x, how) @ gate_up.T).chunk(2, -1)
-            part = rounded(functional.silu(gate) * up, how) @ down.T
-            out += (weights * (ids == expert)).sum(1, keepdim=True) * part
-        return out
-
-    return run
+def _one_by_one(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """`fused_moe` expert by expert, of activations that are rounded before each product, in groups always."""
+    out = torch.zeros_like(x)
+    for expert, (gate_up, down) in enumerate(zip(w1, w2, strict=True)):
+        gate, up = (rounded(x, "e4m3 groups") @ gate_up.T).chunk(2, -1)
+        part = rounded(functional.silu(gate) * up, "e4m3 groups") @ down.T
+        out += (weights * (ids == expert)).sum(1, keepdim=True) * part
+    return out
 
 
 @pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize(
-    "folders", ["awq", "fp8 blocks", "gptq", "nvfp4-pack-quantized", "pack-quantized", "gptq_v2 8 bits"], indirect=True
+    "folders",
+    ["awq", "fp8 blocks", "gptq", "float-quantized rows", "nvfp4-pack-quantized", "pack-quantized", "gptq_v2 8 bits"],
+    indirect=True,
 )
 def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a ten thousandth, or a tenth of what the format's rounding of activations does."""
-    keys = {"compressed-tensors": "ignore", "gptq": "unread"}
-    folders.configure(
-        **{keys.get(FORMATS[folders.name].config["quant_method"], "modules_to_not_convert"): [ROUTER, "lm_head"]}
-    )
     packed = load(folders.packed)
     got = packed.prefill("a", PROMPT)
     plain = load(folders.plain).prefill("a", PROMPT)
     want, budget = plain, 1e-4 * float(plain.abs().max())
     if how := FORMATS[folders.name].rounds:
-        monkeypatch.setattr(sparse_moe, "fused_moe", _one_by_one(how))
+        monkeypatch.setattr(sparse_moe, "fused_moe", _one_by_one)
         want = rounding(load(folders.plain), how, packed_weights(packed)).prefill("a", PROMPT)
         budget += 0.1 * float((want - plain).abs().max())
     assert (got - want).abs().max() < budget
@@ -80,7 +72,6 @@ def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("folders", ["nvfp4-pack-quantized"], indirect=True)
 def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Triton."""
-    folders.configure(ignore=[ROUTER, "lm_head"])
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     want = load(folders.packed).prefill("a", PROMPT)
     monkeypatch.setenv("PAGED_BACKEND", "triton")
@@ -93,11 +84,11 @@ def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("pack-quantized zeros, order", "supported are experts in their own order"),
         ("mxfp4-pack-quantized", "in other forms than MXFP4"),
+        ("mixed-precision", "e4m3 without input_activations"),
     ],
     indirect=["folders"],
 )
 def test_what_experts_do_not_take(folders: Folders, message: str) -> None:
-    folders.configure(ignore=[ROUTER, "lm_head"])
     with pytest.raises(UnsupportedError, match=rf"experts.0.gate_proj: .*{message}"):
         load(folders.packed)
 
@@ -105,7 +96,6 @@ def test_what_experts_do_not_take(folders: Folders, message: str) -> None:
 @pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize("folders", ["nvfp4-pack-quantized"], indirect=True)
 def test_gate_and_up_of_other_sizes(folders: Folders) -> None:
-    folders.configure(ignore=[ROUTER, "lm_head"])
     name = "mlp__experts__1__up_proj__weight_global_scale"
     folders.edit(**{name: 2 * folders.tensor(name)})
     with pytest.raises(UnsupportedError, match="another scale of all weights of gate than of up"):
