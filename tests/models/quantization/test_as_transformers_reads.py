@@ -7,6 +7,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+from paged.errors import UnsupportedError
+from paged.models.loading.hf_config import HfConfig
+from paged.models.quantization.read import read_quantization
 from tests.models.quantization.checkpoints import PROMPT, Folders, load
 from tests.models.quantization.compressor import WEIGHTS
 from tests.models.quantization.packers import FORMATS
@@ -37,3 +40,22 @@ def test_weights(folders: Folders) -> None:
     config = FineGrainedFP8Config(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folders.packed, dtype=torch.float32, quantization_config=config)
     torch.testing.assert_close(model.state_dict(), load_file(folders.plain / WEIGHTS), rtol=1e-6, atol=0)
+
+
+def test_presets() -> None:
+    """Those of compressed-tensors are read, but for some that are refused."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+
+    refused = set()
+    for name in PRESET_SCHEMES.keys() - {"UNQUANTIZED"}:
+        scheme = preset_name_to_scheme(name, ["Linear"])
+        form = infer_module_format(torch.nn.Linear, scheme).value
+        config = QuantizationConfig(config_groups={"group_0": scheme}, format=form).model_dump(mode="json")
+        try:
+            assert read_quantization(HfConfig({"quantization_config": config}, "config.json")) is not None
+        except UnsupportedError:
+            refused.add(name)
+    assert refused == {"W4A8", "W4AFP8", "MXFP8", "MXFP8A16"}
