@@ -24,10 +24,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import triton
+import triton.language as tl
 from triton.compiler import ASTSource, CompiledKernel
 
 import paged.bench.compilation.cases
@@ -92,11 +95,32 @@ def case_key(case: CompileCase, target: str) -> str:
     The kernel's source with the functions it calls, its arguments and options, the compiler's version, what is asked.
     """
     parts = (
-        *(triton.__version__, case.kernel.cache_key, target, SM_LIMITS[target], _SPILLS_OUTSIDE_LOOP),
+        *(triton.__version__, _sources(case.kernel), target, SM_LIMITS[target], _SPILLS_OUTSIDE_LOOP),
         *(case.signature, case.constexprs, case.num_warps, case.num_stages, case.divisible_by_16),
         *(case.expect.get(target), case.programs_per_sm),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _sources(kernel: Any) -> list[tuple[str, str]]:
+    """A kernel's source, those of the functions that it calls, and the constants they use, by name.
+
+    Triton's own `cache_key` also depends on which kernels of the process were hashed before.
+    """
+    found: dict[Any, str] = {}
+    waiting = [(kernel.fn.__name__, kernel)]
+    while waiting:
+        name, value = waiting.pop()
+        if (name, value) in found:
+            continue
+        if isinstance(value, tl.constexpr):
+            found[name, value] = repr(value.value)
+        elif hasattr(value, "src"):
+            found[name, value] = value.src
+            names = {each: value.fn.__globals__.get(each) for each in value.fn.__code__.co_names}
+            waiting += [pair for pair in names.items() if isinstance(pair[1], tl.constexpr) or hasattr(pair[1], "src")]
+    return sorted((name, text) for (name, _), text in found.items())
 
 
 def needs_compiling(key: str, clean: set[str]) -> bool:

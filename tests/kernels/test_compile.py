@@ -10,11 +10,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="ahead-of-time compilation needs triton")
+
+import triton.language as tl
 
 from paged.bench.compilation.case import EVERY_CASE, TARGETS, CompileCase
 from paged.bench.compilation.compile import (
@@ -59,8 +60,20 @@ def test_every_kernel_has_cases(target: str) -> None:
     assert kernels == {case.kernel.fn.__name__ for case in all_cases() if target in case.targets}
 
 
+class Source:
+    """Of a kernel or of a function that one calls: its text, and what its names stand for."""
+
+    def __init__(self, src: str, **names: object) -> None:
+        self.src = src
+        scope = dict(names)
+        exec(src, scope)
+        self.fn = scope["run"]
+
+
 def test_key_of_a_case_tells_what_it_depends_on() -> None:
-    case = CompileCase("", SimpleNamespace(cache_key="source"), {"x_ptr": "*bf16", "SIZE": "constexpr"}, {"SIZE": 32})
+    called = "def run(): return SIZE"
+    kernel = Source("def run(): return helper()", helper=Source(called, SIZE=tl.constexpr(4)))
+    case = CompileCase("", kernel, {"x_ptr": "*bf16", "SIZE": "constexpr"}, {"SIZE": 32})
     changed = [
         replace(case, num_warps=case.num_warps * 2),
         replace(case, num_stages=case.num_stages + 1),
@@ -69,10 +82,14 @@ def test_key_of_a_case_tells_what_it_depends_on() -> None:
         replace(case, divisible_by_16=("x_ptr",)),
         replace(case, expect={"sm_90": ("HGMMA",)}),
         replace(case, programs_per_sm=2),
-        replace(case, kernel=SimpleNamespace(cache_key="other source")),
+        replace(case, kernel=Source("def run(): return 1 + helper()", helper=kernel.fn.__globals__["helper"])),
+        replace(case, kernel=Source(kernel.src, helper=Source(called, SIZE=tl.constexpr(8)))),
+        replace(case, kernel=Source(kernel.src, helper=Source(called + " + 1", SIZE=tl.constexpr(4)))),
     ]
     keys = [case_key(each, "sm_90") for each in (case, *changed)] + [case_key(case, "sm_80")]
     assert len(set(keys)) == len(keys)
+    again = replace(case, kernel=Source(kernel.src, helper=Source(called, SIZE=tl.constexpr(4))))
+    assert keys[0] == case_key(again, "sm_90")
     assert keys[0] == case_key(replace(case, name="renamed", expect={"sm_80": ("HMMA",)}), "sm_90")
 
 
