@@ -236,9 +236,9 @@ class ModelledCache(RuleBasedStateMachine):
             first = model.first if table.sliding_window else 0
             start = first * BLOCK_SIZE
             key, value = self.manager.read_kv(handle, layer, start, model.readable - start)
-            cells = model.cells[start : model.readable]
+            expected = of_layer(layer, model.cells[start : model.readable])
             for rows in (key[:, 0, 0], key[:, 0, -1], -value[:, 0, 0], -value[:, 0, -1]):
-                assert torch.equal(rows, of_layer(layer, cells))
+                assert torch.equal(rows, expected)
             blocks = handle.blocks[self.manager.table_of(layer) :: self.num_tables]
             assert not any(blocks[:first])
             assert 0 not in blocks[first : -(-model.length // BLOCK_SIZE)]
