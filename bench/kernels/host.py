@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import paged
-from paged.kernels.common import id_checks
+from paged.kernels.common import id_checks, launch
 from paged.kernels.moe.fused_moe import moe_block_size
 
 NUM_TOKENS = 64
@@ -71,6 +71,7 @@ def pretend_gpu() -> None:
     triton.runtime.driver.set_active(_Driver())
     triton.compiler.compile = lambda *_args, **_options: _Compiled()
     id_checks.checks_on_host = lambda *_args, **_options: False
+    launch.interpreting = lambda: True  # type: ignore[attr-defined]  # as if tensors were on a GPU
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_grad_enabled(False)
 

@@ -26,7 +26,7 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import Sequences, check_sequences
+from paged.kernels.common.id_checks import Sequences, check_sequences, checks_ids
 from paged.kernels.common.launch import call_key
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
@@ -117,6 +117,10 @@ def paged_attention(
         else:
             lse = ops.paged_attention_out(*caches, out, *options)
         return (out, lse) if return_lse else out
+    if isinstance(causal, torch.Tensor) and causal.dim() == 0:
+        causal = as_bool("causal", causal)
+    is_causal = causal if isinstance(causal, torch.Tensor) else None
+    left, right = _pair(window_size)
     tensors: dict[str, Any] = {
         "q": q,
         "k_cache": k_cache,
@@ -127,35 +131,35 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    check_is_tensor("q", q)
-    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), q.shape[0] if q.dim() else 0)
-    if softmax_scale is not None:
-        softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
-    softcap = as_float("softcap", softcap, 0.0, 1000.0)
-    left, right = _window(window_size)
-    chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
-    is_causal = causal if isinstance(causal, torch.Tensor) and causal.dim() > 0 else None
-    causal = is_causal is None and as_bool("causal", causal)
-    deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
-    launches, key, is_planned = None, None, False
+    launches, key, is_checked = None, None, False
     if isinstance(plan, AttentionPlan):
-        is_planned = plan.cu_seqlens_q is cu_seqlens_q and plan.seq_lens is seq_lens
         # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
-        flags = id(is_causal), causal, id(mask), deterministic, return_lse
+        flags = causal if is_causal is None else id(is_causal), is_causal is None, id(mask), deterministic, return_lse
         both = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
         is_view = both and k_cache.data_ptr() == v_cache.data_ptr()
-        values = is_view, max_seqlen_q, softmax_scale, left, right, chunk_size, softcap, *flags
+        values = is_view, max_seqlen_q, softmax_scale, left, right, attention_chunk_size, softcap, *flags
         key = call_key("paged_attention", (*tensors.values(), out), *values)
         launches = plan.launches.get(key)
-    if launches is None or not is_planned:
+        is_planned = plan.cu_seqlens_q is cu_seqlens_q and plan.seq_lens is seq_lens
+        is_checked = launches is not None and is_planned and not checks_ids(q)
+    if not is_checked:
+        check_is_tensor("q", q)
+        max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), q.shape[0] if q.dim() else 0)
+        if softmax_scale is not None:
+            softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
+        softcap = as_float("softcap", softcap, 0.0, 1000.0)
+        left, right = _limit("window_size[0]", left), _limit("window_size[1]", right)
+        chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
+        causal = is_causal is None and as_bool("causal", causal)
+        deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
         _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
         _check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
-    by_triton = launches is not None or use_triton(q)
+        by_triton = use_triton(q)
+        if by_triton:
+            ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]
+            sizes = len(q), num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE, chunk_size or NO_LIMIT
+            check_sequences(Sequences(*ids, *sizes))
     num_tokens, num_q_heads, head_dim = q.shape
-    if by_triton:
-        ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]
-        sizes = num_tokens, num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE, chunk_size or NO_LIMIT
-        check_sequences(Sequences(*ids, *sizes))
     if out is None:
         out = torch.empty(num_tokens, num_q_heads, v_cache.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
@@ -223,14 +227,18 @@ def _check(
         raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
 
 
-def _window(window_size: tuple[int, int]) -> tuple[int, int]:
-    """Left and right as in `AttentionCall`, of numbers from -1."""
+def _pair(window_size: tuple[int, int]) -> tuple[int, int]:
     try:
         left, right = window_size
     except Exception:  # whatever was given instead of a pair
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
-    left, right = as_int("window_size[0]", left, -1), as_int("window_size[1]", right, -1)
-    return NO_LIMIT if left == -1 else min(left, NO_LIMIT), NO_LIMIT if right == -1 else min(right, NO_LIMIT)
+    return left, right
+
+
+def _limit(name: str, size: int) -> int:
+    """A side of a window as in `AttentionCall`, of a number from -1."""
+    size = as_int(name, size, -1)
+    return NO_LIMIT if size == -1 else min(size, NO_LIMIT)
 
 
 def _check_plan(

@@ -19,7 +19,7 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import check_all_ids
+from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, strides
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
@@ -159,18 +159,19 @@ def qk_norm_rope_and_cache(
         )  # fmt: skip
         return q
     write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     tensors = q, *write, positions, cos_sin_cache, q_weight, k_weight
     key = call_key("qk_norm_rope_and_cache", tensors, eps, interleaved)
     launch = known(key)
     if launch is None:
+        eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
         write.check("k", "v")
         _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
         if not use_triton(q):
             return torch_op.qk_norm_rope_and_cache(
                 q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
             )
-    check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
+    if checks_ids(q):
+        check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
     if launch is None:
         if k.shape[0] * (q.shape[1] + k.shape[1]) * k.shape[2] == 0:
             return q

@@ -11,7 +11,7 @@ from paged.kernels.common.cache_kinds import cast_to_cache
 from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.id_checks import check_all_ids
+from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
 
 
@@ -122,7 +122,8 @@ def reshape_and_cache(
         if not use_triton(key):
             torch_op.reshape_and_cache(write)
             return
-    check_all_ids("reshape_and_cache", write.slots, by_triton=True)
+    if checks_ids(key):
+        check_all_ids("reshape_and_cache", write.slots, by_triton=True)
     if launch is None:
         if key.numel() + value.numel() == 0:
             return

@@ -6,6 +6,7 @@ operation still works on CPU tensors through the PyTorch implementations.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,17 @@ else:
                     self.value = value
 
 
+_encoded = functools.cache(os.environ.encodekey)
+
+
+def setting(name: str) -> str:
+    """os.environ.get(name, ""), where it is not set in 0.2 us in place of 1.3: every operation looks for one or two."""
+    values = getattr(os.environ, "_data", None)  # CPython's; os.environ encodes the name anew to look there
+    if values is not None and _encoded(name) not in values:
+        return ""
+    return os.environ.get(name, "")
+
+
 def interpreting() -> bool:
     """True where Triton kernels run in its interpreter (TRITON_INTERPRET=1), on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return setting("TRITON_INTERPRET") == "1"

@@ -8,7 +8,6 @@ A compilation takes seconds in which no sequence gets a token. Serving begins wi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,13 +16,15 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, triton
+from paged.kernels.common.compat import HAS_TRITON, setting, triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 
 _CHOICES = ("allow", "warn", "error")
 # Of this thread or task alone: another one may be serving.
 _IS_WARMING_UP = ContextVar("_IS_WARMING_UP", default=False)
 _IS_COLLECTING = ContextVar("_IS_COLLECTING", default=False)
+# collecting(): whether launches are left out, and their kernels compiled.
+collecting = _IS_COLLECTING.get
 # Threads, as Python's lock was free for 84 % of the time that 8 kernels took for sm_90 (passes, LLVM, ptxas of Triton
 # 3.7.1); more than 6 wait for one another. On AMD LLVM may abort where it compiles several.
 _AT_ONCE = 6 if torch.version.hip is None else 1
@@ -92,13 +93,8 @@ def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Ite
     run()
 
 
-def collecting() -> bool:
-    """Whether launches are left out, and their kernels compiled."""
-    return _IS_COLLECTING.get()
-
-
 def _choice() -> str:
-    choice = os.environ.get("PAGED_JIT") or "allow"
+    choice = setting("PAGED_JIT") or "allow"
     if choice not in _CHOICES:
         raise InvalidInputError(f"PAGED_JIT={choice!r}: expected {', '.join(map(repr, _CHOICES))}")
     return choice

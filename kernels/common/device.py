@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, interpreting
+from paged.kernels.common.compat import HAS_TRITON, interpreting, setting
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 
 # Chips whose programs may take 227 KB of shared memory and whose matrix unit reads its operands from there. The
@@ -55,7 +54,7 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
     device = place if isinstance(place, torch.device) else place.device
     if device.type == "meta":
         raise UnsupportedError("tensors on meta have no values to compute with")
-    choice = os.environ.get("PAGED_BACKEND", "")
+    choice = setting("PAGED_BACKEND")
     if choice == "torch":
         return False
     if choice not in ("", "triton"):

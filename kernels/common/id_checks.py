@@ -8,12 +8,11 @@ that finds it recorded, or by `check_ids`, which waits.
 from __future__ import annotations
 
 import functools
-import os
 from typing import NamedTuple, NoReturn
 
 import torch
 
-from paged.kernels.common.compat import HAS_TRITON, triton
+from paged.kernels.common.compat import HAS_TRITON, setting, triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_check_kernels import TOO_LONG, _check_ids_kernel, _check_sequences_kernel
 from paged.kernels.common.launch import launch
@@ -50,10 +49,15 @@ def checks_on_host(tensor: torch.Tensor, *, by_triton: bool) -> bool:
 
 def checks_on_device() -> bool:
     """Whether PAGED_CHECK=1 asks for ids to be checked on the device."""
-    choice = os.environ.get("PAGED_CHECK", "")
+    choice = setting("PAGED_CHECK")
     if choice not in ("", "0", "1"):
         raise InvalidInputError(f"PAGED_CHECK={choice!r}: expected '1' or '0'")
     return choice == "1" and HAS_TRITON
+
+
+def checks_ids(tensor: torch.Tensor) -> bool:
+    """Whether a kernel's launch on this tensor's device is to be preceded by a check of its ids."""
+    return checks_on_host(tensor, by_triton=True) or checks_on_device()
 
 
 def check_all_ids(operation: str, *arrays: Ids, by_triton: bool) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
-from paged.kernels.common.compat import TensorDescriptor, interpreting, triton
+from paged.kernels.common.compat import TensorDescriptor, interpreting, setting, triton
 from paged.kernels.common.compilation import collecting
 
 _T = TypeVar("_T")
@@ -60,28 +60,40 @@ def _stride_names(tensor: str, axes: str) -> tuple[str, ...]:
     return tuple(f"stride_{tensor}_{axis}" for axis in axes.split())
 
 
-def signature(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
-    """What two tensors must have in common for a `Launch` to take one after the other."""
-    if tensor is None:
-        return None
-    address = tensor.data_ptr()  # 0: an empty one, or one without memory, which the checks tell apart
-    alignment = address % 16 if address else None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment, tensor.is_neg()
+def signatures(tensors: Iterable[torch.Tensor | None]) -> tuple[object, ...]:
+    """What tensors must have in common with others for a `Launch` to take those after these."""
+    # An address of 0 is that of an empty tensor, or of one without memory, which the checks tell apart.
+    return tuple(
+        [
+            None
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.device, at % 16 if (at := x.data_ptr()) else None, x.is_neg())
+            for x in tensors
+        ]
+    )
+
+
+# Types whose values stay what they are while they are in a key.
+_CONSTANT = {type(None), bool, int, float, str, torch.dtype, *(np.dtype(kind).type for kind in "?bhilBHILefd")}
 
 
 def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Hashable) -> Hashable:
-    """What two calls must have in common for one to launch what the other did; None for a call that keeps nothing.
+    """What two calls must have in common for one to launch what the other did, and to be as free of errors; None for a
+    call that keeps nothing.
 
-    values: all but the tensors that checks, tiles and arguments of kernels depend on, checked, as 1 == True == 1.0. The
-    first tensor says where the call runs. What no kernel runs on, and arguments that are no tensors, have no key.
+    values: all but the tensors that checks, tiles and arguments of kernels depend on, as they were given. The first
+    tensor says where the call runs. What no kernel runs on, arguments that are no tensors and numbers of unknown types
+    have no key.
     """
+    types = tuple([type(value) for value in values])  # as 1 == True == 1.0
+    if not _CONSTANT.issuperset(types):
+        return None
     try:
         if not (tensors[0].is_cuda or interpreting()):  # type: ignore[union-attr]
             return None
-        signatures = tuple([signature(tensor) for tensor in tensors])
+        return operation, signatures(tensors), types, values, setting("PAGED_BACKEND")
     except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory, as the checks will report
         return None
-    return operation, signatures, values, os.environ.get("PAGED_BACKEND")
 
 
 # What the operations launch, by `call_key`: for a model some ten for each number of tokens, of 1 to 8 KB.
@@ -91,10 +103,7 @@ _MAX_KNOWN = 4096
 
 def known(key: Hashable) -> Any:
     """What was kept for this key, or None."""
-    try:
-        return None if key is None else _KNOWN.get(key)
-    except TypeError:  # a value without a hash, as the checks will report
-        return None
+    return None if key is None else _KNOWN.get(key)
 
 
 def keep(key: Hashable, launches: _T) -> _T:

@@ -64,10 +64,10 @@ def rms_norm(
             return ops.rms_norm(x, weight, eps)
         ops.rms_norm_out(x, weight, out, eps)
         return out
-    eps = check_eps(eps)
     key = call_key("rms_norm", (x, weight, out), eps)
     launch = known(key)
     if launch is None:
+        eps = check_eps(eps)
         _check(x, weight)
         out = output(out, x.shape, x)
         if not use_triton(x):
@@ -97,10 +97,10 @@ def fused_add_rms_norm(
     if torch.compiler.is_dynamo_compiling():
         ops.fused_add_rms_norm(x, residual, weight, eps)
         return x, residual
-    eps = check_eps(eps)
     key = call_key("fused_add_rms_norm", (x, residual, weight), eps)
     launch = known(key)
     if launch is None:
+        eps = check_eps(eps)
         _check(x, weight)
         check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
         if not (x.is_contiguous() and residual.is_contiguous()):

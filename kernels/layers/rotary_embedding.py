@@ -13,7 +13,7 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.id_checks import check_all_ids
+from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, strides
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
@@ -89,10 +89,10 @@ def rotary_embedding(
     if torch.compiler.is_dynamo_compiling():
         ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
         return query, key
-    interleaved = as_bool("interleaved", interleaved)
     signatures = call_key("rotary_embedding", (query, key, positions, cos_sin_cache), interleaved)
     launch = known(signatures)
     if launch is None:
+        interleaved = as_bool("interleaved", interleaved)
         check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
         check_last_dim_contiguous("query", query)
         check_writable("query", query)
@@ -105,7 +105,8 @@ def rotary_embedding(
         if not use_triton(query):
             torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
             return query, key
-    check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
+    if checks_ids(query):
+        check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
     if launch is None:
         num_kv_heads, rotary_dim = 0 if key is None else key.shape[1], cos_sin_cache.shape[1]
         if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:

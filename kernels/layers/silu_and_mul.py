@@ -55,10 +55,10 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
             return ops.silu_and_mul(x, activation)
         ops.silu_and_mul_out(x, out, activation)
         return out
-    check_activation(activation)
     key = call_key("silu_and_mul", (x, out), activation)
     launch = known(key)
     if launch is None:
+        check_activation(activation)
         check_dtype("x", x, *FLOAT_DTYPES)
         if x.dim() == 0 or x.shape[-1] % 2:
             raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")

@@ -16,7 +16,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
@@ -167,18 +167,19 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
         stacks = weights.a, weights.b, weights.ranks, weights.scales
         ops.add_lora(out, x, *stacks, weights.part_sizes, batch.rows, batch.slots)
         return out
-    key = call_key("add_lora", (x, out), weights.signature)
-    launches = batch.launches.get(key)
+    key = call_key("add_lora", (x, out))
+    launches = batch.launches.get((key, weights.signature))
     if launches is None:
         _check(out, x, weights, batch)
     by_triton = launches is not None or use_triton(x)
-    check_all_ids(
-        "add_lora",
-        Ids("rows", batch.rows, -1, len(x) - 1),
-        Ids("slots", batch.slots, -1, len(weights.a) - 1),
-        Ids("ranks", weights.ranks, 0, weights.a.shape[2]),
-        by_triton=by_triton,
-    )
+    if checks_ids(x) or not by_triton:
+        check_all_ids(
+            "add_lora",
+            Ids("rows", batch.rows, -1, len(x) - 1),
+            Ids("slots", batch.slots, -1, len(weights.a) - 1),
+            Ids("ranks", weights.ranks, 0, weights.a.shape[2]),
+            by_triton=by_triton,
+        )
     if launches is None:
         if not by_triton:
             return torch_op.add_lora(out, x, weights, batch)
@@ -186,7 +187,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
             return out
         launches = _prepare(out, x, weights, batch)
         if key is not None:
-            batch.launches[key] = launches
+            batch.launches[key, weights.signature] = launches
     tensors = {
         "x_ptr": x,
         "out_ptr": out,

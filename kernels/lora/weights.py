@@ -8,7 +8,7 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import signature
+from paged.kernels.common.launch import signatures
 from paged.kernels.common.scalars import as_int
 
 MAX_PARTS = 3
@@ -53,4 +53,4 @@ class LoraWeights:
         tensors = {"a": self.a, "b": self.b, "ranks": self.ranks, "scales": self.scales}
         for name, tensor in tensors.items():
             check_contiguous(name, tensor)
-        object.__setattr__(self, "signature", (self.part_sizes, *map(signature, tensors.values())))
+        object.__setattr__(self, "signature", (self.part_sizes, *signatures(tensors.values())))

@@ -37,7 +37,7 @@ def new_alignment(num_entries: int, block_size: int, num_experts: int, device: t
     """Memory for an alignment, enough for the worst spread of entries."""
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
-    return MoeAlignment(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+    return MoeAlignment(*[torch.empty(size, dtype=torch.int32, device=device) for size in sizes])
 
 
 def num_mapped(expert_map: torch.Tensor | None) -> int:

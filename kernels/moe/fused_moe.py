@@ -16,7 +16,7 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation
-from paged.kernels.common.id_checks import Ids, check_all_ids
+from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks
@@ -102,8 +102,6 @@ def fused_moe(
             return ops.fused_moe(*inputs, *settings)
         ops.fused_moe_out(*inputs, out, *settings)
         return out
-    check_activation(activation)
-    interleaved = as_bool("interleaved", interleaved)
     if aligned is not None and not isinstance(aligned, MoeAlignment):
         raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
     gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
@@ -115,6 +113,8 @@ def fused_moe(
     key = call_key("fused_moe", tensors, activation, interleaved)
     steps = known(key)
     if steps is None:
+        check_activation(activation)
+        interleaved = as_bool("interleaved", interleaved)
         check_operands(hidden_states, gate_up, down, topk_weights, topk_ids)
         check_expert_map(expert_map, hidden_states.device)
         if out is not None:
@@ -156,7 +156,8 @@ def _grouped(
     else:
         if launches is None:
             _check_aligned(aligned, ids, tiles.gate_up.block_m, num_experts)
-        _check_entries(aligned, ids.numel(), num_experts)
+        if checks_ids(ids):
+            _check_entries(aligned, ids.numel(), num_experts)
     first, second, third = launches or (None, None, None)
     activated = x.new_empty((ids.numel(), call.intermediate_size))
     first = expert_gemm(
@@ -191,13 +192,16 @@ def moe_block_size(
     """
     if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
         return None
-    check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
-    num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
-    if num_tokens == 0 or not use_triton(w2):
-        return None
-    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
-    tiles = _chosen_tiles(num_tokens, top_k, down, dtype, expert_map)
-    return None if tiles is None else tiles.gate_up.block_m
+    key = call_key("moe_block_size", (w2, expert_map, w2_scale), num_tokens, top_k, dtype)
+    steps = known(key)
+    if steps is None:
+        check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
+        num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
+        if num_tokens == 0 or not use_triton(w2):
+            return None
+        down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
+        steps = keep(key, _Steps(_chosen_tiles(num_tokens, top_k, down, dtype, expert_map)))
+    return None if steps.tiles is None else steps.tiles.gate_up.block_m
 
 
 def token_counts(

@@ -178,7 +178,7 @@ def route_and_align(
             return weights, ids, moe_align_block_size(ids, block_size, num_experts, expert_map=expert_map)
     weights, ids = new_routes(router_logits, routing)
     aligned = new_alignment(ids.numel(), block_size, num_experts, device)
-    num_programs = triton.cdiv(num_tokens, _BLOCK_T)
+    num_programs = -(-num_tokens // _BLOCK_T)
     if launch is None:
         arguments = {
             **routing.arguments(router_logits),

@@ -67,7 +67,10 @@ class Routing:
     @property
     def numbers(self) -> tuple[Hashable, ...]:
         """All but the bias, for a `call_key`."""
-        return tuple([value for name, value in vars(self).items() if name != "correction_bias"])
+        return (
+            self.top_k, self.renormalize, self.scoring, self.num_expert_groups, self.topk_groups,
+            self.routed_scaling_factor, self.num_shared_experts,
+        )  # fmt: skip
 
     def tensors(
         self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ _QUANTIZED = (*_FORMATS, torch.int32)
 _E2M1_SCALES = (*E8M0, torch.float8_e4m3fn)
 
 
-@dataclass(frozen=True)
-class ExpertLinear:
+class ExpertLinear(NamedTuple):
     """One of the two projections of all experts; weight = (code - zeros) * scale * tensor_scale where quantised.
 
     w: [num_experts, out_features, in_features]; or two 4-bit codes a byte in in_features / 2; or 16 *
@@ -69,8 +68,7 @@ class ExpertLinear:
         return 1, E2M1_GROUPS.get(self.format) or in_features // self.scale.shape[2]
 
 
-@dataclass(frozen=True)
-class MoeCall:
+class MoeCall(NamedTuple):
     """Arguments of `kernels.moe.fused_moe.fused_moe`, checked and with their defaults filled in."""
 
     hidden_states: torch.Tensor

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import paged
+from paged import InvalidInputError
 from paged.kernels.common import launch
+from paged.kernels.common.compat import setting
 from paged.kernels.common.launch import call_key, forget_launches, keep, known
 from tests.conftest import DEVICE
 
@@ -185,7 +190,7 @@ def test_a_call_gives_what_it_gives_alone(
 @pytest.mark.parametrize("missing", ["strides", "values", "shape"])
 def test_a_key_without_something_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above is worth: with a part of the key left out, a launch is stale."""
-    whole, first = launch.signature, Variant(3, torch.float32, "plain", 1e-6, False)
+    whole, first = launch.signatures, Variant(3, torch.float32, "plain", 1e-6, False)
     others = {"strides": first._replace(layout="apart"), "values": first._replace(eps=0.5)}
     if missing == "values":
         monkeypatch.setattr(
@@ -195,8 +200,8 @@ def test_a_key_without_something_is_found(missing: str, monkeypatch: pytest.Monk
         dropped = ("shape", "strides").index(missing)
         monkeypatch.setattr(
             launch,
-            "signature",
-            lambda tensor: tensor if tensor is None else whole(tensor)[:dropped] + whole(tensor)[2:],
+            "signatures",
+            lambda tensors: tuple(one and one[:dropped] + one[2:] for one in whole(tensors)),
         )
     # The first of the two then runs by what the second one left, of fewer or closer rows: inside of its tensors.
     assert _differs(_rms_norm, [others.get(missing, first._replace(num_tokens=8)), first])
@@ -213,7 +218,6 @@ def test_what_is_kept_is_bounded_and_needs_a_key(monkeypatch: pytest.MonkeyPatch
     assert known(8) == 8.5
     assert keep(None, "nothing") == "nothing"
     assert known(None) is None
-    assert known(([],)) is None
     forget_launches()
     assert known(8) is None
 
@@ -232,6 +236,33 @@ def test_a_tensor_of_another_kind_has_another_key_or_none(monkeypatch: pytest.Mo
         assert call_key("rms_norm", (no_tensor, x), 1e-6) is None
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     assert call_key("rms_norm", (x, weight), 1e-6) != key
+
+
+@pytest.mark.parametrize("known_as", [1.0, np.float64(1), 1])
+def test_a_number_of_another_type_is_not_the_known_one(known_as: Any) -> None:
+    """Of equal hashes and equal, but each to be refused, or another number by the time of the next call."""
+    x, weight = torch.randn(4, 8, device=DEVICE), torch.randn(8, device=DEVICE)
+    known_result = paged.rms_norm(x, weight, known_as)
+    with pytest.raises(InvalidInputError, match="eps: True"):
+        paged.rms_norm(x, weight, True)
+    for eps in (torch.tensor(1.0), Fraction(1), [1.0]):
+        assert call_key("rms_norm", (x, weight), eps) is None
+    eps = torch.tensor(1.0)
+    assert torch.equal(paged.rms_norm(x, weight, eps), known_result)
+    eps.fill_(2.0)
+    assert torch.equal(paged.rms_norm(x, weight, eps), paged.rms_norm(x, weight, 2))
+
+
+def test_a_setting_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "PAGED_NO_SUCH_SETTING"
+    assert setting(name) == ""
+    for value in ("torch", "", "\udce4"):
+        monkeypatch.setenv(name, value)
+        assert setting(name) == os.environ[name] == value
+    monkeypatch.delenv(name)
+    assert setting(name) == ""
+    monkeypatch.setattr(os, "environ", {name: "another"})
+    assert setting(name) == "another"
 
 
 def test_faults_are_refused_where_a_sound_call_is_known() -> None:
