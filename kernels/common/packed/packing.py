@@ -61,9 +61,9 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
     """The uint8 codes [rows, num_columns] of `pack_codes`."""
-    units = words.view(len(words), -1, UNIT // 8)
-    runs = [torch.stack([units >> 4 * i & 15, units >> 4 * i + 16 & 15], -1) for i in range(4)]
-    return torch.stack(runs, 2).flatten(1)[:, :num_columns].to(torch.uint8)
+    octets = words.view(torch.uint8).view(len(words), -1, UNIT // 8, 2, 2)  # unit, r, half, i // 2
+    octets = octets.permute(0, 1, 4, 2, 3).reshape(*octets.shape[:2], 2, 1, UNIT // 4)
+    return torch.cat([octets & 15, octets >> 4], 3).flatten(1)[:, :num_columns]
 
 
 def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:

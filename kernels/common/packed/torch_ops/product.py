@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paged.kernels.common.packed.packing import E2M1, unpack_codes, unpack_pairs
@@ -41,9 +43,9 @@ def quantized_product(
         rows = slice(start, min(start + num_rows, len(values)))
         w = _numbers(values[rows], form, x.shape[1], has_zeros=zero_point is not None)
         if zero_point is not None:
-            w = w - _spread(zero_point.float(), group, rows, w)
+            _by_group(torch.Tensor.sub_, w, zero_point.float(), group, rows)
         factors = torch.exp2(scale.view(torch.uint8).float() - 127) if form == "mxfp4" else scale.float()
-        w *= _spread(factors, group, rows, w)
+        _by_group(torch.Tensor.mul_, w, factors, group, rows)
         if tensor_scale is not None:
             w *= tensor_scale
         out[:, rows] = linear(x, w, None if bias is None else bias[rows].float())
@@ -51,20 +53,34 @@ def quantized_product(
 
 def _numbers(values: torch.Tensor, form: str, num_columns: int, *, has_zeros: bool) -> torch.Tensor:
     """What codes stand for before scales, float32 [rows, num_columns], in memory of its own."""
-    if values.dtype not in (torch.int32, torch.uint8):
+    if form == "int8":
         return values.float()
-    codes = unpack_codes(values, num_columns) if values.dtype == torch.int32 else unpack_pairs(values)
-    if form == "int4":
-        return codes.float() - (0 if has_zeros else 8)
-    return torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)[codes.int()]
+    if form == "e4m3":
+        codes, meant = values.view(torch.uint8), torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
+    else:
+        codes = unpack_codes(values, num_columns) if values.dtype == torch.int32 else unpack_pairs(values)
+        if form == "int4":
+            return codes.float().sub_(0 if has_zeros else 8)
+        meant = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    # In 0.4 of the time of a conversion from e4m3, and 0.3 of that of an index [codes].
+    return meant.to(codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
 
 
-def _spread(scale: torch.Tensor, group: tuple[int, int], rows: slice, w: torch.Tensor) -> torch.Tensor:
-    """What belongs to groups as what belongs to some rows and all columns, or broadcasts to it."""
+def _by_group(
+    change: Callable[[torch.Tensor, torch.Tensor], object],
+    w: torch.Tensor,
+    numbers: torch.Tensor,
+    group: tuple[int, int],
+    rows: slice,
+) -> None:
+    """Change w, `rows` of the weights, in place by the number of each group, which may be one for all, or one a row."""
     height, width = group
-    if scale.dim() == 0:
-        return scale
-    scale = scale[rows.start // height : -(-rows.stop // height)]
-    if scale.dim() == 1:
-        return scale.unsqueeze(1)
-    return scale.repeat_interleave(height, 0)[: len(w)].repeat_interleave(width, 1)[:, : w.shape[1]]
+    if numbers.dim() > 0:
+        numbers = numbers[rows.start // height : -(-rows.stop // height)]
+        numbers = numbers.view(len(numbers), -1).repeat_interleave(height, 0)[: len(w)]
+    if numbers.dim() == 0 or numbers.shape[1] == 1:
+        change(w, numbers)
+        return
+    num_whole = w.shape[1] // width  # the last group may have fewer columns
+    change(w[:, : num_whole * width].unflatten(1, (num_whole, width)), numbers[:, :num_whole, None])
+    change(w[:, num_whole * width :], numbers[:, num_whole:])
