@@ -6,9 +6,9 @@ import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
+from numbers import Number
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from paged.kernels.common.compat import TensorDescriptor, interpreting, setting, triton
@@ -73,8 +73,14 @@ def signatures(tensors: Iterable[torch.Tensor | None]) -> tuple[object, ...]:
     )
 
 
-# Types whose values stay what they are while they are in a key.
-_CONSTANT = {type(None), bool, int, float, str, torch.dtype, *(np.dtype(kind).type for kind in "?bhilBHILefd")}
+# Types whose values stay what they are while they are in a key; NumPy's numbers are others.
+_CONSTANT = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
+@functools.cache
+def _is_constant(kind: type) -> bool:
+    is_numpys = kind.__module__ == "numpy" and (issubclass(kind, Number) or kind.__name__ in ("bool", "bool_"))
+    return is_numpys or kind in _CONSTANT
 
 
 def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Hashable) -> Hashable:
@@ -86,7 +92,7 @@ def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Ha
     have no key.
     """
     types = tuple([type(value) for value in values])  # as 1 == True == 1.0
-    if not _CONSTANT.issuperset(types):
+    if not (_CONSTANT.issuperset(types) or all(map(_is_constant, types))):
         return None
     try:
         if not (tensors[0].is_cuda or interpreting()):  # type: ignore[union-attr]

@@ -247,6 +247,7 @@ def test_a_number_of_another_type_is_not_the_known_one(known_as: Any) -> None:
         paged.rms_norm(x, weight, True)
     for eps in (torch.tensor(1.0), Fraction(1), [1.0]):
         assert call_key("rms_norm", (x, weight), eps) is None
+    assert call_key("rms_norm", (x, weight), np.int32(1), np.bool_(True)) is not None
     eps = torch.tensor(1.0)
     assert torch.equal(paged.rms_norm(x, weight, eps), known_result)
     eps.fill_(2.0)
