@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,9 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_calls import ModelCacheHandle, is_verified, run_by_kind
+from paged.executors.parallel.driver import Driver
+from paged.executors.parallel.follower import follow, load_adapter
+from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
 from paged.executors.row_batches import cache_id_of
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
@@ -25,6 +29,8 @@ from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.end_tokens import read_eos_token_ids
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.parallel.config import ParallelConfig
+from paged.models.parallel.ranks import Ranks
 from paged.models.registry import load_model
 from paged.seq_id import SeqId
 
@@ -44,6 +50,9 @@ class LlmExecutor(UnifiedExecutor):
 
     metadata["lora_adapter"] of an item names the adapter its sequence runs with from there on. For models of this
     package that is settled with its first token: K/V depend on it, and so does their namespace, the adapter's name.
+
+    Of several processes that share a model (`ParallelConfig`) rank 0 is driven like one alone, and the others `serve`;
+    all else that works raises UnsupportedError there. The cache's tensors hold rank 0's KV heads then.
     """
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
@@ -62,19 +71,27 @@ class LlmExecutor(UnifiedExecutor):
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
         super().__init__(info)
+        self._ranks = model.ranks if isinstance(model, PagedCausalLM) else Ranks()
+        self._driver: Driver | None = None
+        if isinstance(model, PagedCausalLM) and model.ranks.size > 1 and model.ranks.rank == 0:
+            self._driver = Driver(model)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> LlmExecutor:
+    def from_pretrained(
+        cls, path: str | Path, *, parallel: ParallelConfig | None = None, **options: Any
+    ) -> LlmExecutor:
         """Load a Hugging Face checkpoint folder.
 
+        parallel: how it is spread over processes, each of which makes this call.
         options: the fields of `paged.models.loading.load_options.LoadOptions`. CUDA graphs are captured by `warmup`.
 
         Raises:
             CheckpointError: files are missing or malformed.
             UnsupportedError: the architecture, or an option of it, is not known.
             InvalidInputError: an argument is of another kind or out of range.
+            RankFailedError: another process could not load its part, or has ended.
         """
-        model = load_model(path, **options)
+        model = load_model(path, parallel=parallel, **options)
         config = model.config
         info = ModelInfo(
             model_id=Path(path).name,
@@ -92,6 +109,31 @@ class LlmExecutor(UnifiedExecutor):
             eos_token_ids=read_eos_token_ids(Path(path)),
         )
         return cls(model, info)
+
+    def serve(self) -> None:
+        """On ranks other than 0: take part in whatever rank 0 runs, until that shuts down.
+
+        Raises:
+            RankFailedError: another process has ended, or did not answer in `ParallelConfig.timeout_s`.
+            UnsupportedError: this is rank 0.
+        """
+        if self._ranks.rank == 0:
+            raise UnsupportedError("serve: of ranks other than 0 alone, which drives")
+        try:
+            follow(cast(PagedCausalLM, self.model))
+        finally:
+            super().shutdown()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._ranks.rank:
+            raise UnsupportedError(f"rank {self._ranks.rank} of {self._ranks.size}: it can only `serve`; rank 0 drives")
+        with super()._call():
+            yield
+
+    def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
+        """Around what every rank does of itself."""
+        return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
 
     def capabilities(self) -> ExecutorCapabilities:
         info, model = self._info, type(self.model)
@@ -133,8 +175,11 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: a setting of it is not known here, or the model takes no adapters.
         """
         with self._call(), warming_up():
-            if self._adapters().load(name, path):
-                cast(PagedCausalLM, self.model).prepare_adapters()
+            self._adapters()
+            with self._alike(Kind.LOAD_LORA, str(name), str(path)):
+                failure = load_adapter(cast(PagedCausalLM, self.model), name, path)
+            if failure is not None:
+                raise failure
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter, and what the prefix cache holds of it.
@@ -145,6 +190,8 @@ class LlmExecutor(UnifiedExecutor):
         """
         with self._call():
             self._adapters().unload(name)
+            with self._alike(Kind.UNLOAD_LORA, name):
+                pass
 
     def list_loras(self) -> tuple[str, ...]:
         """Names of the loaded adapters; none where the model takes none."""
@@ -155,7 +202,8 @@ class LlmExecutor(UnifiedExecutor):
         multiplies them fastest. Sequences in the cache stay."""
         with self._call(), warming_up():
             if isinstance(self.model, PagedCausalLM):
-                self.model.prepare(tracked)
+                with self._alike(Kind.PREPARE):
+                    self.model.prepare(tracked)
             else:
                 self.model.prepare()
         super().warmup()
@@ -166,6 +214,8 @@ class LlmExecutor(UnifiedExecutor):
 
     def shutdown(self) -> None:
         super().shutdown()
+        if self._driver is not None:
+            self._driver.stop()
         self.model.reset()
         self._model_caches.clear()
 

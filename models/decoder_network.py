@@ -10,12 +10,23 @@ import torch
 from paged.cache.manager import PagedKvCacheManager
 from paged.metadata import AttentionMetadata
 from paged.models.layers.config import DecoderConfig
+from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.share import Section
 
 
 class DecoderNetwork(Protocol):
-    """What PagedCausalLM runs; `models.families.llama.Llama` is one."""
+    """What PagedCausalLM runs; `models.families.llama.Llama` is one.
+
+    config: of the whole network. own_config, rows, num_logits: the sizes of its part, and which part of the vocabulary
+    it has, where several `ranks` share it; num_weights: then those of the whole.
+    """
 
     config: DecoderConfig
+    own_config: DecoderConfig
+    num_logits: int
+    rows: Section
+    num_weights: int | None
+    ranks: Ranks
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None: ...
 

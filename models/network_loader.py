@@ -12,6 +12,7 @@ import torch
 from paged.errors import CheckpointError, PagedError
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.loading.packed_tensors import num_weights
 from paged.models.loading.weights import (
     StoredTensors,
     check_weights,
@@ -20,6 +21,8 @@ from paged.models.loading.weights import (
     read_headers,
     read_tensor,
 )
+from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.share import Share
 from paged.models.quantization.read import as_stored, without_zero_biases
 
 _log = logging.getLogger(__name__)
@@ -44,14 +47,17 @@ def load_network(
     dtype: torch.dtype,
     device: torch.device,
     has_fp8_cache: bool,
+    ranks: Ranks,
 ) -> Llama:
-    """A network with the weights of a folder. Its headers are compared with the configuration first: until they agree,
-    no memory is taken that either of them asks for.
+    """A network with the weights of a folder, of several ranks this one's part. Its headers are compared with the
+    configuration first: until they agree, no memory is taken that either of them asks for.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, there twice, misshapen or of another dtype, or a file is
             missing, unreadable, truncated or outside of the folder.
+        UnsupportedError: the network cannot be shared by so many ranks.
     """
+    share = ranks.share
     stored = _tensors_of(network_class, config, folder)
     config = replace(
         config,
@@ -63,18 +69,26 @@ def load_network(
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
-    network = meta_network(network_class, config, dtype)
-    stored = without_zero_biases(stored, network.weight_slots())
-    check_weights(stored, network.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
+    whole = meta_network(network_class, config, dtype)
+    stored = without_zero_biases(stored, whole.weight_slots())
+    check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
+    network = whole if share.size == 1 else meta_network(network_class, config, dtype, share)
+    parts = share.parts(config, whole.weight_slots(), network.weight_slots())
     network = network.to_empty(device=device)
-    load_weights(stored, network.weight_slots())
+    network.join(ranks)
+    if network is not whole:
+        network.num_weights = num_weights(whole)
+    load_weights(stored, network.weight_slots(), parts)
     if has_fp8_cache:
-        network.scale_caches(load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device))
+        scales = load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device)
+        network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])
     return network
 
 
-def meta_network(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> Llama:
-    """A network without memory.
+def meta_network(
+    network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share | None = None
+) -> Llama:
+    """A network without memory, or the part of it that is one rank's.
 
     Raises:
         CheckpointError: a weight would have more bytes than can be counted, or is no whole number of groups or words.
@@ -82,7 +96,7 @@ def meta_network(network_class: type[Llama], config: DecoderConfig, dtype: torch
     """
     try:
         with torch.device("meta"):
-            network = network_class(config)
+            network = network_class(config, share)
         network.set_dtype(dtype)
     except PagedError:
         raise

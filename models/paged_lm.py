@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.nn import functional
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.batch import GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.forward_step import PreparedStep, validate_items
+from paged.forward_step import ForwardStep, PreparedStep, validate_items
 from paged.kernels.common.compilation import run_compiled
+from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.loading.packed_tensors import num_weights
 from paged.models.logits_policy import answer_items
 from paged.models.lora.adapters import LoraAdapters
-from paged.models.step_graphs import StepGraphs, graph_sizes
+from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.step_preparer import StepPreparer
 
 Track = Callable[..., Iterable[Any]]
+# Around a step: lets the other ranks run theirs. The step, its rows' adapters, and whether its best tokens are wanted.
+Lead = Callable[[ForwardStep, NDArray[np.int32] | None, bool], AbstractContextManager[None]]
 
 
 class PagedCausalLM(DecoderOnlyLLM):
     """A network with the KV caches of its sequences in one manager, each under its cache_id.
 
     A forward that fails leaves every sequence as it was; one that began with it does not exist. Logits are float32, on
-    the network's device. num_graph_replays: forwards that ran as one of `graphs`.
+    the network's device. lead: set where other ranks run each step, too. num_graph_replays: forwards that ran as one of
+    `graphs`.
 
     Raises, in every method that runs tokens:
         InvalidInputError: no tokens, ids outside of the vocabulary, a position that is not the sequence's length, or a
@@ -55,6 +62,8 @@ class PagedCausalLM(DecoderOnlyLLM):
         self.adapters = LoraAdapters(network, kv_manager, max_loras=max_loras, max_rank=max_lora_rank)
         self.model_type = network.config.model_type
         self.num_attention_heads = network.config.num_attention_heads
+        self.ranks = network.ranks
+        self.lead: Lead | None = None
         parameter = next(network.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         known_positions = network.config.max_position_embeddings
@@ -81,10 +90,10 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def num_parameters(self) -> int:
         """Weights and biases, a tied head once."""
-        return num_weights(self.network)
+        return self.network.num_weights or num_weights(self.network)
 
     def parameter_bytes(self) -> int:
-        """Device memory of the weights, packed ones with their scales."""
+        """Device memory of the weights, packed ones with their scales; of several ranks this one's."""
         return sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
@@ -110,7 +119,11 @@ class PagedCausalLM(DecoderOnlyLLM):
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         if len(items) == 0:
             return []
-        with self._logits(items) as logits:
+        is_greedy = self.ranks.size > 1 and all(item.logits_policy == GreedyArgmax() for item in items)
+        with self._logits(items, is_greedy=is_greedy) as logits:
+            if is_greedy:  # they are the tokens
+                tokens = iter(logits)
+                return [next(tokens) if item.is_final_chunk else None for item in items]
             return answer_items(logits, items)
 
     def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
@@ -186,8 +199,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             self.kv_manager.free(handle)
 
     @contextmanager
-    def _logits(self, items: Sequence[UnifiedBatchItem]) -> Iterator[torch.Tensor]:
-        """One forward; logits of the rows that are wanted. The sequences grow once the body ends well."""
+    def _logits(self, items: Sequence[UnifiedBatchItem], *, is_greedy: bool = False) -> Iterator[torch.Tensor]:
+        """One forward; logits of the rows that are wanted, or their best tokens. The sequences grow once the body ends
+        well."""
         if not self._preparer.expects(items):
             validate_items(
                 items,
@@ -199,15 +213,37 @@ class PagedCausalLM(DecoderOnlyLLM):
             counts = [len(item.q_tokens) for item in items]
             row_slots = self.adapters.row_slots(step.handles, counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-            if shape is not None:
-                yield self.graphs.logits(step, shape, row_slots)
-            else:
-                lora = None if row_slots is None else self.adapters.batch(row_slots)
-                metadata = replace(step.metadata, lora=lora)
-                hidden = self.network(step.input_ids, metadata.positions, metadata)
-                yield self.network.logits(hidden[step.sample_rows])
+            with nullcontext() if self.lead is None else self.lead(step, row_slots, is_greedy):
+                logits = self.run_step(step, shape, row_slots, is_greedy=is_greedy)
+            yield logits
         self.num_graph_replays += shape is not None
         self.adapters.count(step.handles, counts)
+
+    def run_step(
+        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, *, is_greedy: bool
+    ) -> torch.Tensor:
+        """One forward: logits of the rows that are wanted, float32 [num_rows, vocab_size], or their best tokens, int64
+        [num_rows]. On another rank than the first, no more than its part in it.
+
+        shape: that of the graph which runs it. row_slots: as `LoraAdapters.row_slots` has them.
+        """
+        if shape is not None:
+            logits = self.graphs.logits(step, shape, row_slots)
+        else:
+            lora = None if row_slots is None else self.adapters.batch(row_slots)
+            metadata = replace(step.metadata, lora=lora)
+            hidden = self.network(step.input_ids, metadata.positions, metadata)
+            logits = self.network.logits(hidden[step.sample_rows])
+        if self.ranks.size == 1 or not len(logits):
+            return logits
+        if is_greedy:
+            tokens = greedy_argmax(logits)
+            best = logits.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
+            first = self.network.rows.start
+            return self.ranks.best(best, torch.where(tokens < 0, tokens, tokens + first))
+        rows = -(-self._config.vocab_size // self.ranks.size)
+        padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
+        return self.ranks.gather(padded)[:, : self._config.vocab_size]
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)

@@ -37,6 +37,8 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.parallel.config import ParallelConfig
+from paged.models.parallel.ranks import Ranks
 from paged.models.quantization.modelopt import read_config
 
 ARCHITECTURES: dict[str, type[Llama]] = {
@@ -85,11 +87,15 @@ _MAX_KEYS = 8
 GPU_FRACTION = 0.9
 
 
-def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
+def load_model(
+    path: str | os.PathLike[str], *, parallel: ParallelConfig | None = None, **options: Any
+) -> PagedCausalLM:
     """Load the model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
     Args:
         path: the folder.
+        parallel: how it is spread over processes, each of which makes this call; they run it as `LlmExecutor.serve`
+            says. Each reads its part of the weights alone.
         options: the fields of `LoadOptions`.
 
     Raises:
@@ -97,9 +103,27 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         UnsupportedError: the architecture, or an option of it, is not known here.
         InvalidInputError: an argument is of another kind or out of range, max_seq_len is beyond the model's own limit,
             or the cache's dtype is neither the weights' nor one of 8 bits.
+        RankFailedError: another process could not load its part, or has ended.
     """
     folder = as_folder("path", path)
+    if not isinstance(parallel, ParallelConfig | None):
+        raise InvalidInputError(f"parallel: {shown(parallel)}, expected a ParallelConfig or None")
+    if parallel is None:
+        return _load(folder, LoadOptions(**options), Ranks())
+    if options.get("device") is None and torch.cuda.is_available():
+        options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     given = LoadOptions(**options)
+    ranks = Ranks.join(parallel, given.device)
+    try:
+        model = _load(folder, given, ranks)
+        ranks.wait_for_all()
+        return model
+    except BaseException as error:
+        ranks.fail(f"it could not load the model ({type(error).__name__}: {error})")
+        raise
+
+
+def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
     network_class, config = read_model_config(folder)
     known_positions = config.max_position_embeddings
     max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
@@ -112,10 +136,12 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    network = load_network(network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache)
+    network = load_network(
+        network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache, ranks=ranks
+    )
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = cache_config(
-        config,
+        network.own_config,
         block_size=block_size,
         enable_prefix_cache=given.enable_prefix_cache,
         dtype=kv_cache_dtype,
@@ -124,7 +150,7 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> PagedCausalLM:
     )
     num_tables = len(kv_config.tables)
     num_blocks = (given.num_blocks or 0) * num_tables
-    num_blocks = num_blocks or _num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len)
+    num_blocks = num_blocks or ranks.least(_num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len))
     kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
     return PagedCausalLM(
         network,

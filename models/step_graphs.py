@@ -135,7 +135,7 @@ class StepGraphs:
         num_bytes = staged_size((*self._padded(self._no_sequences, largest, None), table))
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._table = torch.zeros(table.shape, dtype=torch.int32, device=self._device)
-        self._product = torch.empty(most, self._network.config.vocab_size, dtype=dtype, device=self._device)
+        self._product = torch.empty(most, self._network.num_logits, dtype=dtype, device=self._device)
         self._recorder = graph_recorder(self._device)
         try:
             self._record(self._recorder, track(graph_shapes(self._sizes, is_adapted=False)))
@@ -176,7 +176,7 @@ class StepGraphs:
         self._loaded = step, shape
 
     def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
-        """Run a step on the graph of `shape`: the rows of `step.row_ids`, float32 [num_rows, vocab_size]."""
+        """Run a step on the graph of `shape`: the rows of `step.row_ids`, float32 [num_rows, num_logits]."""
         if self._loaded != (step, shape):
             self.load(step, shape, adapters)
         elif step.device_ids is None:

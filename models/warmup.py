@@ -64,7 +64,7 @@ def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, 
 
 
 def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
-    sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.config.attention), longest))
+    sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.own_config.attention), longest))
     moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
     dtype = next(network.parameters()).dtype
     for moe in {moe.config: moe for moe in moes}.values():

@@ -31,6 +31,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "InvalidInputError",
         "OutOfBlocksError",
         "PagedError",
+        "RankFailedError",
         "SequenceTooLongError",
         "StaleHandleError",
         "UnsupportedError",
@@ -87,6 +88,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.cache.slot_reservation": ("KvSlotReservation",),
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
+    "paged.models.parallel.config": ("ParallelConfig",),
     "paged.picture": ("CachePicture", "cache_picture"),
 }
 

@@ -7,6 +7,7 @@ __all__ = [
     "InvalidInputError",
     "OutOfBlocksError",
     "PagedError",
+    "RankFailedError",
     "SequenceTooLongError",
     "StaleHandleError",
     "UnsupportedError",
@@ -25,6 +26,10 @@ class OutOfBlocksError(PagedError):
         super().__init__(f"needs {needed} more KV cache blocks, {free} are free")
         self.needed = needed
         self.free = free
+
+
+class RankFailedError(PagedError):
+    """Of the processes that run a model together one has ended or does not answer; none of them can go on."""
 
 
 class SequenceTooLongError(PagedError):

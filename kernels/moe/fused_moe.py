@@ -205,13 +205,19 @@ def moe_block_size(
 
 
 def token_counts(
-    most: int, top_k: int, w2: torch.Tensor, *, w2_scale: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    most: int,
+    top_k: int,
+    w2: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[int]:
     """The least number of tokens, of 1 to `most`, for each way that `fused_moe` and its routing take, rising."""
     counts: dict[object, int] = {}
     down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
     for count in range(1, most + 1):
-        tiles = _chosen_tiles(count, top_k, down, dtype, None)
+        tiles = _chosen_tiles(count, top_k, down, dtype, expert_map)
         counts.setdefault((tiles, count > MAX_FUSED_TOKENS), count)
     return list(counts.values())
 

@@ -25,7 +25,7 @@ class ParallelLayer(DecoderLayer):
         assert self.before_attention is not None
         hidden, residual = self.before_attention(hidden, residual)
         attended = self.self_attn(hidden, positions, metadata)
-        return attended.add_(self.ffn(hidden, metadata.lora)), residual
+        return self.ranks.sum(attended.add_(self.ffn(hidden, metadata.lora))), residual
 
 
 class Cohere2(Llama):

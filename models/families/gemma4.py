@@ -24,6 +24,8 @@ from paged.models.layers.rope_config import ropes_by_kind
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
+from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.share import Share
 
 _SIZES = ("head_dim", "num_key_value_heads")
 
@@ -38,10 +40,10 @@ class _Experts(nn.Module):
         self.after_mlp, self.after_experts = stream_norm(config), stream_norm(config)
         self.router_scale = config.hidden_size**-0.5
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """hidden: what the MLP gives."""
         routed_by = self.before_router(residual)[0].mul_(self.router_scale)
-        routed = self.moe(self.before_experts(residual)[0], routed_by=routed_by)
+        routed = ranks.sum(self.moe(self.before_experts(residual)[0], routed_by=routed_by))
         out: torch.Tensor = self.after_mlp(hidden)[0]
         return out.add_(self.after_experts(routed)[0])
 
@@ -107,7 +109,7 @@ class Gemma4Layer(DecoderLayer):
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         hidden = super().run_mlp(hidden, residual, lora)
         if self.experts is not None:
-            hidden = self.experts(hidden, residual)
+            hidden = self.experts(hidden, residual, self.ranks)
         return hidden
 
     def weight_slots(self, prefix: str) -> WeightSlots:
@@ -150,8 +152,8 @@ class Gemma4(Llama):
     model_type = "gemma4_text"
     layer_class = Gemma4Layer
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
+        super().__init__(config, share)
         self.own_inputs = _LayerInputs(config) if config.layer_input_size else None
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:

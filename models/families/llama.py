@@ -22,11 +22,18 @@ from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
+from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP on one residual stream, each between the norms that the configuration names."""
+    """Attention and MLP on one residual stream, each between the norms that the configuration names.
+
+    ranks: those that hold a part of both each, whose results are added.
+    """
+
+    ranks = Ranks()
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -59,14 +66,13 @@ class DecoderLayer(nn.Module):
         """(what is yet to be added to the residual stream, the residual stream), of the layer before and of this; or
         (the residual stream, None)."""
         hidden, residual = _enter(self.before_attention, hidden, residual)
-        hidden = self._leave(self.after_attention, self.self_attn(hidden, positions, metadata))
+        hidden = self._leave(self.after_attention, self.ranks.sum(self.self_attn(hidden, positions, metadata)))
         hidden, residual = _enter(self.before_mlp, hidden, residual)
         return self._leave(self.after_mlp, self.run_mlp(hidden, residual, metadata.lora)), residual
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """What the MLP makes of normalised `hidden`; may write over that. residual: the stream, which stays."""
-        out: torch.Tensor = self.ffn(hidden, lora)
-        return out
+        return self.ranks.sum(self.ffn(hidden, lora))
 
     def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
         if norm is not None:
@@ -97,22 +103,29 @@ class Llama(nn.Module):
     """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json.
 
     model_type: what transformers calls the family; another family's name in a config.json contradicts `architectures`.
+    own_config: the sizes of this rank's layers. rows, num_logits: those of the vocabulary that it has.
+    num_weights: of the whole network, where this is a part.
     renames: patterns in names of a checkpoint's tensors, and what stands in their place in the names here.
     """
 
     model_type = "llama"
+    ranks = Ranks()
     renames: Mapping[str, str] = MappingProxyType({})
     layer_class: type[DecoderLayer] = DecoderLayer
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = empty_parameter(config.vocab_size, config.hidden_size)
-        layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_layers))
+        share = share or Share()
+        self.config, self.own_config = config, share.config(config)
+        self.rows = share.vocabulary(config.vocab_size)
+        self.num_logits = self.rows.stop - self.rows.start
+        self.embed_tokens = empty_parameter(self.num_logits, config.hidden_size)
+        layers = nn.ModuleList(self.layer_class(self.own_config, index) for index in range(config.num_layers))
         self.layers = cast("Sequence[DecoderLayer]", layers)
         self.norm = stream_norm(config)
+        self.num_weights: int | None = None
         self._packed_embedding: torch.Tensor | None = None
-        sizes = config.hidden_size, {"lm_head": config.vocab_size}
+        sizes = config.hidden_size, {"lm_head": self.num_logits}
         self.lm_head = None if config.tie_word_embeddings else Linear(*sizes)
         if config.quantization is not None:
             for path, module in list(self.named_modules()):
@@ -136,6 +149,12 @@ class Llama(nn.Module):
                 module.keep_float32()
             elif isinstance(module, RmsNorm) and module.is_zero_centred:
                 module.float()
+
+    def join(self, ranks: Ranks) -> None:
+        """Let the layers add up what all ranks compute; this one is that of `share`."""
+        self.ranks = ranks
+        for layer in self.layers:
+            layer.ranks = ranks
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""
@@ -177,7 +196,13 @@ class Llama(nn.Module):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states before the first layer, [num_tokens, hidden_size]."""
-        hidden = functional.embedding(input_ids, self.embed_tokens)
+        if self.ranks.size == 1:
+            hidden = functional.embedding(input_ids, self.embed_tokens)
+        else:
+            rows = input_ids - self.rows.start
+            is_elsewhere = (rows < 0) | (rows >= self.num_logits)
+            hidden = functional.embedding(rows.masked_fill(is_elsewhere, 0), self.embed_tokens)
+            hidden = self.ranks.sum(hidden.masked_fill_(is_elsewhere[:, None], 0))
         return hidden if self.embedding_scale == 1 else hidden.mul_(self.embedding_scale)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -195,7 +220,7 @@ class Llama(nn.Module):
         return [()] * self.config.num_layers
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits in the weights' dtype, [num_rows, vocab_size]; written to `out` where given."""
+        """Logits in the weights' dtype, [num_rows, num_logits]; written to `out` where given."""
         if self.lm_head is not None and self.lm_head.packed is not None:
             logits = self.lm_head(hidden)
         else:
@@ -212,7 +237,7 @@ class Llama(nn.Module):
         return logits if out is None or logits is out else out.copy_(logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [num_rows, vocab_size]."""
+        """float32 [num_rows, num_logits]."""
         return self.head(hidden).float()
 
     def weight_slots(self) -> WeightSlots:

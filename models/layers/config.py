@@ -95,6 +95,7 @@ class MoeConfig:
     bias: router and experts have biases. interleaved: gate and up rows alternate.
     stacked: a projection of all experts is one tensor in a checkpoint; transposed: with rows and columns exchanged;
         is_mxfp4: and that in MXFP4, as which it stays.
+    held: the first expert here, and how many; None for all, where other ranks hold none.
     The names are those of the weights in a checkpoint.
     """
 
@@ -117,11 +118,18 @@ class MoeConfig:
     stacked: bool = False
     transposed: bool = False
     is_mxfp4: bool = False
+    held: tuple[int, int] | None = None
     shared_name: str = "shared_experts"
     router_name: str = "gate"
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
     down_name: str = "down_proj"
+
+    @property
+    def experts(self) -> range:
+        """Those that are here."""
+        first, count = self.held or (0, self.num_experts)
+        return range(first, first + count)
 
 
 @dataclass(frozen=True)

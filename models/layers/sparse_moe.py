@@ -48,6 +48,7 @@ class SparseMoe(nn.Module):
     every token takes."""
 
     routing: Routing
+    expert_map: torch.Tensor | None = None
     ticket: torch.Tensor
     gate_up: Experts
     down: Experts
@@ -60,10 +61,11 @@ class SparseMoe(nn.Module):
         self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
         self.expert_scale = empty_parameter(num_experts) if moe.expert_scale else None
         experts = Mxfp4Experts if moe.is_mxfp4 else empty_parameter
-        self.w1 = experts(num_experts, 2 * size, hidden_size)
-        self.w2 = experts(num_experts, hidden_size, size)
-        self.w1_bias = empty_parameter(num_experts, 2 * size) if moe.bias else None
-        self.w2_bias = empty_parameter(num_experts, hidden_size) if moe.bias else None
+        num_held = len(moe.experts)
+        self.w1 = experts(num_held, 2 * size, hidden_size)
+        self.w2 = experts(num_held, hidden_size, size)
+        self.w1_bias = empty_parameter(num_held, 2 * size) if moe.bias else None
+        self.w2_bias = empty_parameter(num_held, hidden_size) if moe.bias else None
         if moe.shared_size:
             self.add_module(moe.shared_name, GatedMlp(config, moe.shared_size))
         self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
@@ -102,7 +104,7 @@ class SparseMoe(nn.Module):
             if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds what e4m3 weights multiply
                 raise UnsupportedError(f"{first}: e4m3 without input_activations, supported is e4m3 of both in experts")
             delattr(self, attribute)
-            setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * moe.num_experts))
+            setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * len(moe.experts)))
 
     def keep_float32(self) -> None:
         """Give the parameters that are float32 in models of any type that type back."""
@@ -124,24 +126,36 @@ class SparseMoe(nn.Module):
             moe.routed_scaling_factor,
         )
         self.gate_up, self.down = self._tensors(self.w1), self._tensors(self.w2)
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.down.weight.device)
+        device = self.down.weight.device
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        if moe.held is not None:
+            self.expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32, device=device)
+            self.expert_map[list(moe.experts)] = torch.arange(len(moe.experts), dtype=torch.int32, device=device)
 
     def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
         """The least number of tokens for each way that up to `most` take."""
-        return token_counts(most, self.routing.top_k, self.down.weight, w2_scale=self.down.scale, dtype=dtype)
+        down = self.down
+        return token_counts(
+            most, self.routing.top_k, down.weight, expert_map=self.expert_map, w2_scale=down.scale, dtype=dtype
+        )
 
     def forward(
         self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
     ) -> torch.Tensor:
         """May write over x. routed_by: what the router reads in place of x."""
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
-        gate_up, down = self.gate_up, self.down
-        block_size = moe_block_size(len(x), self.routing.top_k, down.weight, w2_scale=down.scale, dtype=x.dtype)
+        gate_up, down, expert_map = self.gate_up, self.down, self.expert_map
+        block_size = moe_block_size(
+            len(x), self.routing.top_k, down.weight, expert_map=expert_map, w2_scale=down.scale, dtype=x.dtype
+        )
         aligned = None
         if block_size is None:
             topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
         else:
-            topk_weights, topk_ids, aligned = route_and_align(logits, self.routing, block_size, ticket=self.ticket)
+            num_held = None if expert_map is None else len(self.config.experts)
+            topk_weights, topk_ids, aligned = route_and_align(
+                logits, self.routing, block_size, expert_map=expert_map, num_local_experts=num_held, ticket=self.ticket
+            )
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale[topk_ids]
         routed = x
@@ -154,6 +168,7 @@ class SparseMoe(nn.Module):
             topk_weights,
             topk_ids,
             activation=self.activation,
+            expert_map=expert_map,
             w1_bias=self.w1_bias,
             w2_bias=self.w2_bias,
             interleaved=self.config.interleaved,
@@ -202,7 +217,7 @@ class SparseMoe(nn.Module):
         moe, slots = self.config, WeightSlots()
         for weight, kinds in ((self.w1, (moe.gate_name, moe.up_name)), (self.w2, (moe.down_name,))):
             assert not isinstance(weight, Mxfp4Experts)  # which are stored together
-            names = [f"{prefix}.experts.{expert}.{kind}" for expert in range(moe.num_experts) for kind in kinds]
+            names = [f"{prefix}.experts.{expert}.{kind}" for expert in moe.experts for kind in kinds]
             if isinstance(weight, PackedWeights):
                 slots |= weight.weight_slots(names)
             else:
@@ -212,5 +227,5 @@ class SparseMoe(nn.Module):
 
     def _tensors(self, weight: torch.Tensor | Mxfp4Experts | PackedWeights) -> Experts:
         if isinstance(weight, PackedWeights):
-            return Experts(*weight.stacked(self.config.num_experts))
+            return Experts(*weight.stacked(len(self.config.experts)))
         return Experts(weight.values, weight.scale) if isinstance(weight, Mxfp4Experts) else Experts(weight)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -118,10 +119,15 @@ def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head
         raise CheckpointError(f"{min(missing)}: missing in {folder} ({len(missing)} of {len(slots)} tensors are)")
 
 
-def load_weights(stored: StoredTensors, slots: Mapping[str, Slot]) -> None:
+def load_weights(
+    stored: StoredTensors,
+    slots: Mapping[str, Slot],
+    ranges: Mapping[str, tuple[int, Sequence[tuple[int, int]]]] = MappingProxyType({}),
+) -> None:
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
-    stored: as `check_weights` has found them to fit.
+    stored: as `check_weights` has found them to fit. ranges: of tensors of which a slot takes a part, a dimension, and
+    from where to where that is read along it; nowhere for zeros.
 
     Raises:
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
@@ -133,11 +139,21 @@ def load_weights(stored: StoredTensors, slots: Mapping[str, Slot]) -> None:
     for file, names in by_file.items():
         with open_tensors(file) as tensors:
             for name in names:
-                tensor = tensors.get_tensor(stored[name].name)
+                source = stored[name].name
+                if name not in ranges:
+                    tensor = tensors.get_tensor(source)
+                elif parts := _read(tensors.get_slice(source), *ranges[name]):
+                    tensor = parts[0] if len(parts) == 1 else torch.cat(parts, ranges[name][0])
+                else:
+                    tensor = torch.zeros(slots[name].shape)
                 try:
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
+
+
+def _read(stored: Any, dim: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    return [stored[(*[slice(None)] * dim, slice(start, stop))] for start, stop in ranges]
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:

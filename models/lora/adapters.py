@@ -18,15 +18,20 @@ from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear
 from paged.models.loading.load_options import as_folder
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
+from paged.models.parallel.ranks import Ranks
 from paged.seq_id import SeqId
 from paged.staging import to_device
 
 
 class HasModules(Protocol):
     """A network whose `Linear` modules can be adapted; its first parameter has the type of activations."""
+
+    config: DecoderConfig
+    ranks: Ranks
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
@@ -82,9 +87,14 @@ class LoraAdapters:
         with self._lock:
             self._check_new(name)
             linears = _adaptable(self._network)
-            shapes = {key: (linear.sizes[part], linear.in_features) for key, (linear, part) in linears.items()}
+            shapes = {key: [linear.sizes[part], linear.in_features] for key, (linear, part) in linears.items()}
+            shared = self._network.ranks.share.adapted(self._network.config, shapes)
+            for key, (dim, sections) in shared.items():
+                shapes[key][dim] = sum(section.size for section in sections)
             folder = as_folder("path", path)
-            changes = read_adapter(folder, shapes)
+            changes = read_adapter(folder, {key: (rows, columns) for key, (rows, columns) in shapes.items()})
+            for key in changes.keys() & shared.keys():
+                changes[key] = changes[key].part(*shared[key])
             rank = max(change.rank for change in changes.values())
             if rank > self.max_rank:
                 raise InvalidInputError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, check_dtype, open_tensors, plain, read_header
+from paged.models.parallel.share import Section, cut
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGET_MODULES = (
@@ -47,6 +48,12 @@ class LowRank:
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    def part(self, dim: int, sections: Sequence[Section]) -> LowRank:
+        """What one rank holds: of the rows, where `dim` is 0, or of the columns."""
+        if dim == 0:
+            return replace(self, b=cut(self.b, sections, 0))
+        return replace(self, a=cut(self.a, sections, 1))
 
 
 def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:

@@ -65,6 +65,11 @@ class PagedKvCacheManager:
         """Where the cache lies."""
         return self._tensors.storage.device
 
+    @property
+    def tensors(self) -> KvCacheTensors:
+        """The memory, of which others may hold a copy: its `listener` knows what to do with that."""
+        return self._tensors
+
     def allocate(
         self,
         request_id: SeqId,

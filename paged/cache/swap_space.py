@@ -26,7 +26,7 @@ class SwapSpace:
         self.num_blocks_in = 0
         self._config = config
         self._prefixes = prefixes
-        self._memories = tensors.host_blocks
+        self._tensors = tensors
 
     def swap_out(self, state: SequenceState) -> None:
         """Move the blocks with one reference to the host; nothing happens where they are there already.
@@ -41,8 +41,7 @@ class SwapSpace:
         kept = self._config.blocks_for(state.num_tokens)
         moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
         host_blocks = self.pool.allocate(len(moved))
-        for memory in self._memories:
-            memory.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
+        self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
         self._remember(state)
         state.settle()
         blocks = list(state.blocks[:kept])
@@ -67,8 +66,7 @@ class SwapSpace:
         moved, host_blocks = list(state.host_blocks), list(state.host_blocks.values())
         taken = pool.allocate(len(moved))
         self._prefixes.overwrite(taken)
-        for memory in self._memories:
-            memory.swap_in(list(zip(host_blocks, taken, strict=True)))
+        self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
         self._remember(state)
         blocks = list(state.blocks)
         for i, block in zip(moved, taken, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,11 @@ class KvCacheTensors:
     The layers of a table have their keys in slots of their own, and their values; one of another table lies in the same
     ones, in other blocks. The scales of int8 rows are in a second storage of the same slots and blocks: in the first, a
     compiler that copies what is written would copy the one over the other.
+
+    listener: told of every call that moves or clears blocks before it is made, by its name and arguments.
     """
+
+    listener: Callable[[str, tuple[Any, ...]], None] | None = None
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
@@ -111,6 +116,7 @@ class KvCacheTensors:
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `source` to `destination` for every pair, without a wait of the host."""
         if block_pairs:
+            self._tell("copy", block_pairs)
             (pairs,) = to_device((np.array(block_pairs, np.int64),), self.storage.device)
             for copy in self._copies:
                 copy(pairs)
@@ -118,10 +124,23 @@ class KvCacheTensors:
     def clear(self, blocks: Sequence[int], start: int, end: int) -> None:
         """Fill positions start..end of the sequence in `blocks` with zeros, K and V of all layers."""
         if start < end:
+            self._tell("clear", blocks, start, end)
             for table, stacks in enumerate(self._stacks):
                 index = self._positions(table, blocks, start, end)
                 for stack in stacks:
                     _bytes(stack)[:, :, *index] = 0
+
+    def swap_out(self, block_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device block to host block for every pair."""
+        self._tell("swap_out", block_pairs)
+        for memory in self.host_blocks:
+            memory.swap_out(block_pairs)
+
+    def swap_in(self, block_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host block to device block for every pair."""
+        self._tell("swap_in", block_pairs)
+        for memory in self.host_blocks:
+            memory.swap_in(block_pairs)
 
     def layer(self, layer: int) -> int:
         """`layer` as an int; InvalidInputError unless there is such a layer, and it has K/V of its own."""
@@ -173,6 +192,10 @@ class KvCacheTensors:
         if scales:
             key, value = (rows * scale.unsqueeze(-1) for rows, scale in zip((key, value), scales, strict=True))
         return key, value
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        if self.listener is not None:
+            self.listener(name, arguments)
 
     def _positions(self, table: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [end - start] each, in which block of a table these positions stand, and where in it."""

@@ -1,0 +1,127 @@
+"""Rank 0's side of a model that several processes share: whatever it does with the model, the others do too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, RLock, Thread
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged.errors import PagedError, RankFailedError
+from paged.executors.parallel.messages import Channel, Kind
+from paged.executors.parallel.step_message import StepMessage
+from paged.forward_step import ForwardStep
+from paged.models.paged_lm import PagedCausalLM
+
+_LOG = logging.getLogger("paged")
+
+
+class Driver:
+    """Tells the other ranks of every step and every move of blocks, before this one makes it; so one cache manager
+    decides for all. Where nothing is to be told for a while it asks whether all are there. Thread-safe.
+
+    Raises, in every method:
+        RankFailedError: a rank has ended or does not answer.
+    """
+
+    def __init__(self, model: PagedCausalLM) -> None:
+        self._ranks, self._tensors = model.ranks, model.kv_manager.tensors
+        self._channel = Channel(model.ranks)
+        self._lock = RLock()
+        self._num_steps = 0
+        self._is_alike = False
+        self._last_sent = monotonic()
+        self._stopped = Event()
+        model.lead = self._lead
+        self._tensors.listener = self._tell_moves
+        Thread(target=self._watch, name="paged-ranks", daemon=True).start()
+
+    @contextmanager
+    def alike(self, kind: Kind, *words: str) -> Iterator[None]:
+        """Around what all ranks do of themselves once they are told."""
+        with self._running():
+            self._send(kind, [np.frombuffer(word.encode(), np.uint8) for word in words])
+            self._is_alike = True
+            try:
+                yield
+            finally:
+                self._is_alike = False
+
+    def stop(self) -> None:
+        """Let the others return from `serve`; a second call is harmless, and so is one after a rank has failed."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        with self._lock:
+            try:
+                self._send(Kind.STOP, [])
+                self._ranks.compare(self._channel.state)
+            except RankFailedError as error:
+                _LOG.warning("%s", error)
+            self._ranks.close()
+
+    @contextmanager
+    def _lead(self, step: ForwardStep, row_slots: NDArray[np.int32] | None, is_greedy: bool) -> Iterator[None]:
+        with self._running():
+            message = StepMessage(step, row_slots, is_greedy, knows_ids=step.device_ids is None)
+            self._send(Kind.STEP, message.arrays())
+            if step.device_ids is not None:
+                self._ranks.broadcast_on_device(step.device_ids)
+            yield
+            self._num_steps += 1
+            if self._num_steps % self._ranks.config.check_steps == 0:
+                self._compare()
+
+    def _tell_moves(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self._lock:
+            if not self._is_alike:
+                numbers = [np.array(argument, np.int64) for argument in arguments]
+                self._send(Kind.MOVE_BLOCKS, [np.frombuffer(name.encode(), np.uint8), *numbers])
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around what the other ranks wait in: where this one leaves it, they cannot go on."""
+        with self._lock:
+            try:
+                yield
+            except RankFailedError:
+                raise
+            except BaseException as error:
+                self._ranks.fail(f"rank 0 failed within a step ({type(error).__name__}: {error})")
+                raise
+
+    def _send(self, kind: Kind, arrays: list[NDArray[Any]]) -> None:
+        self._channel.send(kind, arrays)
+        self._last_sent = monotonic()
+
+    def _compare(self) -> None:
+        """See that all are there, and have been told the same.
+
+        Raises:
+            PagedError: one was told something else.
+        """
+        self._send(Kind.COMPARE, [])
+        compare_states(self._channel, self._ranks.compare(self._channel.state))
+
+    def _watch(self) -> None:
+        interval = self._ranks.config.timeout_s / 4
+        try:
+            while not self._stopped.wait(interval):
+                with self._running():
+                    if monotonic() - self._last_sent >= interval and not self._stopped.is_set():
+                        self._compare()
+        except PagedError as error:
+            if not self._stopped.is_set():
+                _LOG.warning("%s", error)
+
+
+def compare_states(channel: Channel, states: list[Any]) -> None:
+    """Raise PagedError unless all ranks have had the same messages."""
+    others = [rank for rank, state in enumerate(states) if not state.equal(channel.state)]
+    if others:
+        raise PagedError(f"ranks {others} have been told something else than this one")

@@ -1,0 +1,83 @@
+"""The side of the ranks that do what rank 0 does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from paged.errors import CheckpointError, PagedError, RankFailedError
+from paged.executors.parallel.driver import compare_states
+from paged.executors.parallel.messages import Channel, Kind
+from paged.executors.parallel.step_message import StepMessage
+from paged.models.paged_lm import PagedCausalLM
+
+# Calls that rank 0's cache tells of.
+_MOVES = ("clear", "copy", "swap_in", "swap_out")
+
+
+def follow(model: PagedCausalLM) -> None:
+    """Run what rank 0 runs, until it shuts down.
+
+    Raises:
+        RankFailedError: a rank has ended or does not answer.
+    """
+    channel = Channel(model.ranks)
+    try:
+        with torch.no_grad():
+            while _obey(model, channel, *channel.receive()):
+                pass
+        model.ranks.close()
+    except RankFailedError:
+        raise
+    except BaseException as error:
+        model.ranks.fail(f"rank {model.ranks.rank} failed within a step ({type(error).__name__}: {error})")
+        raise
+
+
+def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception | None:
+    """`LlmExecutor.load_lora`, of every rank at the same time: on all of them, or on none, and then why."""
+    failure: Exception | None = None
+    is_first = False
+    try:
+        is_first = model.adapters.load(name, path)
+    except (PagedError, OSError) as error:
+        failure = error
+    failed = [rank for rank, flag in enumerate(model.ranks.compare(torch.tensor([int(failure is not None)]))) if flag]
+    if failure is None and failed:
+        model.adapters.unload(name)
+        failure = CheckpointError(f"adapter {name!r}: ranks {failed} cannot load it from {path}")
+    elif is_first:
+        model.prepare_adapters()
+    return failure
+
+
+def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]) -> bool:
+    """Do what a message says; whether there will be another."""
+    ranks = model.ranks
+    if kind is Kind.STEP:
+        message = StepMessage.read(arrays, model.device)
+        if not message.knows_ids:
+            ids = torch.empty(len(message.step.token_ids), dtype=torch.int64, device=model.device)
+            message.step.device_ids = ranks.broadcast_on_device(ids)
+        step, slots = message.step, message.row_slots
+        shape = model.graphs.shape_of(step, is_adapted=slots is not None)
+        model.run_step(step, shape, slots, is_greedy=message.is_greedy)
+    elif kind is Kind.MOVE_BLOCKS:
+        name = arrays[0].tobytes().decode()
+        assert name in _MOVES
+        getattr(model.kv_manager.tensors, name)(*(argument.tolist() for argument in arrays[1:]))
+    elif kind is Kind.PREPARE:
+        model.prepare()
+    elif kind is Kind.LOAD_LORA:
+        load_adapter(model, *(word.tobytes().decode() for word in arrays))
+    elif kind is Kind.UNLOAD_LORA:
+        model.adapters.unload(arrays[0].tobytes().decode())
+    else:
+        states = ranks.compare(channel.state)
+        if kind is Kind.STOP:
+            return False
+        compare_states(channel, states)
+    return True

@@ -1,0 +1,172 @@
+"""The processes that run one model together, and what they say to each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paged.errors import InvalidInputError, RankFailedError
+from paged.models.parallel.config import ParallelConfig
+from paged.models.parallel.share import Share
+
+# Ranks may take this much longer than others to load a model.
+_LOADING = timedelta(hours=1)
+_NO_TOKEN = torch.iinfo(torch.int64).max
+
+
+class Ranks:
+    """This process among those that share a model. One alone is the default, for which nothing is sent.
+
+    rank, size: which one, and of how many; rank 0 drives. num_bytes: those of the tensors that this process has given
+    to collectives so far, by their kind; of steps that CUDA graphs replay, those of the capture.
+
+    Raises, in every method that sends or waits:
+        RankFailedError: another process has ended, or did not answer in time. Then, and after `close`, so does every
+            further call, and the others' calls, too.
+    """
+
+    def __init__(self, share: Share | None = None, *, config: ParallelConfig | None = None) -> None:
+        self.share = share or Share()
+        self.rank, self.size = self.share.rank, self.share.size
+        self.config = config or ParallelConfig()
+        self.num_bytes: Counter[str] = Counter()
+        self._data: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._owns_default = False
+        self._first = 0
+        self._failure: str | None = None
+
+    @classmethod
+    def join(cls, config: ParallelConfig, device: torch.device) -> Ranks:
+        """Meet the others, of the default process group or of the mesh; of one alone, nobody.
+
+        Raises:
+            InvalidInputError: there are not as many processes as the configuration says.
+        """
+        size = config.tensor_parallel_size
+        if size == 1 and config.mesh is None:
+            return cls(config=config)
+        owns_default = not dist.is_initialized()
+        if owns_default:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LOADING)
+        group = dist.group.WORLD if config.mesh is None else _group_of(config.mesh)
+        assert group is not None
+        members = dist.get_process_group_ranks(group)
+        if len(members) != size:
+            raise InvalidInputError(f"tensor_parallel_size: {size}, but there are {len(members)} processes")
+        share = Share(members.index(dist.get_rank()), size, config.expert_parallel)
+        ranks = cls(share, config=config)
+        ranks._owns_default, ranks._first = owns_default, members[0]
+        timeout = timedelta(seconds=config.timeout_s)
+        options: dict[str, Any] = {"timeout": timeout, "use_local_synchronization": True}
+        with ranks._guarded():
+            ranks._data = dist.new_group(members, backend=dist.get_backend(group), **options)
+            ranks._control = dist.new_group(members, backend="gloo", **options)
+        return ranks
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in its place."""
+        if self.size > 1:
+            with self._counted("sum", x):
+                dist.all_reduce(x, group=self._data)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """On rank 0 all ranks' rows [n, m], each behind the other's, [n, size * m]; on others x."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        with self._counted("gather", x):
+            dist.gather(x, parts, dst=self._first, group=self._data)
+        return x if parts is None else torch.cat(parts, dim=-1)
+
+    def best(self, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """On rank 0 of all ranks' best tokens int64 [n] the one with the largest value [n], and of several the first;
+        -1 where no rank has one. On others theirs.
+        """
+        pairs = torch.stack((values.double(), tokens.double()), -1)  # which holds ids exactly
+        values, ids = self.gather(pairs.view(len(pairs), -1)).view(len(pairs), -1, 2).unbind(-1)
+        is_best = (values == values.amax(1, keepdim=True)) & (ids >= 0)
+        first = torch.where(is_best, ids.long(), _NO_TOKEN).amin(1)
+        return torch.where(first == _NO_TOKEN, -1, first)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, which lies on the host, in the place of every rank's."""
+        with self._counted("broadcast", x):
+            dist.broadcast(x, self._first, group=self._control)
+        return x
+
+    def broadcast_on_device(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, on the device, in the place of every rank's."""
+        with self._counted("broadcast", x):
+            dist.broadcast(x, self._first, group=self._data)
+        return x
+
+    def compare(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's values, int64 on the host."""
+        if self.size == 1:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        with self._guarded():
+            dist.all_gather(found, values, group=self._control)
+        return found
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        return int(torch.stack(self.compare(torch.tensor([number]))).min())
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here; one may be much later than others."""
+        if self.size > 1:
+            with self._guarded():
+                dist.monitored_barrier(self._control, timeout=_LOADING)
+
+    def fail(self, reason: str) -> None:
+        """Give up, so that the others' calls fail as well."""
+        if self._failure is None:
+            self._failure = reason
+            self._leave()
+
+    def close(self) -> None:
+        """Leave the others, who know of it."""
+        self.fail("it has been shut down")
+
+    def _leave(self) -> None:
+        groups = [self._data, self._control, *([dist.group.WORLD] if self._owns_default else [])]
+        self._data = self._control = None
+        for group in groups:
+            if group is not None:
+                with suppress(RuntimeError, ValueError, AssertionError):  # the caller may have destroyed it
+                    dist.destroy_process_group(group)
+
+    @contextmanager
+    def _counted(self, kind: str, x: torch.Tensor) -> Iterator[None]:
+        with self._guarded():
+            yield
+        self.num_bytes[kind] += x.nbytes
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise RankFailedError(f"rank {self.rank} of {self.size} cannot go on: {self._failure}")
+        try:
+            yield
+        except RuntimeError as error:  # all that torch.distributed raises
+            self.fail(f"another rank has ended, or did not answer in {self.config.timeout_s:g} s ({error})")
+            raise RankFailedError(f"rank {self.rank} of {self.size} cannot go on: {self._failure}") from error
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise InvalidInputError(f"mesh: {type(mesh).__name__}, expected a torch DeviceMesh")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tp" not in names:
+        raise InvalidInputError(f"mesh: dimensions {names or mesh.ndim}, expected one, or one that is named 'tp'")
+    return mesh.get_group("tp" if mesh.ndim > 1 else None)

@@ -1,0 +1,201 @@
+"""Which part of a network one of several ranks holds: the sizes of its layers, and the slices of stored tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from paged.errors import UnsupportedError
+from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
+from paged.models.loading.weights import Slot, WeightSlots
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# Their products are parts of a sum over all ranks, to which a bias comes once.
+_SUMMED = ("o_proj", "down_proj")
+_SUMMED_BIAS = re.compile(rf"(?:{'|'.join(_SUMMED)})(?:\.bias|_bias)\Z")
+_VOCABULARY = ("model.embed_tokens", "lm_head")
+
+
+class Section(NamedTuple):
+    """Features side by side in one dimension of a tensor, of which a rank holds those from `start` to `stop`."""
+
+    size: int
+    start: int
+    stop: int
+
+
+class Part(NamedTuple):
+    """What a rank reads of a stored tensor: `ranges` of dimension `dim`; of a bias that another rank adds, nothing."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of rank `rank` of `size`: heads, units of MLPs and rows of the vocabulary in equal parts, and experts,
+    which with `expert_parallel` are whole. Norms, routers and what else is small are on every rank.
+
+    Where there are more ranks than KV heads, several have the same one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    expert_parallel: bool = False
+
+    def config(self, whole: DecoderConfig) -> DecoderConfig:
+        """The sizes of this rank's layers; those of the vocabulary stay.
+
+        Raises:
+            UnsupportedError: something does not divide by the number of ranks.
+        """
+        if self.size == 1:
+            return whole
+        return replace(
+            whole,
+            attention=tuple(map(self._attention, whole.attention)),
+            moe=tuple(None if moe is None else self._moe(moe) for moe in whole.moe),
+            intermediate_size=tuple(
+                # Most layers with experts have no other MLP; in one that has, a size of 0 is refused by `parts`.
+                0 if moe is not None and size % self.size else self._divided("intermediate_size", size)
+                for size, moe in zip(whole.intermediate_size, whole.moe, strict=True)
+            ),
+        )
+
+    def vocabulary(self, size: int) -> Section:
+        """Rows of the embedding and of the head; the last rank may have fewer."""
+        rows = -(-size // self.size)
+        return Section(size, min(self.rank * rows, size), min((self.rank + 1) * rows, size))
+
+    def parts(self, config: DecoderConfig, whole: WeightSlots, own: WeightSlots) -> dict[str, Part]:
+        """What of which tensor this rank reads; of others all.
+
+        config: of the whole network. whole, own: where tensors go in that, and in this rank's.
+
+        Raises:
+            UnsupportedError: what a rank would hold of a packed tensor does not begin or end with a word or a group.
+        """
+        parts = {}
+        for name, slot in own.items():
+            if self.rank and _SUMMED_BIAS.search(name) and not (self.expert_parallel and ".experts." in name):
+                parts[name] = Part(0)
+            elif (part := self._part(config, name, whole[name], slot)) is not None:
+                parts[name] = part
+        return parts
+
+    def adapted(self, config: DecoderConfig, names: Iterable[str]) -> dict[str, tuple[int, list[Section]]]:
+        """Of projections, by their names in a checkpoint, those that ranks share: rows of them (0) or columns (1), and
+        which.
+        """
+        if self.size == 1:
+            return {}
+        return {name: (int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")) for name in names}
+
+    def sections(self, config: DecoderConfig, name: str) -> list[Section]:
+        """The features of a projection that ranks share, by the name of one of its tensors in a checkpoint."""
+        if name.startswith(_VOCABULARY):
+            return [self.vocabulary(config.vocab_size)]
+        match = _LAYER.fullmatch(name)
+        assert match is not None
+        layer, rest = int(match[1]), match[2]
+        if rest.startswith("self_attn."):
+            return self._heads(config.attention[layer], rest.split(".")[1])
+        moe = config.moe[layer]
+        size, interleaved = config.intermediate_size[layer], False
+        if moe is not None and f"{moe.shared_name}." in rest:
+            size = moe.shared_size
+        elif moe is not None and "experts." in rest:
+            size, interleaved = moe.intermediate_size, moe.interleaved
+            if self.expert_parallel:
+                return [self._even(moe.num_experts)]
+        if "gate_up_proj" not in rest:
+            return [self._even(size)]
+        return [self._even(2 * size)] if interleaved else [self._even(size)] * 2
+
+    def _heads(self, layer: AttentionConfig, name: str) -> list[Section]:
+        first, count = self._kv_heads(layer)
+        per_rank = layer.num_heads // self.size
+
+        def of(heads: int, first: int, count: int, size: int) -> Section:
+            return Section(heads * size, first * size, (first + count) * size)
+
+        query = of(layer.num_heads, self.rank * per_rank, per_rank, layer.head_dim)
+        key, value = (of(layer.num_kv_heads, first, count, size) for size in (layer.head_dim, layer.v_head_dim))
+        return {"k_proj": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
+
+    def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
+        """The first KV head of this rank, and how many there are."""
+        return self.rank * layer.num_kv_heads // self.size, max(1, layer.num_kv_heads // self.size)
+
+    def scales(self, layer: AttentionConfig, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of scales of a layer's cache, one or one a KV head, those of this rank's heads."""
+        first, count = self._kv_heads(layer)
+        return {name: scale if len(scale) == 1 else scale[first : first + count] for name, scale in scales.items()}
+
+    def experts(self, num_experts: int) -> tuple[int, int]:
+        """The first expert of this rank, and how many there are."""
+        held = num_experts // self.size if self.expert_parallel else num_experts
+        return self.rank * held if self.expert_parallel else 0, held
+
+    def _even(self, size: int) -> Section:
+        return Section(size, size * self.rank // self.size, size * (self.rank + 1) // self.size)
+
+    def _divided(self, name: str, size: int) -> int:
+        if size % self.size:
+            raise UnsupportedError(f"tensor_parallel_size {self.size}: {name} {size}, supported are multiples of it")
+        return size // self.size
+
+    def _attention(self, layer: AttentionConfig) -> AttentionConfig:
+        if layer.qk_norm == "width":
+            raise UnsupportedError(f"tensor_parallel_size {self.size}: norms over the width of all heads")
+        heads = layer.num_kv_heads
+        if max(heads, self.size) % min(heads, self.size):
+            raise UnsupportedError(
+                f"tensor_parallel_size {self.size}: num_key_value_heads {heads}, supported are multiples and divisors"
+            )
+        num_heads = self._divided("num_attention_heads", layer.num_heads)
+        return replace(layer, num_heads=num_heads, num_kv_heads=self._kv_heads(layer)[1])
+
+    def _moe(self, moe: MoeConfig) -> MoeConfig:
+        shared_size = self._divided("the shared experts' intermediate size", moe.shared_size)
+        if self.expert_parallel:
+            self._divided("experts", moe.num_experts)
+            return replace(moe, held=self.experts(moe.num_experts), shared_size=shared_size)
+        size = self._divided("the experts' intermediate size", moe.intermediate_size)
+        return replace(moe, intermediate_size=size, shared_size=shared_size)
+
+    def _part(self, config: DecoderConfig, name: str, whole: Slot, own: Slot) -> Part | None:
+        shapes = zip(whole.shape, [*own.shape, *[1] * (len(whole.shape) - len(own.shape))], strict=True)
+        differing = [dim for dim, (theirs, mine) in enumerate(shapes) if theirs != mine]
+        if not differing:
+            return None
+        (dim,) = differing
+        sections = self.sections(config, name)
+        # Of packed tensors an entry stands for several features.
+        scale = Fraction(whole.shape[dim], sum(section.size for section in sections))
+        bounds = [(bound.start * scale, bound.stop * scale) for bound in _placed(sections)]
+        if any(bound.denominator != 1 for pair in bounds for bound in pair) or sum(
+            stop - start for start, stop in bounds
+        ) != (own.shape[dim] if dim < len(own.shape) else 1):
+            raise UnsupportedError(
+                f"tensor_parallel_size {self.size}: {name} of shape {list(whole.shape)} would be cut within an entry "
+                f"of dimension {dim}"
+            )
+        return Part(dim, tuple((int(start), int(stop)) for start, stop in bounds))
+
+
+def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Tensor:
+    """What a rank holds of a plain tensor, whose dimension `dim` the sections make up."""
+    return torch.cat([tensor.narrow(dim, kept.start, len(kept)) for kept in _placed(sections)], dim)
+
+
+def _placed(sections: Sequence[Section]) -> list[range]:
+    """What a rank holds of sections that stand one behind the other."""
+    ends = accumulate((section.size for section in sections), initial=0)
+    return [range(first + one.start, first + one.stop) for one, first in zip(sections, ends, strict=False)]

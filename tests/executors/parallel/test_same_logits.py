@@ -1,0 +1,99 @@
+"""A model over several processes gives the logits that one process gives, in every way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paged.batch import GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from tests.executors.parallel.cases import Case, case_id, loaded_case
+from tests.executors.parallel.followers import Followers
+from tests.models.families import tokens
+
+PROMPT = tokens(40)
+# The family, processes, whether they hold whole experts.
+CASES = [
+    ("llama", 2, False),
+    ("gemma3", 4, False),
+    ("gpt_oss", 4, False),
+    ("qwen3_moe", 2, True),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=case_id)
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, followers: Followers
+) -> Iterator[Case]:
+    with loaded_case(request.param, tmp_path_factory.mktemp("checkpoint"), followers) as case:
+        yield case
+
+
+@pytest.fixture
+def case(loaded: Case) -> Iterator[Case]:
+    yield loaded
+    for executor in (loaded.alone, loaded.spread):
+        executor.model.reset()
+        assert executor.kv_manager is not None
+        executor.kv_manager.check_integrity()
+        executor.kv_manager.clear_prefix_cache()
+
+
+def test_whole_prompts_chunks_and_decodes_in_one_batch(case: Case) -> None:
+    first, second = tokens(21, 1), tokens(17, 2)
+    case.same(UnifiedBatchItem("a", PROMPT), UnifiedBatchItem("b", first[:13], is_final_chunk=False))
+    case.same(
+        UnifiedBatchItem("a", [5], pos_offset=40),
+        UnifiedBatchItem("b", first[13:], pos_offset=13),
+        UnifiedBatchItem("c", second),
+    )
+    case.same(*(UnifiedBatchItem(name, [7], pos_offset=at) for name, at in (("a", 41), ("b", 21), ("c", 17))))
+
+
+def test_drafts_are_verified_and_taken_back(case: Case) -> None:
+    case.same(UnifiedBatchItem("a", PROMPT[:7]))
+    case.same(UnifiedBatchItem("a", PROMPT[7:19], pos_offset=7, logits_policy=VerifyLogits()))
+    for executor in (case.alone, case.spread):
+        executor.truncate_kv_for_cache_id("a", 11)
+    case.same(UnifiedBatchItem("a", tokens(12, 7), pos_offset=11))
+
+
+def test_fork_copies_the_blocks_of_every_process(case: Case) -> None:
+    case.same(UnifiedBatchItem("a", PROMPT[:19]))
+    for manager in case.managers():
+        manager.fork(manager.get_handle("a"), "b")
+    case.same(UnifiedBatchItem("a", tokens(9, 8), pos_offset=19), UnifiedBatchItem("b", tokens(12, 9), pos_offset=19))
+
+
+def test_swap_and_cached_prefix(case: Case) -> None:
+    case.same(UnifiedBatchItem("a", PROMPT[:30]))
+    for manager in case.managers():
+        manager.swap_out(manager.get_handle("a"))
+    for other in range(3):  # over what it left
+        case.same(UnifiedBatchItem(other, tokens(40, other)))
+    for manager in case.managers():
+        manager.swap_in(manager.get_handle("a"))
+    case.same(UnifiedBatchItem("a", PROMPT[30:], pos_offset=30))
+    for manager in case.managers():
+        assert manager.allocate("b", token_ids=PROMPT).num_cached_tokens == 39
+    case.same(UnifiedBatchItem("b", PROMPT[39:], pos_offset=39))
+
+
+def test_best_tokens_are_found_on_the_shards(case: Case) -> None:
+    ranks = case.spread.model.ranks
+    before = ranks.num_bytes["gather"]
+    case.same(
+        UnifiedBatchItem("a", PROMPT, logits_policy=GreedyArgmax()),
+        UnifiedBatchItem("b", PROMPT, is_final_chunk=False, logits_policy=GreedyArgmax()),
+    )
+    assert ranks.num_bytes["gather"] - before == 16
+    mask = torch.arange(128) % 7 == 0
+    (token,) = case.same(UnifiedBatchItem("c", PROMPT, logits_policy=GreedyArgmax(token_mask=mask)))
+    assert int(token) % 7 == 0
+
+
+def test_padded_steps_are_those_of_graphs(case: Case) -> None:
+    case.spread.warmup()
+    test_whole_prompts_chunks_and_decodes_in_one_batch(case)
+    assert case.spread.status().graph_replays == 1
