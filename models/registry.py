@@ -102,7 +102,7 @@ def load_model(
         CheckpointError: the folder is incomplete, malformed or unsafe.
         UnsupportedError: the architecture, or an option of it, is not known here.
         InvalidInputError: an argument is of another kind or out of range, max_seq_len is beyond the model's own limit,
-            or the cache's dtype is neither the weights' nor one of 8 bits.
+            or the cache's dtype is neither the weights' nor one of 8 bits, or not all processes were given the same.
         RankFailedError: another process could not load its part, or has ended.
     """
     folder = as_folder("path", path)
@@ -115,6 +115,7 @@ def load_model(
     given = LoadOptions(**options)
     ranks = Ranks.join(parallel, given.device)
     try:
+        ranks.see_that_same(repr((parallel.expert_parallel, vars(given) | {"device": given.device.type})))
         model = _load(folder, given, ranks)
         ranks.wait_for_all()
         return model

@@ -73,7 +73,8 @@ class EngineCore:
         What it calls, a tokenizer or an executor, may add requests, abort and discard; those end when the step has.
 
         Raises:
-            ExecutorShutDownError: nothing can run any more; every request has ended, so it is raised once.
+            ExecutorShutDownError, RankFailedError: nothing can run any more; every request has ended, so it is raised
+                once.
             UnsupportedError: it is called by what a step calls.
         """
         if self._is_stepping:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged.errors import OutOfBlocksError
+from paged.errors import OutOfBlocksError, RankFailedError
 from paged.executors.engine.batch_runner import BatchRunner, WrongResultsError
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.isolation import describe, quietly, raise_exit
@@ -55,7 +55,7 @@ class StepRunner:
         """Run all that can.
 
         Raises:
-            ExecutorShutDownError: nothing can run any more.
+            ExecutorShutDownError, RankFailedError: nothing can run any more.
         """
         ran = StepResults([], [])
         for group in self._runner.groups(completions):
@@ -70,7 +70,7 @@ class StepRunner:
                 self._start_over(group)
                 if not self._make_room(ran.completions):
                     self._fail_all(group, error)
-            except ExecutorShutDownError:
+            except (ExecutorShutDownError, RankFailedError):
                 raise
             except WrongResultsError as error:
                 self._metrics.failed_forwards += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -121,6 +122,17 @@ class Ranks:
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""
         return int(torch.stack(self.compare(torch.tensor([number]))).min())
+
+    def see_that_same(self, options: str) -> None:
+        """Compare what the processes were given.
+
+        Raises:
+            InvalidInputError: it is not the same.
+        """
+        sums = self.compare(torch.tensor([zlib.crc32(options.encode())]))
+        others = [rank for rank, found in enumerate(sums) if not found.equal(sums[self.rank])]
+        if others:
+            raise InvalidInputError(f"options: ranks {others} were given others than {options}")
 
     def wait_for_all(self) -> None:
         """Wait until every rank has come here; one may be much later than others."""
