@@ -1,4 +1,4 @@
-"""One set of processes for all tests: each takes seconds to import torch."""
+"""One set of processes for all tests."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Other processes that share models with the tests' own, which is rank 0; run as a program it is one of them."""
+"""Other processes that share models with the tests' own, which is rank 0."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,23 @@ import torch
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.parallel.config import ParallelConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+# One server imports torch, which takes seconds, and the others are forked from it.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
 
 
 class Followers:
-    """As many processes as the largest world has beside rank 0; each takes one order a line, and answers with one."""
+    """As many processes as the largest world has beside rank 0. Each takes orders, and answers when it has served."""
 
     def __init__(self, count: int) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PAGED_BACKEND": "torch"}
-        command = [sys.executable, "-m", "tests.executors.parallel.followers"]
-        self.processes = [
-            subprocess.Popen(
-                command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for _ in range(count)
-        ]
+        self.processes, self._pipes = [], []
+        for _ in range(count):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_follow, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
 
     @contextmanager
     def load(self, folder: Path, size: int, *, expert_parallel: bool = False, **options: Any) -> Iterator[LlmExecutor]:
@@ -51,46 +52,30 @@ class Followers:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        for rank, process in enumerate(self.processes[: size - 1], start=1):
-            assert process.stdin is not None
-            environment = world | {"RANK": str(rank)}
-            order = {"environment": environment, "folder": str(folder), "config": config, "options": options}
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
+        for rank, pipe in enumerate(self._pipes[: size - 1], start=1):
+            pipe.send((world | {"RANK": str(rank)}, folder, config, options))
         os.environ.update(world, RANK="0")
         return LlmExecutor.from_pretrained(folder, parallel=ParallelConfig(**config), **options)
 
     def answers(self, size: int) -> list[str]:
-        """How each follower's `serve` ended: "served", or the error; "" where the process did."""
-        found = []
-        for process in self.processes[: size - 1]:
-            assert process.stdout is not None
-            found.append(process.stdout.readline().strip())
-        return found
+        """How each follower's `serve` ended: "served", or the error."""
+        return [pipe.recv() for pipe in self._pipes[: size - 1]]
 
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
+            process.join()
 
 
-def follow() -> None:
-    """Obey the orders of standard input."""
+def _follow(orders: Connection) -> None:
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        os.environ.update(order["environment"])
+    os.environ["PAGED_BACKEND"] = "torch"  # a step of Triton's interpreter takes seconds
+    while True:
+        environment, folder, config, options = orders.recv()
+        os.environ.update(environment)
         try:
-            parallel = ParallelConfig(**order["config"])
-            LlmExecutor.from_pretrained(order["folder"], parallel=parallel, **order["options"]).serve()
-            print("served", flush=True)
+            LlmExecutor.from_pretrained(folder, parallel=ParallelConfig(**config), **options).serve()
+            orders.send("served")
         except Exception as error:
-            print(f"{type(error).__name__}: {error}".replace("\n", " "), flush=True)
-
-
-if __name__ == "__main__":
-    follow()
+            orders.send(f"{type(error).__name__}: {error}")

@@ -43,7 +43,7 @@ def _run(engine: Engine) -> list[list[int]]:
     outputs = []
     for index in range(NUM_REQUESTS):
         prompt = tokens(24, index % 3)[: 8 + index % 17] + tokens(1 + index % 9, index)
-        params = SamplingParams(temperature=float(index % 2), top_p=0.9, max_tokens=4 + index % 7, seed=index)
+        params = SamplingParams(temperature=float(index % 2), top_p=0.9, max_tokens=3 + index % 5, seed=index)
         adapter = (None, "adapter1", "adapter2", None)[index % 4]
         metadata = None if adapter is None else {"lora_adapter": adapter}
         outputs.append(engine.add_request(prompt, params, metadata=metadata))
