@@ -243,7 +243,8 @@ class PagedCausalLM(DecoderOnlyLLM):
             return self.ranks.best(best, torch.where(tokens < 0, tokens, tokens + first))
         rows = -(-self._config.vocab_size // self.ranks.size)
         padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
-        return self.ranks.gather(padded)[:, : self._config.vocab_size]
+        # In the type that the head has computed them in.
+        return self.ranks.gather(padded.to(self.dtype)).float()[:, : self._config.vocab_size]
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)

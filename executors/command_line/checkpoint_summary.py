@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import CheckpointError, PagedError
 from paged.executors.command_line.checkpoint_folder import missing_files
 from paged.models.families.llama import Llama
@@ -17,9 +19,25 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.packed_tensors import num_weights
 from paged.models.loading.weights import StoredTensors, read_header
 from paged.models.network_loader import meta_network
+from paged.models.parallel.share import Share
+from paged.models.parallel.volume import ring_bytes, step_bytes
 from paged.models.quantization.modelopt import read_config
 from paged.models.quantization.read import as_stored
 from paged.models.registry import GPU_FRACTION, cache_config, config_of, network_class_of, text_part
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One of several ranks that share a model. reason: why they cannot. sent_bytes: what it sends for a token whose
+    logits are wanted; the others as in CheckpointSummary, of this rank.
+    """
+
+    tensor_parallel_size: int
+    reason: str | None
+    weight_bytes: int | None
+    kv_bytes_per_token: int | None
+    kv_tokens: int | None
+    sent_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,8 @@ class CheckpointSummary:
     parameters: once loaded; of one that is not supported, elements stored. tensors: those by dtype. stored_bytes: of
     the files that hold them. weight_bytes: once loaded, packed weights as they are packed and others in `dtype`.
     kv_bytes_per_token: K and V of all layers that have some. kv_tokens: how many fit into `device_bytes` beside the
-    weights, in whole blocks, over all sequences. sliding_layers: those that see a window only.
+    weights, in whole blocks, over all sequences. sliding_layers: those that see a window only. ranks: one of each way
+    to share it.
     """
 
     folder: str
@@ -56,6 +75,7 @@ class CheckpointSummary:
     block_size: int
     device_bytes: int | None
     kv_tokens: int | None
+    ranks: list[RankSummary]
 
 
 def summarize(
@@ -65,8 +85,11 @@ def summarize(
     dtype: torch.dtype | None = None,
     kv_cache_dtype: torch.dtype | None = None,
     block_size: int = 16,
+    spreads: Sequence[Share] = (),
 ) -> CheckpointSummary:
     """Read a folder in Hugging Face layout; a model that is not supported is described as far as that goes.
+
+    spreads: a rank of each way to share it.
 
     Raises:
         CheckpointError: config.json is missing or malformed, or a file of weights is.
@@ -78,18 +101,16 @@ def summarize(
     stored, tensors = _stored(folder)
     parameters = sum(tensors.values()) or None
     cache_dtype = weight_bytes = kv_bytes = kv_tokens = None
+    ranks: list[RankSummary] = []
     if network_class is not None and config is not None:
         dtype = config.dtype if dtype is None else dtype
         cache_dtype = kv_cache_dtype or dtype
         config = replace(config, quantization=as_stored(config.quantization, stored))
-        parameters, weight_bytes = _loaded(network_class, config, dtype)
+        parameters, weight_bytes = _loaded(network_class, config, dtype, Share())
         cache = cache_config(config, block_size=block_size)
-        block_bytes = cache.block_bytes(cache_dtype)
         kv_bytes = cache.token_bytes(cache_dtype)
-        if device_bytes is not None:
-            left = int((device_bytes - weight_bytes) * GPU_FRACTION)
-            num_blocks = max(0, left // block_bytes)
-            kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks else 0
+        kv_tokens = _fitting(cache, cache_dtype, weight_bytes, device_bytes)
+        ranks = [_rank(network_class, config, share, dtype, cache_dtype, block_size, device_bytes) for share in spreads]
     moe = next((one for one in config.moe if one is not None), None) if config is not None else None
     return CheckpointSummary(
         folder=str(folder),
@@ -116,6 +137,7 @@ def summarize(
         block_size=block_size,
         device_bytes=device_bytes,
         kv_tokens=kv_tokens,
+        ranks=ranks,
     )
 
 
@@ -132,23 +154,58 @@ def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
         return str(error).removeprefix(f"{hf.source}: ")
 
 
-def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+def _rank(
+    network_class: type[Llama],
+    config: DecoderConfig,
+    share: Share,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    device_bytes: int | None,
+) -> RankSummary:
+    try:
+        cache = cache_config(share.config(config), block_size=block_size)
+        _, weight_bytes = _loaded(network_class, config, dtype, share)
+    except PagedError as error:
+        return RankSummary(share.size, str(error), None, None, None, None)
+    num_sums, counts = network_class.num_sums(config), {"num_tokens": 1, "num_rows": 1}
+    sent = step_bytes(config, num_sums=num_sums, size=share.size, itemsize=dtype.itemsize, **counts)
+    return RankSummary(
+        tensor_parallel_size=share.size,
+        reason=None,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=cache.token_bytes(cache_dtype),
+        kv_tokens=_fitting(cache, cache_dtype, weight_bytes, device_bytes),
+        sent_bytes=round(ring_bytes(sent, share.size)),
+    )
+
+
+def _fitting(cache: PagedKvCacheConfig, dtype: torch.dtype, weight_bytes: int, device_bytes: int | None) -> int | None:
+    """Tokens that fit beside the weights."""
+    if device_bytes is None:
+        return None
+    left = int((device_bytes - weight_bytes) * GPU_FRACTION)
+    num_blocks = max(0, left // cache.block_bytes(dtype))
+    return replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks else 0
+
+
+def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
     """Parameters and their bytes once loaded: of plain weights those of one layer of every kind, times how many."""
     if config.quantization is not None:
-        return _size(network_class, config, dtype)
+        return _size(network_class, config, dtype, share)
     none = replace(config, attention=(), moe=(), intermediate_size=())
-    rest = num_parameters, num_bytes = _size(network_class, none, dtype)
+    rest = num_parameters, num_bytes = _size(network_class, none, dtype, share)
     layers = Counter(zip(config.attention, config.moe, config.intermediate_size, strict=True))
     for (attention, moe, size), count in layers.items():
         layer = replace(config, attention=(attention,), moe=(moe,), intermediate_size=(size,))
-        one = _size(network_class, layer, dtype)
+        one = _size(network_class, layer, dtype, share)
         num_parameters += count * (one[0] - rest[0])
         num_bytes += count * (one[1] - rest[1])
     return num_parameters, num_bytes
 
 
-def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
-    network = meta_network(network_class, config, dtype)
+def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
+    network = meta_network(network_class, config, dtype, share)
     return num_weights(network), sum(parameter.nbytes for parameter in network.parameters())
 
 

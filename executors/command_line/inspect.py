@@ -24,6 +24,8 @@ DESCRIPTION = (
     "beside it; the exit code is 1 where it cannot run. With --cache a picture of a KV cache in which the model runs "
     "sequences that share a prefix, fork, are swapped out and leave cached blocks behind."
 )
+# Ranks that the table has a line for.
+_SIZES = (2, 4, 8, 16, 32, 64)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -32,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add which checkpoint, and what to show of it."""
     add_model_arguments(parser)
     parser.add_argument("--device-memory", metavar="SIZE", help="as 141GB or 80GiB; default: this machine's GPU")
+    spread = parser.add_argument_group("several processes")
+    spread.add_argument("--tensor-parallel", type=int, metavar="N", help="what each of N holds and sends")
+    spread.add_argument("--expert-parallel", action="store_true", help="whole experts in each")
+    spread.add_argument("--bandwidth", metavar="SIZE", default="50GB", help="that each sends a second; default: 50GB")
     cache = parser.add_argument_group("the picture")
     cache.add_argument("--cache", action="store_true", help="run a small workload and draw its cache")
     cache.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG, too")
@@ -53,19 +59,30 @@ def run(args: argparse.Namespace) -> int:
     from paged.kernels.attention.config import default_block_size
     from paged.kernels.common.device import device_of
     from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype
+    from paged.models.parallel.config import ParallelConfig
+    from paged.models.parallel.share import Share
 
     folder = checkpoint_folder(args.model, is_run=False)
-    given = _bytes(args.device_memory) if args.device_memory else None
+    given = _bytes("--device-memory", args.device_memory) if args.device_memory else None
+    spreads = []
+    if args.tensor_parallel is not None:
+        parallel = ParallelConfig(args.tensor_parallel, args.expert_parallel)
+        sizes = sorted({*_SIZES, parallel.tensor_parallel_size} - {1})
+        spreads = [Share(0, size, args.expert_parallel) for size in sizes]
     if given is None and torch.cuda.is_available():
         given = torch.cuda.mem_get_info()[1]
     cache_dtype = as_dtype("--kv-cache-dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
-    summary = summarize(folder, device_bytes=given, dtype=dtype, kv_cache_dtype=cache_dtype, block_size=block_size)
+    summary = summarize(
+        folder, device_bytes=given, dtype=dtype, kv_cache_dtype=cache_dtype, block_size=block_size, spreads=spreads
+    )
     if args.json:
         print_json(asdict(summary))
     else:
         _print(summary)
-    return int(not summary.supported)
+        _print_ranks(summary, _bytes("--bandwidth", args.bandwidth))
+    unfit = [rank for rank in summary.ranks if rank.tensor_parallel_size == args.tensor_parallel and rank.reason]
+    return int(not summary.supported or bool(unfit))
 
 
 def _draw(args: argparse.Namespace, dtype: torch.dtype | None) -> int:
@@ -91,22 +108,38 @@ def _draw(args: argparse.Namespace, dtype: torch.dtype | None) -> int:
     return 0
 
 
-def _bytes(text: str) -> int:
+def _bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
     try:
         if match is not None:
             return int(float(match[1]) * _UNITS[match[2].upper()])
     except (ValueError, KeyError, OverflowError):
         pass
-    raise InvalidInputError(f"--device-memory {text}: expected a size such as 141GB or 80GiB")
+    raise InvalidInputError(f"{name} {text}: expected a size such as 141GB or 80GiB")
+
+
+def _size(num_bytes: int | None) -> str | None:
+    if num_bytes is None:
+        return None
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
+
+
+def _print_ranks(summary: CheckpointSummary, bandwidth: int) -> None:
+    """What each of several ranks holds and sends, and how many tokens a second that allows at the most."""
+    if summary.ranks:
+        print(f"\n{'ranks':>5} {'weights':>12} {'KV a token':>12} {'tokens':>12} {'sent a token':>13} {'tokens/s':>12}")
+    for rank in summary.ranks:
+        if rank.reason is not None or rank.sent_bytes is None:
+            print(f"{rank.tensor_parallel_size:5} no: {one_line(rank.reason)}")
+            continue
+        tokens = "" if rank.kv_tokens is None else f"{rank.kv_tokens:,}"
+        print(
+            f"{rank.tensor_parallel_size:5} {_size(rank.weight_bytes):>12} {rank.kv_bytes_per_token:>12,} {tokens:>12} "
+            f"{_size(rank.sent_bytes):>13} {bandwidth // rank.sent_bytes:>12,}"
+        )
 
 
 def _print(summary: CheckpointSummary) -> None:
-    def size(num_bytes: int | None) -> str | None:
-        if num_bytes is None:
-            return None
-        return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
-
     heads = None
     if summary.num_attention_heads is not None:
         heads = f"{summary.num_attention_heads}, KV {summary.num_kv_heads}, of {summary.head_dim or 'unknown size'}"
@@ -116,7 +149,7 @@ def _print(summary: CheckpointSummary) -> None:
     if summary.kv_tokens is not None:
         sequences = summary.kv_tokens // summary.max_seq_len if summary.max_seq_len else 0
         fitting = (
-            f"{summary.kv_tokens:,} tokens in {size(summary.device_bytes)}, in blocks of {summary.block_size}: "
+            f"{summary.kv_tokens:,} tokens in {_size(summary.device_bytes)}, in blocks of {summary.block_size}: "
             f"{sequences} sequences of full length"
         )
     lines = {
@@ -132,8 +165,8 @@ def _print(summary: CheckpointSummary) -> None:
         "experts": summary.num_experts,
         "vocabulary": summary.vocab_size,
         "longest sequence": None if summary.max_seq_len is None else f"{summary.max_seq_len:,} tokens",
-        "files": size(summary.stored_bytes or None),
-        "weights": size(summary.weight_bytes),
+        "files": _size(summary.stored_bytes or None),
+        "weights": _size(summary.weight_bytes),
         "KV a token": None if summary.kv_bytes_per_token is None else f"{summary.kv_bytes_per_token:,} bytes",
         "KV cache": fitting or "give --device-memory to see how many tokens fit",
     }

@@ -27,6 +27,10 @@ class ParallelLayer(DecoderLayer):
         attended = self.self_attn(hidden, positions, metadata)
         return self.ranks.sum(attended.add_(self.ffn(hidden, metadata.lora))), residual
 
+    @staticmethod
+    def num_sums(config: DecoderConfig, index: int) -> int:
+        return 1
+
 
 class Cohere2(Llama):
     """Three of four layers have a window and rotate, every fourth sees everything and rotates nothing."""

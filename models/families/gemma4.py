@@ -112,6 +112,10 @@ class Gemma4Layer(DecoderLayer):
             hidden = self.experts(hidden, residual, self.ranks)
         return hidden
 
+    @staticmethod
+    def num_sums(config: DecoderConfig, index: int) -> int:
+        return 2 if config.moe[index] is None else 3
+
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots: WeightSlots = {**super().weight_slots(prefix), f"{prefix}.layer_scalar": self.layer_scalar}
         for part in (self.experts, self.own_input):

@@ -74,6 +74,11 @@ class DecoderLayer(nn.Module):
         """What the MLP makes of normalised `hidden`; may write over that. residual: the stream, which stays."""
         return self.ranks.sum(self.ffn(hidden, lora))
 
+    @staticmethod
+    def num_sums(config: DecoderConfig, index: int) -> int:
+        """How often ranks add up what they compute in a layer."""
+        return 2
+
     def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
         if norm is not None:
             hidden, _ = norm(hidden)
@@ -140,6 +145,11 @@ class Llama(nn.Module):
         """The configuration of this family's checkpoints. A key that it does not read from `hf` counts as unknown, and
         one of `COMPUTATION_KEYS` must then be neutral."""
         return decoder_config(hf, mlp_bias=hf.flag("mlp_bias"))
+
+    @classmethod
+    def num_sums(cls, config: DecoderConfig) -> int:
+        """How often ranks add up what they compute in a step: embeddings, and in every layer."""
+        return 1 + sum(cls.layer_class.num_sums(config, index) for index in range(config.num_layers))
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Give the weights a type, but for those of norms and routers that are to stay float32."""

@@ -257,3 +257,24 @@ def test_gemma_4_as_published(
     assert found["kv_bytes_per_token"] == 2 * held_elements
     assert kv_elements <= held_elements <= 1.15 * kv_elements
     assert found["num_experts"] == options.get("num_experts")
+
+
+def test_what_each_of_several_ranks_holds(inspect: Inspect, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect("--tensor-parallel", "2", "--expert-parallel", "--dtype", "bfloat16", "--device-memory", "20MB")
+    two, four, eight = found["ranks"][:3]
+    assert two["weight_bytes"] < 0.52 * found["weight_bytes"]
+    assert 2 * two["kv_bytes_per_token"] == found["kv_bytes_per_token"]
+    assert four["kv_bytes_per_token"] == two["kv_bytes_per_token"]  # of one KV head
+    assert two["kv_tokens"] > 2 * found["kv_tokens"]
+    config: DecoderConfig = registry.Qwen3Moe.read_config(registry.HfConfig.read(RECALL))
+    logits = -(-config.vocab_size // 2)
+    assert two["sent_bytes"] == (1 + 2 * config.num_layers) * config.hidden_size * 2 + logits * 2
+    assert "num_attention_heads 4" in eight["reason"]
+    assert inspect("--tensor-parallel", "8", code=1)["supported"]
+    assert cli.main(["inspect", "--tensor-parallel", "4", "--bandwidth", "1GB"]) == 0
+    row = capsys.readouterr().out.splitlines()[-5]
+    assert row.split()[0] == "4"
+    assert row.split()[-1] == f"{10**9 // inspect('--tensor-parallel', '4')['ranks'][1]['sent_bytes']:,}"
+    for wrong in (("--tensor-parallel", "0"), ("--tensor-parallel", "2", "--bandwidth", "fast")):
+        assert cli.main(["inspect", *wrong]) == 1
+        assert wrong[-2].removeprefix("--").replace("-", "_")[:9] in capsys.readouterr().err

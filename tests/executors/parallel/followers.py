@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.parallel.config import ParallelConfig
@@ -55,7 +57,7 @@ class Followers:
         for rank, pipe in enumerate(self._pipes[: size - 1], start=1):
             pipe.send((world | {"RANK": str(rank)}, folder, config, options))
         os.environ.update(world, RANK="0")
-        return LlmExecutor.from_pretrained(folder, parallel=ParallelConfig(**config), **options)
+        return LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
 
     def answers(self, size: int) -> list[str]:
         """How each follower's `serve` ended: "served", or the error."""
@@ -68,6 +70,14 @@ class Followers:
             process.join()
 
 
+def parallel_config(config: dict[str, Any]) -> ParallelConfig:
+    """The configuration; `mesh` is the shape of one whose last dimension is named "tp"."""
+    if "mesh" not in config:
+        return ParallelConfig(**config)
+    names = ("dp", "tp")[-len(config["mesh"]) :]
+    return ParallelConfig(**config | {"mesh": init_device_mesh("cpu", config["mesh"], mesh_dim_names=names)})
+
+
 def _follow(orders: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["PAGED_BACKEND"] = "torch"  # a step of Triton's interpreter takes seconds
@@ -75,7 +85,13 @@ def _follow(orders: Connection) -> None:
         environment, folder, config, options = orders.recv()
         os.environ.update(environment)
         try:
-            LlmExecutor.from_pretrained(folder, parallel=ParallelConfig(**config), **options).serve()
+            executor = LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
+            if executor.model.ranks.rank == 0:  # of a part of the mesh
+                executor.shutdown()
+            else:
+                executor.serve()
             orders.send("served")
         except Exception as error:
             orders.send(f"{type(error).__name__}: {error}")
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,25 @@
+"""How much the ranks of a model send in a step, by arithmetic."""
+
+from __future__ import annotations
+
+from paged.models.layers.config import DecoderConfig
+
+
+def step_bytes(
+    config: DecoderConfig, *, num_sums: int, size: int, itemsize: int, num_tokens: int, num_rows: int
+) -> dict[str, int]:
+    """Bytes that a rank gives to collectives in a step, by their kind, as `Ranks.num_bytes` counts them.
+
+    num_sums: all-reduces of the network, see `Llama.num_sums`. size: ranks. itemsize: of activations. num_rows: those
+    whose logits are gathered.
+    """
+    logits = -(-config.vocab_size // size)
+    return {
+        "sum": num_sums * num_tokens * config.hidden_size * itemsize,
+        "gather": num_rows * logits * itemsize,
+    }
+
+
+def ring_bytes(num_bytes: dict[str, int], size: int) -> float:
+    """What a rank sends for that: of an all-reduce, by a ring, every part but its own twice; what is gathered once."""
+    return num_bytes["sum"] * 2 * (size - 1) / size + num_bytes["gather"]
