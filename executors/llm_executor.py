@@ -145,6 +145,7 @@ class LlmExecutor(UnifiedExecutor):
             supports_truncate=model.truncate_kv is not DecoderOnlyLLM.truncate_kv,
             supports_prefix_cache=self.kv_manager is not None and self.kv_manager.config.enable_prefix_cache,
             supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
+            prefers_tokens=self._ranks.size > 1,
             memory_requirements=self._memory,
         )
 

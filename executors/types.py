@@ -55,6 +55,7 @@ class ExecutorCapabilities:
     max_batch_size: sequences that can hold a token at the same time, None where the model alone knows.
     max_sequence_length: tokens, prompt and output together.
     supports_native_unified_decode: any mix of items is one forward; otherwise it is taken apart.
+    prefers_tokens: to choose tokens by itself (`DrawToken`) takes it less than to return logits.
     """
 
     max_batch_size: int | None
@@ -64,6 +65,7 @@ class ExecutorCapabilities:
     supports_truncate: bool
     supports_prefix_cache: bool
     supports_lora: bool
+    prefers_tokens: bool = False
     memory_requirements: MemoryRequirements
 
 

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from paged.batch import GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.batch import DrawToken, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
+from paged.kernels.sampling.sample_tokens import sample_tokens
+from paged.staging import to_device
+
+
+class Draws(NamedTuple):
+    """Of rows whose tokens alone are wanted, temperature float32 [n] and key int64 [n, 2]."""
+
+    temperature: NDArray[np.float32]
+    keys: NDArray[np.int64]
+
+
+def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
+    """What to draw where every policy wants a token and has no other rules; else None."""
+    draws = [DrawToken(0.0, (0, 0)) if policy == GreedyArgmax() else policy for policy in policies]
+    if not all(isinstance(draw, DrawToken) for draw in draws):
+        return None
+    rows = [(draw.temperature, draw.key) for draw in draws if isinstance(draw, DrawToken)]
+    keys = np.array([key for _, key in rows], np.int64).reshape(-1, 2)
+    return Draws(np.array([temperature for temperature, _ in rows], np.float32), keys)
 
 
 def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
@@ -27,12 +49,17 @@ def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> lis
 
 
 def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:
-    """One entry a policy: its row of `logits` [n, V], or for GreedyArgmax the best token, all chosen in one call.
+    """One entry a policy: its row of `logits` [n, V], or its token, those of a kind chosen in one call.
 
     Raises:
         InvalidInputError: a token mask or repetition penalty does not fit.
     """
     answers = list(logits)
+    drawn = {row: policy for row, policy in enumerate(policies) if isinstance(policy, DrawToken)}
+    if drawn and (draws := draws_of(list(drawn.values()))) is not None:
+        temperature, keys = to_device(draws, logits.device)
+        for row, token in zip(drawn, sample_tokens(logits[list(drawn)], keys, temperature), strict=True):
+            answers[row] = token
     greedy = {row: policy for row, policy in enumerate(policies) if isinstance(policy, GreedyArgmax)}
     if greedy:
         masks = [policy.token_mask for policy in greedy.values()]

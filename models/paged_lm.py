@@ -13,26 +13,27 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from paged.batch import GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, validate_items
 from paged.kernels.common.compilation import run_compiled
-from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.loading.packed_tensors import num_weights
-from paged.models.logits_policy import answer_items
+from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
+from paged.models.parallel.draw import draw_tokens
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import run_adapted_steps, run_steps
 from paged.seq_id import SeqId
+from paged.staging import to_device
 from paged.step_preparer import StepPreparer
 
 Track = Callable[..., Iterable[Any]]
-# Around a step: lets the other ranks run theirs. The step, its rows' adapters, and whether its best tokens are wanted.
-Lead = Callable[[ForwardStep, NDArray[np.int32] | None, bool], AbstractContextManager[None]]
+# Around a step: lets the other ranks run theirs. The step, its rows' adapters, and what is drawn from its logits.
+Lead = Callable[[ForwardStep, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
 
 
 class PagedCausalLM(DecoderOnlyLLM):
@@ -119,9 +120,11 @@ class PagedCausalLM(DecoderOnlyLLM):
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         if len(items) == 0:
             return []
-        is_greedy = self.ranks.size > 1 and all(item.logits_policy == GreedyArgmax() for item in items)
-        with self._logits(items, is_greedy=is_greedy) as logits:
-            if is_greedy:  # they are the tokens
+        draws = None
+        if self.ranks.size > 1:
+            draws = draws_of([item.logits_policy for item in items if item.is_final_chunk])
+        with self._logits(items, draws) as logits:
+            if draws is not None:
                 tokens = iter(logits)
                 return [next(tokens) if item.is_final_chunk else None for item in items]
             return answer_items(logits, items)
@@ -199,9 +202,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             self.kv_manager.free(handle)
 
     @contextmanager
-    def _logits(self, items: Sequence[UnifiedBatchItem], *, is_greedy: bool = False) -> Iterator[torch.Tensor]:
-        """One forward; logits of the rows that are wanted, or their best tokens. The sequences grow once the body ends
-        well."""
+    def _logits(self, items: Sequence[UnifiedBatchItem], draws: Draws | None = None) -> Iterator[torch.Tensor]:
+        """One forward; logits of the rows that are wanted, or what is drawn from them. The sequences grow once the body
+        ends well."""
         if not self._preparer.expects(items):
             validate_items(
                 items,
@@ -213,17 +216,17 @@ class PagedCausalLM(DecoderOnlyLLM):
             counts = [len(item.q_tokens) for item in items]
             row_slots = self.adapters.row_slots(step.handles, counts)
             shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-            with nullcontext() if self.lead is None else self.lead(step, row_slots, is_greedy):
-                logits = self.run_step(step, shape, row_slots, is_greedy=is_greedy)
+            with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
+                logits = self.run_step(step, shape, row_slots, draws)
             yield logits
         self.num_graph_replays += shape is not None
         self.adapters.count(step.handles, counts)
 
     def run_step(
-        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, *, is_greedy: bool
+        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, draws: Draws | None
     ) -> torch.Tensor:
-        """One forward: logits of the rows that are wanted, float32 [num_rows, vocab_size], or their best tokens, int64
-        [num_rows]. On another rank than the first, no more than its part in it.
+        """One forward: logits of the rows that are wanted, float32 [num_rows, vocab_size], or what is drawn from them,
+        int64 [num_rows]. On another rank than the first, no more than its part in it.
 
         shape: that of the graph which runs it. row_slots: as `LoraAdapters.row_slots` has them.
         """
@@ -236,11 +239,9 @@ class PagedCausalLM(DecoderOnlyLLM):
             logits = self.network.logits(hidden[step.sample_rows])
         if self.ranks.size == 1 or not len(logits):
             return logits
-        if is_greedy:
-            tokens = greedy_argmax(logits)
-            best = logits.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
-            first = self.network.rows.start
-            return self.ranks.best(best, torch.where(tokens < 0, tokens, tokens + first))
+        if draws is not None:
+            temperature, keys = to_device(draws, self.device)
+            return draw_tokens(self.ranks, logits, self.network.rows.start, temperature, keys)
         rows = -(-self._config.vocab_size // self.ranks.size)
         padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
         # In the type that the head has computed them in.

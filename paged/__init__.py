@@ -14,6 +14,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.batch": (
         "DecodeInput",
         "DecodeOutput",
+        "DrawToken",
         "FullLogits",
         "GreedyArgmax",
         "KvSlotRequest",

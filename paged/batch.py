@@ -36,11 +36,22 @@ class GreedyArgmax:
 
 
 @dataclass(frozen=True)
+class DrawToken:
+    """The item returns a token id, an int64 scalar, that `sample_tokens` draws, and no logits leave the device.
+
+    temperature: 0 for the best token. key: of the noise, as two 32-bit halves, the lower first.
+    """
+
+    temperature: float
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class VerifyLogits:
     """The item returns the logits after each of its tokens, float32 [n, vocab_size]: drafts are verified by them."""
 
 
-LogitsPolicy = FullLogits | GreedyArgmax | VerifyLogits
+LogitsPolicy = FullLogits | GreedyArgmax | DrawToken | VerifyLogits
 
 
 @dataclass(frozen=True)

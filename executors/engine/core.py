@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -24,7 +24,7 @@ from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
 from paged.executors.sampling.row_matrix import row_matrix
-from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.executors.sampling.sampler import Drafts, Sampled, Sampler
 from paged.executors.speculation.drafting import aligned_drafts, draft
 from paged.executors.speculation.proposer import Proposer
 
@@ -56,6 +56,7 @@ class EngineCore:
             self.metrics,
         )
         self._vocab_size = info.vocab_size
+        self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
         self._sampler = Sampler(info.vocab_size, info.device)
         self._ahead = AsyncScheduling(executor, config, self._scheduler, self.metrics, has_drafts=proposer is not None)
         self._lifecycle.on_finish += [self._ahead.leave, self._sampler.forget]
@@ -112,7 +113,10 @@ class EngineCore:
             self._lifecycle.begin(plan.chunks)
             drafts = draft(self._proposer, plan.decodes, self._vocab_size)
             self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-            ran = self._runner.run([*plan.decodes, *plan.chunks])
+            completions = [*plan.decodes, *plan.chunks]
+            if self._prefers_tokens and drafts is None:
+                self._ask_for_tokens(completions)
+            ran = self._runner.run(completions)
             self._ahead.end()
             self._take(plan, ran, drafts)
             seconds = perf_counter() - started
@@ -122,6 +126,14 @@ class EngineCore:
         elif self._scheduler.waiting and self._scheduler.preempt() is None:
             first = self._scheduler.waiting[0]
             self._lifecycle.fail(first, "the cache has no room for it, and no request here holds any")
+
+    def _ask_for_tokens(self, completions: Sequence[Completion]) -> None:
+        """Let the executor choose the tokens of a step in which no completion asks for more than it can do."""
+        final = [one for one in completions if one.item.is_final_chunk]
+        # Others of a request begin with the logits of the first one's prompt.
+        is_single = all(one.request.params.n == 1 for one in final)
+        for one, draw in zip(final, (is_single and self._sampler.draws(final)) or (), strict=False):
+            one.item.ask(draw)
 
     def _take(self, plan: Plan, ran: StepResults, drafts: Drafts | None) -> None:
         """Count what ran, sample what ended with logits, and move those completions on."""
@@ -143,7 +155,12 @@ class EngineCore:
         """Sample and move on; after an error in halves, until the completion that it comes from is alone and fails."""
         completions = ran.completions
         try:
-            if drafts is None:
+            if all(row is not None and row.dim() == 0 for row in ran.rows):
+                tokens = torch.stack([row for row in ran.rows if row is not None])
+                if meanwhile is not None:
+                    meanwhile()
+                sampled = Sampled(tokens[:, None].tolist())
+            elif drafts is None:
                 sampled = self._sampler.sample(self._logits(ran, len(completions)), completions, meanwhile)
             else:
                 drafted = aligned_drafts(drafts, plan.decodes, completions)

@@ -16,6 +16,7 @@ from paged.errors import PagedError, RankFailedError
 from paged.executors.parallel.messages import Channel, Kind
 from paged.executors.parallel.step_message import StepMessage
 from paged.forward_step import ForwardStep
+from paged.models.logits_policy import Draws
 from paged.models.paged_lm import PagedCausalLM
 
 _LOG = logging.getLogger("paged")
@@ -66,9 +67,9 @@ class Driver:
             self._ranks.close()
 
     @contextmanager
-    def _lead(self, step: ForwardStep, row_slots: NDArray[np.int32] | None, is_greedy: bool) -> Iterator[None]:
+    def _lead(self, step: ForwardStep, row_slots: NDArray[np.int32] | None, draws: Draws | None) -> Iterator[None]:
         with self._running():
-            message = StepMessage(step, row_slots, is_greedy, knows_ids=step.device_ids is None)
+            message = StepMessage(step, row_slots, draws, knows_ids=step.device_ids is None)
             self._send(Kind.STEP, message.arrays())
             if step.device_ids is not None:
                 self._ranks.broadcast_on_device(step.device_ids)

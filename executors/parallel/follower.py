@@ -64,7 +64,7 @@ def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArr
             message.step.device_ids = ranks.broadcast_on_device(ids)
         step, slots = message.step, message.row_slots
         shape = model.graphs.shape_of(step, is_adapted=slots is not None)
-        model.run_step(step, shape, slots, is_greedy=message.is_greedy)
+        model.run_step(step, shape, slots, message.draws)
     elif kind is Kind.MOVE_BLOCKS:
         name = arrays[0].tobytes().decode()
         assert name in _MOVES

@@ -16,7 +16,7 @@ from paged.models.parallel.ranks import Ranks
 # What comes with the first broadcast, room for a decode step of 64 sequences with 40 blocks each. Over 10 Gb/s it takes
 # 13 us; a second broadcast takes a round trip.
 _FIRST_BYTES = 1 << 14
-_DTYPES = (np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.uint8))
+_DTYPES = (np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8))
 _INT64 = _DTYPES[0].itemsize
 
 
@@ -44,7 +44,7 @@ class Channel:
         self.state = torch.zeros(2, dtype=torch.int64)
 
     def send(self, kind: Kind, arrays: Sequence[NDArray[Any]]) -> None:
-        """Tell the others; arrays of int64, int32 or uint8."""
+        """Tell the others; arrays of int64, int32, float32 or uint8."""
         header = [0, kind, len(arrays)]
         for array in arrays:
             header += [_DTYPES.index(array.dtype), array.ndim, *array.shape]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.batch import FullLogits, UnifiedBatchItem, VerifyLogits
+from paged.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
@@ -30,6 +30,10 @@ class RunningItem(UnifiedBatchItem):
     def move(self, q_tokens: Sequence[int], pos_offset: int, **fields: Any) -> None:
         """The next tokens and where they stand."""
         self.__dict__.update(q_tokens=q_tokens, pos_offset=pos_offset, **fields)
+
+    def ask(self, policy: LogitsPolicy) -> None:
+        """What this step is to return, in place of logits."""
+        self.__dict__.update(logits_policy=policy)
 
 
 class State(Enum):

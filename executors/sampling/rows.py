@@ -66,8 +66,18 @@ class SamplingRows:
     @property
     def is_plain(self) -> bool:
         """Whether the best token of every row is all that is wanted."""
+        return not self.is_drawn and self._is_free
+
+    @property
+    def is_unfiltered(self) -> bool:
+        """Whether the tokens of every row are drawn with a temperature alone, or not at all."""
+        filters = self.filters
+        return self._is_free and filters.top_k is None and filters.top_p is None and filters.min_p is None
+
+    @property
+    def _is_free(self) -> bool:
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
-        return not (self.is_drawn or has_rules or self.penalised or self.with_minimum)
+        return not (has_rules or self.penalised or self.with_minimum)
 
     def positions(self, extras: Extras | None) -> NDArray[np.int64]:
         """Where each row's next token stands, behind drafts where there are some."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from paged.batch import DrawToken
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
@@ -71,6 +72,17 @@ class Sampler:
         if rows.num_logprobs is None:
             return Sampled(tokens[:, None].tolist())
         return self._to_host(logits, rows, tokens[:, None], None, [1] * len(completions))
+
+    def draws(self, completions: list[Completion]) -> list[DrawToken] | None:
+        """How an executor can choose the next token of each completion as `sample` does; None where that takes more
+        than temperature and noise.
+        """
+        rows = self._rows(completions)
+        if not rows.is_unfiltered or rows.num_logprobs is not None:
+            return None
+        keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(None), Stream.TOKEN)).tolist()
+        heats = [0.0 if one.params.is_greedy else one.params.temperature for one in completions]
+        return [DrawToken(heat, (low, high)) for heat, (low, high) in zip(heats, keys, strict=True)]
 
     def propose(
         self, logits: torch.Tensor, completions: list[Completion], drafts: torch.Tensor

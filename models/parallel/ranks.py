@@ -18,7 +18,6 @@ from paged.models.parallel.share import Share
 
 # Ranks may take this much longer than others to load a model.
 _LOADING = timedelta(hours=1)
-_NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 class Ranks:
@@ -87,16 +86,6 @@ class Ranks:
         with self._counted("gather", x):
             dist.gather(x, parts, dst=self._first, group=self._data)
         return x if parts is None else torch.cat(parts, dim=-1)
-
-    def best(self, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """On rank 0 of all ranks' best tokens int64 [n] the one with the largest value [n], and of several the first;
-        -1 where no rank has one. On others theirs.
-        """
-        pairs = torch.stack((values.double(), tokens.double()), -1)  # which holds ids exactly
-        values, ids = self.gather(pairs.view(len(pairs), -1)).view(len(pairs), -1, 2).unbind(-1)
-        is_best = (values == values.amax(1, keepdim=True)) & (ids >= 0)
-        first = torch.where(is_best, ids.long(), _NO_TOKEN).amin(1)
-        return torch.where(first == _NO_TOKEN, -1, first)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, which lies on the host, in the place of every rank's."""

@@ -6,7 +6,7 @@ import torch
 
 # The 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector), as signed numbers, whose products wrap around alike.
 _FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-_TOKEN_FACTOR = 0x9E3779B1 - (1 << 32)
+TOKEN_FACTOR = 0x9E3779B1 - (1 << 32)
 
 
 def exponential(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ def exponential(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     argmax(logits - log E) draws from softmax(logits) (the Gumbel-max trick).
     """
     low, high = keys.to(torch.int32).unbind(-1)
-    bits = _mix32_(tokens.to(torch.int32) * _TOKEN_FACTOR + low)
+    bits = _mix32_(tokens.to(torch.int32) * TOKEN_FACTOR + low)
     bits = _mix32_(bits.bitwise_xor_(high))
     # The smallest numbers win: log1p keeps their precision, which a uniform number near 1 would lose in float32.
     # The largest stays finite: a token that is the only one allowed must win whatever its number.

@@ -65,6 +65,23 @@ def test_same_tokens_with_preemption_prefixes_adapters_and_drafts(executors: lis
     assert found[0] == found[1]
 
 
+def test_plain_requests_send_no_logits(executors: list[LlmExecutor]) -> None:
+    found = []
+    for executor in executors:
+        ranks = executor.model.ranks
+        before = ranks.num_bytes["gather"]
+        engine = Engine(executor, EngineConfig(prepare_ahead=True, chunk_size=7), eos_token_ids=())
+        params = [SamplingParams(temperature=index % 3 / 2, max_tokens=9, seed=index) for index in range(9)]
+        outputs = [engine.add_request(tokens(3 + 2 * i, i), one) for i, one in enumerate(params)]
+        while engine.num_unfinished:
+            engine.step()
+        assert ranks.num_bytes["gather"] - before == (9 * 9 * 32 if ranks.size > 1 else 0)
+        outputs += engine.generate([tokens(5)] * 2, SamplingParams(n=2, max_tokens=3, seed=1), progress=False)
+        check_empty(engine)
+        found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+
+
 def test_a_draft_model_over_processes(executors: list[LlmExecutor]) -> None:
     """Its drafts stay on the device, which alone knows them from step to step."""
     alone, spread = executors

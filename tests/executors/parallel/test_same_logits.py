@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paged.batch import GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from paged.batch import DrawToken, GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from tests.executors.parallel.cases import Case, case_id, loaded_case
 from tests.executors.parallel.followers import Followers
 from tests.models.families import tokens
@@ -80,14 +80,17 @@ def test_swap_and_cached_prefix(case: Case) -> None:
     case.same(UnifiedBatchItem("b", PROMPT[39:], pos_offset=39))
 
 
-def test_best_tokens_are_found_on_the_shards(case: Case) -> None:
+def test_tokens_are_chosen_where_the_logits_are(case: Case) -> None:
     ranks = case.spread.model.ranks
     before = ranks.num_bytes["gather"]
     case.same(
         UnifiedBatchItem("a", PROMPT, logits_policy=GreedyArgmax()),
         UnifiedBatchItem("b", PROMPT, is_final_chunk=False, logits_policy=GreedyArgmax()),
     )
-    assert ranks.num_bytes["gather"] - before == 16
+    assert ranks.num_bytes["gather"] - before == 32
+    draws = [DrawToken(heat, (7 * seed, seed)) for seed, heat in enumerate((0.0, 0.5, 1.0, 2.0))]
+    case.same(*(UnifiedBatchItem(f"{draw}", PROMPT[:9], logits_policy=draw) for draw in draws))
+    assert ranks.num_bytes["gather"] - before == 5 * 32
     mask = torch.arange(128) % 7 == 0
     (token,) = case.same(UnifiedBatchItem("c", PROMPT, logits_policy=GreedyArgmax(token_mask=mask)))
     assert int(token) % 7 == 0
