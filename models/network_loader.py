@@ -6,10 +6,12 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from paged.errors import CheckpointError, PagedError
+from paged.errors import CheckpointError, PagedError, UnsupportedError
+from paged.kernels.quantization.weight import FP8_BLOCK
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.loading.packed_tensors import num_weights
@@ -23,6 +25,7 @@ from paged.models.loading.weights import (
 )
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
+from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.quantization.read import as_stored, without_zero_biases
 
 _log = logging.getLogger(__name__)
@@ -72,7 +75,7 @@ def load_network(
     whole = meta_network(network_class, config, dtype)
     stored = without_zero_biases(stored, whole.weight_slots())
     check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
-    network = whole if share.size == 1 else meta_network(network_class, config, dtype, share)
+    network = whole if share.size == 1 else _rank_network(whole, config, dtype, share)
     parts = share.parts(config, whole.weight_slots(), network.weight_slots())
     network = network.to_empty(device=device)
     network.join(ranks)
@@ -102,6 +105,28 @@ def meta_network(
         raise
     except RuntimeError as error:
         raise CheckpointError(f"sizes beyond any model's: {error}; {config}"[:1000]) from error
+    return network
+
+
+def _rank_network(whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share) -> Llama:
+    """A rank's part of a network without memory.
+
+    Raises:
+        UnsupportedError: it cannot be shared by so many.
+    """
+    try:
+        network = meta_network(type(whole), config, dtype, share)
+    except CheckpointError as error:
+        raise UnsupportedError(f"tensor_parallel_size {share.size}: {error}") from error
+    modules = dict(whole.named_modules())
+    for path, own in network.named_modules():
+        if isinstance(own, PackedWeights):
+            packed, layout = cast("PackedWeights", modules[path]), own.layout
+            sizes = {*packed.sizes, packed.in_features} ^ {*own.sizes, own.in_features}
+            if layout.in_blocks and any(size % FP8_BLOCK for size in sizes):
+                raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")
+            if layout.has_order and own.in_features != packed.in_features:
+                raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has columns in an order of its own")
     return network
 
 

@@ -45,6 +45,12 @@ class Slot(Protocol):
     def copy_(self, stored: torch.Tensor, /) -> object: ...
 
 
+class Read(Protocol):
+    """What a slot takes of a tensor that holds more."""
+
+    def read(self, tensors: Any, name: str, slot: Slot, /) -> torch.Tensor: ...
+
+
 # Checkpoint name of a tensor -> where it goes.
 WeightSlots = dict[str, Slot]
 
@@ -122,12 +128,11 @@ def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head
 def load_weights(
     stored: StoredTensors,
     slots: Mapping[str, Slot],
-    ranges: Mapping[str, tuple[int, Sequence[tuple[int, int]]]] = MappingProxyType({}),
+    parts: Mapping[str, Read] = MappingProxyType({}),
 ) -> None:
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
-    stored: as `check_weights` has found them to fit. ranges: of tensors of which a slot takes a part, a dimension, and
-    from where to where that is read along it; nowhere for zeros.
+    stored: as `check_weights` has found them to fit. parts: what is read of tensors of which a slot takes a part.
 
     Raises:
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
@@ -140,20 +145,12 @@ def load_weights(
         with open_tensors(file) as tensors:
             for name in names:
                 source = stored[name].name
-                if name not in ranges:
-                    tensor = tensors.get_tensor(source)
-                elif parts := _read(tensors.get_slice(source), *ranges[name]):
-                    tensor = parts[0] if len(parts) == 1 else torch.cat(parts, ranges[name][0])
-                else:
-                    tensor = torch.zeros(slots[name].shape)
+                part = parts.get(name)
+                tensor = tensors.get_tensor(source) if part is None else part.read(tensors, source, slots[name])
                 try:
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
-
-
-def _read(stored: Any, dim: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    return [stored[(*[slice(None)] * dim, slice(start, stop))] for start, stop in ranges]
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from paged.errors import UnsupportedError
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
-from paged.models.loading.weights import Slot, WeightSlots
+from paged.models.loading.weights import Read, Slot, WeightSlots
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Their products are parts of a sum over all ranks, to which a bias comes once.
@@ -31,10 +31,37 @@ class Section(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank reads of a stored tensor: `ranges` of dimension `dim`; of a bias that another rank adds, nothing."""
+    """What a rank reads of a stored tensor: `ranges` of dimension `dim`. numbers_groups: its numbers are those of
+    groups, which begin with 0 on every rank.
+    """
 
     dim: int
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[int, int], ...]
+    numbers_groups: bool = False
+
+    def read(self, tensors: Any, name: str, slot: Slot) -> torch.Tensor:
+        """It, from an opened file."""
+        stored = tensors.get_slice(name)
+        parts = [stored[(*[slice(None)] * self.dim, slice(*bounds))] for bounds in self.ranges]
+        tensor: torch.Tensor = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, self.dim)
+        return tensor - tensor.min() if self.numbers_groups else tensor
+
+
+class Nothing(NamedTuple):
+    """A bias that another rank adds: zeros."""
+
+    def read(self, tensors: Any, name: str, slot: Slot) -> torch.Tensor:
+        return torch.zeros(slot.shape)
+
+
+class Scaled(NamedTuple):
+    """The sizes of a projection, of which a rank has these shares."""
+
+    shares: tuple[Fraction, ...]
+
+    def read(self, tensors: Any, name: str, slot: Slot) -> torch.Tensor:
+        sizes = tensors.get_tensor(name)
+        return torch.tensor([int(size * share) for size, share in zip(sizes.tolist(), self.shares, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -73,7 +100,7 @@ class Share:
         rows = -(-size // self.size)
         return Section(size, min(self.rank * rows, size), min((self.rank + 1) * rows, size))
 
-    def parts(self, config: DecoderConfig, whole: WeightSlots, own: WeightSlots) -> dict[str, Part]:
+    def parts(self, config: DecoderConfig, whole: WeightSlots, own: WeightSlots) -> dict[str, Read]:
         """What of which tensor this rank reads; of others all.
 
         config: of the whole network. whole, own: where tensors go in that, and in this rank's.
@@ -81,10 +108,13 @@ class Share:
         Raises:
             UnsupportedError: what a rank would hold of a packed tensor does not begin or end with a word or a group.
         """
-        parts = {}
+        parts: dict[str, Read] = {}
         for name, slot in own.items():
             if self.rank and _SUMMED_BIAS.search(name) and not (self.expert_parallel and ".experts." in name):
-                parts[name] = Part(0)
+                parts[name] = Nothing()
+            elif name.endswith(".weight_shape"):  # of weights that are packed beside it
+                packed = f"{name.removesuffix('shape')}packed"
+                parts[name] = Scaled(tuple(map(Fraction, own[packed].shape, whole[packed].shape)))
             elif (part := self._part(config, name, whole[name], slot)) is not None:
                 parts[name] = part
         return parts
@@ -187,7 +217,8 @@ class Share:
                 f"tensor_parallel_size {self.size}: {name} of shape {list(whole.shape)} would be cut within an entry "
                 f"of dimension {dim}"
             )
-        return Part(dim, tuple((int(start), int(stop)) for start, stop in bounds))
+        ranges = tuple((int(start), int(stop)) for start, stop in bounds)
+        return Part(dim, ranges, numbers_groups=name.endswith("g_idx"))
 
 
 def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Tensor:
