@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.models.loading.load_options import LoadOptions
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.registry import load_model
+from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.share import Share
+from paged.models.registry import _load, load_model
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
@@ -40,6 +43,50 @@ def test_replays(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         on_host = logits.cpu()
     for i, length in enumerate(LENGTHS):
         assert_same_logits(on_host[i], case.expected([*tokens(length, i), 5 + i])[-1])
+
+
+class _StandIn(Ranks):
+    """The first of two ranks, the other of which computes the same; what is sent is work of the device alone."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x), -1)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
+def test_a_rank_of_two_replays(family: str, tmp_path: Path) -> None:
+    """What it adds up with others is within the graph, and nothing is waited for; tokens are chosen behind it."""
+    save_checkpoint(FAMILIES[family], tmp_path)
+    greedy, drawn = GreedyArgmax(), DrawToken(0.7, (3, 5))
+    with EmulatedCuda(num_sms=2) as cuda:
+        options = LoadOptions(device="cuda", block_size=4, num_blocks=8, max_seq_len=32, cuda_graphs=(2,))  # type: ignore[arg-type]
+        ours = _load(tmp_path, options, _StandIn(Share(0, 2, expert_parallel=True)))
+
+        def steps() -> list[torch.Tensor | None]:
+            results = []
+            for policies in ((FullLogits(), FullLogits()), (greedy, drawn)):
+                items = [
+                    UnifiedBatchItem(i, [5 + i], pos_offset=7, logits_policy=one) for i, one in enumerate(policies)
+                ]
+                results += ours.unified_forward(items)
+                for i in range(2):
+                    ours.truncate_kv(i, 7)
+            return results
+
+        ours.unified_forward([UnifiedBatchItem(i, tokens(7, i)) for i in range(2)])
+        expected = steps()
+        ours.graphs.capture()
+        assert ours.num_graph_replays == 0
+        mark = cuda.report.mark()
+        found = steps()
+        assert ours.num_graph_replays == cuda.report.num_replays == 2
+        assert (cuda.report.hazards, cuda.report.compiled_after(mark)) == ([], [])
+        assert not cuda.report.synchronised_after(mark)
+        pairs = [(mine.cpu(), theirs.cpu()) for mine, theirs in zip(found, expected, strict=True)]  # type: ignore[union-attr]
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_larger_and_smaller_batches_in_turns(tmp_path: Path) -> None:
