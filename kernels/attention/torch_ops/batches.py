@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
+from paged.kernels.attention.torch_ops.row_layout import RowLayout, row_layout
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 
 # Queries of a chunk: a long prompt is cut so that its first queries do not meet the keys that only its last ones see.
@@ -47,11 +48,12 @@ class SequenceBatch:
 
     So nothing is gathered that is not of the sequence, and padded queries give what their row gets anyway.
 
-    rows: int64 [n * Q], of q and out. slots: int64 [n * L], of the caches. visible: bool [n, 1, Q, L].
+    rows: int64 [n * Q], of q and out. slots: int64 [n, L], of the caches. visible: bool [n, 1, Q, L].
     blind_rows: int64, those of `rows` that see no key; None where all do. positions: int64, of queries [n, Q] and of
     keys [n, L].
-    pairs: sparse CSR [n * Hq * Q, num_blocks * block_size * Hkv] with L entries a row: where in the caches a query's
-    keys lie, head by head. None where they are better gathered.
+    layout: of the caches' rows, None where they are none.
+    pairs: sparse CSR [n * Hq * Q, rows of a cache] with L entries a row: where in the caches a query's keys lie, head
+    by head. None where they are better gathered.
     """
 
     rows: torch.Tensor
@@ -59,7 +61,14 @@ class SequenceBatch:
     visible: torch.Tensor
     blind_rows: torch.Tensor | None
     positions: tuple[torch.Tensor, torch.Tensor]
+    layout: RowLayout | None
     pairs: torch.Tensor | None
+
+    @cached_property
+    def cache_rows(self) -> torch.Tensor:
+        """Of keys and of values: int64 [n, Hkv, L]."""
+        assert self.layout is not None
+        return self.layout.index(self.slots)
 
     @cached_property
     def bias(self) -> torch.Tensor:
@@ -82,16 +91,17 @@ def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores
 
     keeps_scores: the caller holds those of all heads at once, not only where keys are read in place.
     """
-    tensors, max_in_place = (call.block_table, call.is_causal, call.mask), _max_queries_in_place(call)
+    tensors, layout = (call.block_table, call.is_causal, call.mask), row_layout(call)
+    max_in_place = _max_queries_in_place(call, layout)
     key: Hashable = (
-        *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, keeps_scores,
+        *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, keeps_scores, layout,
         max_in_place,
     )  # fmt: skip
     if key not in shared:
         ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
         sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
         check_sequences_on_host(Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT))
-        shared[key] = list(_batches(call, keeps_scores, max_in_place)), tensors
+        shared[key] = list(_batches(call, keeps_scores, layout, max_in_place)), tensors
     return shared[key][0]
 
 
@@ -99,7 +109,9 @@ def _memory(tensor: torch.Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _batches(call: AttentionCall, keeps_scores: bool, max_in_place: int) -> Iterator[SequenceBatch]:
+def _batches(
+    call: AttentionCall, keeps_scores: bool, layout: RowLayout | None, max_in_place: int
+) -> Iterator[SequenceBatch]:
     _, num_q_heads, head_dim = call.q.shape
     batch: list[QueryChunk] = []
     num_queries = num_keys = pairs = 0
@@ -110,12 +122,12 @@ def _batches(call: AttentionCall, keeps_scores: bool, max_in_place: int) -> Iter
         padded = (len(batch) + 1) * num_queries * num_keys
         kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
         if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
-            yield _batch(call, batch, max_in_place)
+            yield _batch(call, batch, layout, max_in_place)
             batch = []
             num_queries, num_keys, pairs = chunk.num_queries, chunk.num_keys, chunk.num_queries * chunk.num_keys
         batch.append(chunk)
     if batch:
-        yield _batch(call, batch, max_in_place)
+        yield _batch(call, batch, layout, max_in_place)
 
 
 def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
@@ -138,7 +150,7 @@ def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
                 yield QueryChunk(seq, row, num_queries, position, context, first_key, num_keys)
 
 
-def _batch(call: AttentionCall, chunks: list[QueryChunk], max_in_place: int) -> SequenceBatch:
+def _batch(call: AttentionCall, chunks: list[QueryChunk], layout: RowLayout | None, max_in_place: int) -> SequenceBatch:
     device, block_size, (left, right) = call.q.device, call.k_cache.shape[1], call.window
     columns = torch.tensor(chunks, device=device).T.unsqueeze(-1)  # [7, n, 1]
     seq, row, num_queries, position, context, first_key, num_keys = columns
@@ -164,30 +176,27 @@ def _batch(call: AttentionCall, chunks: list[QueryChunk], max_in_place: int) -> 
     may_be_blind = call.mask is not None or any(chunk.position < 0 for chunk in chunks)
     return SequenceBatch(
         rows=rows.flatten(),
-        slots=slots.flatten(),
+        slots=slots,
         visible=visible.unsqueeze(1),
         blind_rows=rows[~visible.any(-1)] if may_be_blind else None,
         positions=(position, key),
-        pairs=_pairs(call, slots, rows.shape[1]) if rows.shape[1] <= max_in_place else None,
+        layout=layout,
+        pairs=_pairs(call, layout, slots, rows.shape[1]) if layout and rows.shape[1] <= max_in_place else None,
     )
 
 
-def _pairs(call: AttentionCall, slots: torch.Tensor, num_queries: int) -> torch.Tensor:
+def _pairs(call: AttentionCall, layout: RowLayout, slots: torch.Tensor, num_queries: int) -> torch.Tensor:
     """See `SequenceBatch.pairs`; slots: [n, L]."""
     num_q_heads, num_kv_heads = call.q.shape[1], call.k_cache.shape[2]
     rows_per_head = num_queries * num_q_heads // num_kv_heads
-    heads = torch.arange(num_kv_heads)[:, None, None]
-    columns = (slots[:, None, None] * num_kv_heads + heads).expand(-1, -1, rows_per_head, -1).reshape(-1)
+    columns = layout.index(slots).unsqueeze(2).expand(-1, -1, rows_per_head, -1).reshape(-1)
     num_rows, num_keys = len(slots) * num_q_heads * num_queries, slots.shape[1]
-    return _csr(torch.arange(num_rows + 1) * num_keys, columns, (num_rows, call.k_cache[..., 0].numel()))
+    return _csr(torch.arange(num_rows + 1) * num_keys, columns, (num_rows, len(layout.rows(call.k_cache))))
 
 
-def _max_queries_in_place(call: AttentionCall) -> int:
+def _max_queries_in_place(call: AttentionCall, layout: RowLayout | None) -> int:
     """Queries of a chunk up to which its keys are read in place; 0 where they cannot be."""
-    is_readable = all(
-        cache.is_contiguous() and cache.dtype == torch.float32 and cache.device.type == "cpu"
-        for cache in (call.k_cache, call.v_cache)
-    )
+    is_readable = layout is not None and call.k_cache.dtype == torch.float32 and call.k_cache.device.type == "cpu"
     return _MAX_ROWS_IN_PLACE * call.k_cache.shape[2] // call.q.shape[1] if is_readable else 0
 
 

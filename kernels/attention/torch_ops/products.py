@@ -8,6 +8,7 @@ import torch
 
 from paged.kernels.attention.call import AttentionCall
 from paged.kernels.attention.torch_ops.batches import SequenceBatch
+from paged.kernels.attention.torch_ops.row_layout import RowLayout
 
 
 class Products(Protocol):
@@ -22,7 +23,9 @@ class Products(Protocol):
 
 def products_of(call: AttentionCall, batch: SequenceBatch) -> Products:
     """The faster ones, see `SequenceBatch.pairs`."""
-    return GatheredProducts(call, batch) if batch.pairs is None else ProductsInPlace(call, batch.pairs)
+    if batch.pairs is None or batch.layout is None:
+        return GatheredProducts(call, batch)
+    return ProductsInPlace(call, batch.pairs, batch.layout)
 
 
 class GatheredProducts:
@@ -30,11 +33,11 @@ class GatheredProducts:
 
     def __init__(self, call: AttentionCall, batch: SequenceBatch) -> None:
         self.softmax_scale = call.softmax_scale
-        self.keys, self.values = _gather(call.k_cache, batch), _gather(call.v_cache, batch)
+        self.keys, self.values = (_gather(cache, batch, batch.layout) for cache in (call.k_cache, call.v_cache))
         k_scale, v_scale = call.row_scales
         if k_scale is not None and v_scale is not None:
-            self.keys *= _gather(k_scale.unsqueeze(-1), batch)
-            self.values *= _gather(v_scale.unsqueeze(-1), batch)
+            self.keys *= _gather(k_scale.unsqueeze(-1), batch, None)
+            self.values *= _gather(v_scale.unsqueeze(-1), batch, None)
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         num_queries = queries.shape[2]
@@ -52,9 +55,9 @@ class ProductsInPlace:
     """Attention as PyTorch's sparse operations see it: scores are a matrix product sampled at the pairs of a query and
     its keys, sums of values are an embedding bag of them with weights. Both read the cache by indices."""
 
-    def __init__(self, call: AttentionCall, pairs: torch.Tensor) -> None:
+    def __init__(self, call: AttentionCall, pairs: torch.Tensor, layout: RowLayout) -> None:
         self.softmax_scale, self.pairs = call.softmax_scale, pairs
-        self.k_rows, self.v_rows = (cache.view(-1, cache.shape[-1]) for cache in (call.k_cache, call.v_cache))
+        self.k_rows, self.v_rows = layout.rows(call.k_cache), layout.rows(call.v_cache)
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         rows = queries.reshape(-1, queries.shape[-1])
@@ -72,10 +75,14 @@ class ProductsInPlace:
         return attended.view(*weights.shape[:3], -1)
 
 
-def _gather(cache: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
+def _gather(cache: torch.Tensor, batch: SequenceBatch, layout: RowLayout | None) -> torch.Tensor:
     """float32 [n, Hkv, L, D]."""
     slots, block_size = batch.slots, cache.shape[1]
-    # Whole rows of a contiguous cache copy seven times as fast as those that are found by two indices.
-    is_flat = cache.is_contiguous()
-    rows = cache.flatten(0, 1).index_select(0, slots) if is_flat else cache[slots // block_size, slots % block_size]
-    return rows.view(batch.visible.shape[0], -1, *cache.shape[2:]).transpose(1, 2).float()
+    if layout is not None and not cache.is_contiguous():
+        index = batch.cache_rows
+        return layout.rows(cache).index_select(0, index.flatten()).view(*index.shape, -1).float()
+    if cache.is_contiguous():
+        rows = cache.flatten(0, 1).index_select(0, slots.flatten())
+    else:
+        rows = cache[slots // block_size, slots % block_size]
+    return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2).float()
