@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from paged.interop import vllm_metadata
-from paged.interop.vllm_backend import PagedImpl
+from paged.interop.vllm_engine import metadata as vllm_metadata
+from paged.interop.vllm_engine.backend import PagedImpl
 from paged.interop.vllm_plugin import register
 from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, Batch, Runner
 

@@ -15,14 +15,15 @@ pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 
 import vllm.plugins
 from vllm.config import AttentionConfig, CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 
-from paged.interop import vllm_plugin
-from paged.interop.vllm_backend import PagedBackend, PagedImpl
-from paged.interop.vllm_metadata import PagedMetadataBuilder
+from paged.interop import vllm_cpu_platform, vllm_plugin
+from paged.interop.vllm_engine.backend import PagedBackend, PagedImpl
+from paged.interop.vllm_engine.metadata import PagedMetadataBuilder
 
 CUSTOM = AttentionBackendEnum.CUSTOM
 
@@ -52,17 +53,18 @@ def test_vllm_loads_the_installed_entry_point(monkeypatch: pytest.MonkeyPatch) -
         CUSTOM.get_class()
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
     vllm.plugins.load_general_plugins()
-    assert CUSTOM.get_class() is PagedBackend
+    assert CUSTOM.get_path() == vllm_plugin.BACKENDS[".".join(vllm.__version__.split(".")[:2])]
+    assert issubclass(CUSTOM.get_class(), PagedBackend)
 
 
 def test_registering_twice_is_registering_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         vllm_plugin.register()
-        assert CUSTOM.get_class() is PagedBackend
+        assert issubclass(CUSTOM.get_class(), PagedBackend)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "0.330.0", "1.33.0", "dev"])
+@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "0.330.0", "1.33.0", "dev"])
 def test_another_version_is_warned_of_and_left_alone(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,15 +73,40 @@ def test_another_version_is_warned_of_and_left_alone(
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     with caplog.at_level(logging.WARNING):
         vllm_plugin.register()
-    assert f"vLLM is {version}, expected 0.33" in caplog.text
+    assert f"vLLM is {version}, expected 0.32 or 0.33" in caplog.text
     assert not CUSTOM.is_overridden()
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33.1.dev7+g1234", "0.33.2+cu130"])
-def test_builds_of_the_version_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["0.32.1", "0.33.0", "0.33.1.dev7+g1234", "0.33.2+cu130"])
+def test_builds_of_a_version_get_its_backend(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     vllm_plugin.register()
-    assert CUSTOM.get_class() is PagedBackend
+    assert CUSTOM.get_path() == vllm_plugin.BACKENDS[version[:4]]
+    assert issubclass(CUSTOM.get_class(), PagedBackend)
+
+
+def _choose_on_cpu(backend: Any, **options: Any) -> str:
+    asked = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16, **options}
+    return CpuPlatform.get_attn_backend_cls(backend, AttentionSelectorConfig(**asked))
+
+
+def test_cpu_platform_gives_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone is wrapped, once, and for CUSTOM alone."""
+    own = vars(CpuPlatform)["get_attn_backend_cls"]
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", own)  # as it is again afterwards
+    vllm_plugin.register()
+    assert vars(CpuPlatform)["get_attn_backend_cls"] is own
+    assert _choose_on_cpu(CUSTOM) == AttentionBackendEnum.CPU_ATTN.get_path()
+
+    monkeypatch.setattr(vllm_cpu_platform, "current_platform", CpuPlatform())
+    vllm_plugin.register()
+    wrapped = vars(CpuPlatform)["get_attn_backend_cls"]
+    vllm_plugin.register()
+    assert vars(CpuPlatform)["get_attn_backend_cls"] is wrapped
+    assert _choose_on_cpu(CUSTOM) == CUSTOM.get_path()
+    assert _choose_on_cpu(None) == _choose_on_cpu(AttentionBackendEnum.CPU_ATTN) != CUSTOM.get_path()
+    with pytest.raises(ValueError, match=r"CUSTOM.* is not valid.*MLA not supported"):
+        _choose_on_cpu(CUSTOM, use_mla=True)
 
 
 def test_another_plugins_backend_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +134,7 @@ def test_another_plugins_backend_stays(caplog: pytest.LogCaptureFixture) -> None
 )
 def test_chosen_for_what_it_honours(options: dict[str, Any]) -> None:
     vllm_plugin.register()
-    assert _choose(**options) is PagedBackend
+    assert _choose(**options) is CUSTOM.get_class()
 
 
 @pytest.mark.parametrize(
@@ -145,6 +172,7 @@ def test_refused_for_what_it_does_not_honour(options: dict[str, Any], reason: st
         ({"device_capability": DeviceCapability(8, 0)}, None),
         ({"device_capability": DeviceCapability(9, 4)}, None),
         ({"device_capability": DeviceCapability(10, 0)}, None),
+        ({"device_capability": None}, None),
         ({"block_size": 12}, "block_size not supported"),
         ({"device_capability": DeviceCapability(7, 5)}, "compute capability not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),

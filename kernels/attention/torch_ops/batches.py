@@ -68,7 +68,7 @@ class SequenceBatch:
     def cache_rows(self) -> torch.Tensor:
         """Of keys and of values: int64 [n, Hkv, L]."""
         assert self.layout is not None
-        return self.layout.index(self.slots)
+        return self.layout.rows_of(self.slots)
 
     @cached_property
     def bias(self) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _pairs(call: AttentionCall, layout: RowLayout, slots: torch.Tensor, num_quer
     """See `SequenceBatch.pairs`; slots: [n, L]."""
     num_q_heads, num_kv_heads = call.q.shape[1], call.k_cache.shape[2]
     rows_per_head = num_queries * num_q_heads // num_kv_heads
-    columns = layout.index(slots).unsqueeze(2).expand(-1, -1, rows_per_head, -1).reshape(-1)
+    columns = layout.rows_of(slots).unsqueeze(2).expand(-1, -1, rows_per_head, -1).reshape(-1)
     num_rows, num_keys = len(slots) * num_q_heads * num_queries, slots.shape[1]
     return _csr(torch.arange(num_rows + 1) * num_keys, columns, (num_rows, len(layout.rows(call.k_cache))))
 

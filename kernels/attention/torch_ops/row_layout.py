@@ -23,7 +23,7 @@ class RowLayout(NamedTuple):
     block_size: int
     num_kv_heads: int
 
-    def index(self, slots: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows of all heads at slots [n, L]: int64 [n, num_kv_heads, L]."""
         block_step, position_step, head_step = self.steps
         rows = slots // self.block_size * block_step + slots % self.block_size * position_step

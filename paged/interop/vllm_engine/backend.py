@@ -1,4 +1,4 @@
-"""vLLM's attention backend on the operations here, for its version 0.33; importing this imports vLLM.
+"""vLLM's attention backend on the operations here; importing this imports vLLM.
 
 vLLM owns the cache and the batch: a layer's cache is [num_blocks, num_kv_heads, block_size, head_dim + v_head_dim] with
 strides of any of its layouts, keys before values, and is read and written in place.
@@ -20,8 +20,8 @@ from vllm.v1.attention.backend import (
 
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
-from paged.interop.vllm_metadata import PagedMetadata, PagedMetadataBuilder
-from paged.interop.vllm_warmup import AttentionWarmup
+from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder
+from paged.interop.vllm_engine.warmup import AttentionWarmup
 from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.attention.paged_attention import paged_attention
 
@@ -32,7 +32,6 @@ class PagedBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
     forward_includes_kv_cache_update = False
-    supports_kv_cache_update_bypass = True
 
     @staticmethod
     def get_name() -> str:
@@ -71,9 +70,9 @@ class PagedBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4."""
-        return bool(capability >= DeviceCapability(8, 0))
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        """The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4; None is a CPU."""
+        return capability is None or bool(capability >= DeviceCapability(8, 0))
 
     @classmethod
     def supports_combination(

@@ -1,4 +1,4 @@
-"""One step's batch for vLLM's attention layers, of its version 0.33; importing this imports vLLM."""
+"""One step's batch for vLLM's attention layers; importing this imports vLLM."""
 
 from __future__ import annotations
 

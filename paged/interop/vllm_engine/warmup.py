@@ -1,4 +1,4 @@
-"""What vLLM compiles of `PagedBackend` as it starts, in its version 0.33; importing this imports vLLM."""
+"""What vLLM compiles of `PagedBackend` as it starts; importing this imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tqdm import tqdm
 from vllm.distributed import is_global_first_rank
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
-from paged.interop.vllm_metadata import PagedMetadata
+from paged.interop.vllm_engine.metadata import PagedMetadata
 from paged.kernels.attention.config import step_sizes
 from paged.kernels.common.compilation import run_compiled, serving_begins
 
