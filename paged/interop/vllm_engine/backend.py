@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -20,6 +21,7 @@ from vllm.v1.attention.backend import (
 
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
+from paged.interop.vllm_engine.context_parallel import attend
 from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder
 from paged.interop.vllm_engine.warmup import AttentionWarmup
 from paged.kernels.attention.config import MAX_HEAD_DIM
@@ -70,6 +72,10 @@ class PagedBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
         """The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4; None is a CPU."""
         return capability is None or bool(capability >= DeviceCapability(8, 0))
@@ -86,6 +92,10 @@ class PagedBackend(AttentionBackend):
 
 class PagedImpl(AttentionImpl[PagedMetadata]):
     """One layer's attention."""
+
+    supports_dcp = True
+    can_return_lse_for_decode = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -105,7 +115,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """vLLM's arguments, in its order; sliding_window counts the query's own position.
 
         Raises:
-            UnsupportedError: encoder or cross attention, another kv_cache_dtype, or an argument unknown here.
+            UnsupportedError: encoder or cross attention, another kv_cache_dtype, an argument unknown here, or what
+                depends on positions (ALiBi, a window) where the cache is spread over ranks.
         """
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
@@ -113,6 +124,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {PLAIN_CACHES + E4M3_CACHES}")
         for name in others:
             raise UnsupportedError(f"{name}: attention here has no such argument")
+        if self.dcp_world_size > 1 and (alibi_slopes is not None or sliding_window is not None):
+            raise UnsupportedError("alibi_slopes, sliding_window: a rank of a spread cache does not know its positions")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -126,6 +139,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         _WARMUP.register_warmup()
 
     def forward(
@@ -145,7 +159,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         Args:
             query: [num_tokens, num_q_heads, head_dim].
             output: [num_tokens, num_q_heads, v_head_dim].
-            key, value: not used, `do_kv_cache_update` has written them.
+            key, value: used where the cache is spread over ranks alone; `do_kv_cache_update` has written them.
             kv_cache: as above.
 
         Raises:
@@ -156,25 +170,35 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:
             return output.zero_()
         plan, causal = attn_metadata.plan()
-        k_cache, v_cache = self._caches(kv_cache, output.shape[-1])
+        block_table = attn_metadata.block_table
+        k_cache, v_cache = caches = self._caches(kv_cache, output.shape[-1])
+        scales: dict[str, Any] = {"k_scale": layer._k_scale, "v_scale": layer._v_scale} if self.is_scaled else {}
+        options: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "causal": causal,
+            "softcap": self.logits_soft_cap,
+            "sinks": self.sinks,
+            "deterministic": self.is_batch_invariant,
+        }
+        if attn_metadata.shard is not None:
+            if key is None or value is None:
+                raise UnsupportedError("key, value: None, expected the step's own where the cache is spread over ranks")
+            attended = attend(attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options)
+            return output.copy_(attended)
         paged_attention(
             query,
             k_cache,
             v_cache,
-            block_table=attn_metadata.block_table,
+            block_table=block_table,
             cu_seqlens_q=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
             max_seqlen_q=attn_metadata.max_query_len,
-            softmax_scale=self.scale,
-            causal=causal,
             window_size=self.window_size,
-            softcap=self.logits_soft_cap,
-            sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
-            k_scale=layer._k_scale if self.is_scaled else None,
-            v_scale=layer._v_scale if self.is_scaled else None,
             plan=plan,
             out=output,
+            **scales,
+            **options,
         )
         return output
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -14,6 +15,7 @@ from vllm.v1.attention.backend import (
 )
 
 from paged.errors import UnsupportedError
+from paged.interop.vllm_engine.context_parallel import ContextShard
 from paged.kernels.attention.plan import AttentionPlan
 
 
@@ -23,7 +25,8 @@ class PagedMetadata(AttentionMetadata):
 
     query_start_loc int32 [num_seqs + 1], seq_lens int32 [num_seqs], block_table int32 [num_seqs, max_blocks_per_seq],
     slot_mapping int64 [num_tokens]. num_actual_tokens, max_query_len and max_seq_len are host-known upper bounds.
-    causal: bool, or one flag a sequence. plans: by whether a CUDA graph is being captured.
+    causal: bool, or one flag a sequence. shard: where the cache is spread over ranks. plans: by whether a CUDA graph is
+    being captured.
     """
 
     num_actual_tokens: int
@@ -34,6 +37,7 @@ class PagedMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
+    shard: ContextShard | None = None
     plans: dict[bool, tuple[AttentionPlan, bool | torch.Tensor]] = field(default_factory=dict)
 
     def plan(self) -> tuple[AttentionPlan, bool | torch.Tensor]:
@@ -60,6 +64,15 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        ranks, rank = get_dcp_world_size_and_rank(getattr(kv_cache_spec, "dcp_sharded", True))
+        self.sharding = (ranks, rank, vllm_config.parallel_config.cp_kv_cache_interleave_size) if ranks > 1 else None
+        self.supports_draft_decode_metadata_update = self.sharding is None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """None where the cache is spread over ranks: what each holds is counted anew for every step."""
+        is_whole = vllm_config.parallel_config.decode_context_parallel_size == 1
+        return cls._cudagraph_support if is_whole else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -67,12 +80,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         """vLLM's arguments; common_prefix_len is always 0 in this version, and fast_build changes nothing.
 
         Raises:
-            UnsupportedError: tokens that see each other (a prefix LM's images), or a cache spread over ranks.
+            UnsupportedError: tokens that see each other (a prefix LM's images).
         """
         common = common_attn_metadata
-        for name in ("mm_req_doc_ranges", "dcp_local_seq_lens"):
-            if getattr(common, name) is not None:
-                raise UnsupportedError(f"{name}: attention here takes only None")
+        if common.mm_req_doc_ranges is not None:
+            raise UnsupportedError("mm_req_doc_ranges: attention here takes only None")
         return PagedMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -82,6 +94,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=common.slot_mapping,
             causal=common.causal,
+            shard=None if self.sharding is None else ContextShard.of(common, *self.sharding),
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedMetadata:

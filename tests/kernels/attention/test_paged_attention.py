@@ -168,11 +168,10 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
             paged_attention(**tensors, max_seqlen_q=3, **{**options, name: changed})
 
 
-def test_deterministic_results_do_not_depend_on_the_batch(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
+def test_deterministic_results_do_not_depend_on_the_batch(backend: str, device: torch.device) -> None:
     lengths = ((1, 3000), *(((1, 400),) * 9), (70, 200), (3, 1500))
+    if backend == "torch":  # where it is padding that would show
+        lengths = ((1, 299), (1, 263), (1, 177), (3, 50), (3, 31), (70, 200), (61, 181))
     tensors = make(Problem("", lengths, heads=(2, 1)), device)
     starts = tensors.cu_seqlens_q.tolist()
 

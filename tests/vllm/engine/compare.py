@@ -1,0 +1,115 @@
+"""Our backend beside vLLM's own in real engines of several versions: `python -m tests.vllm.engine.compare FOLDER`.
+
+FOLDER is the environment that `make vllm-engine` sets up: the engine of one version, and in vllm-VERSION the files of
+others. Prints a table and ends with 1 where ours differs, or fails where vLLM's does not. `--only WORD` takes the cases
+whose name contains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.engine.cases import CASES, Case
+
+OURS, THEIRS = "CUSTOM", "CPU_ATTN"
+TIME_LIMIT_S = 3600
+_ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the workers to ask for their layers
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+Results = dict[tuple[str, str], dict[str, Any]]
+
+
+def _run(cases: list[Case], backend: str, folder: Path, python_path: str, log: Path) -> None:
+    """Add to folder/results.jsonl; where the process ends, cases are left out."""
+    environment = {**os.environ, **_ENVIRONMENT, **cases[0].env, "PYTHONPATH": python_path}
+    environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
+    command = [sys.executable, "-m", "tests.vllm.engine.serve", str(folder), backend, *(case.name for case in cases)]
+    with log.open("a") as file:
+        try:
+            subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=TIME_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            print("ended after", TIME_LIMIT_S, "s", file=file)
+
+
+def _groups(cases: list[Case]) -> Iterator[list[Case]]:
+    """Those that one process runs: of one environment, and nothing after which vLLM does not start again in it."""
+    alone = [case for case in cases if any(word in name for word in ("parallel", "specul") for name in case.options)]
+    together = sorted((case for case in cases if case not in alone), key=lambda case: sorted(case.env))
+    yield from (list(group) for _, group in groupby(together, key=lambda case: case.env))
+    yield from ([case] for case in alone)
+
+
+def _cell(case: Case, results: Results) -> tuple[str, bool]:
+    """What the table says of a case, and whether that is as it should be."""
+    died = {"failed": "its process ended"}
+    ours, theirs = (results.get((case.name, backend), died) for backend in (OURS, THEIRS))
+    if "failed" in ours or "failed" in theirs:
+        texts = [result.get("failed", "runs") for result in (ours, theirs)]
+        said = texts[0] if texts[0] == texts[1] else f"ours: {texts[0]}; vLLM's: {texts[1]}"
+        return said.replace("\n", " ").replace("|", "/"), case.vllm_fails is not None and all(
+            case.vllm_fails in text for text in texts
+        )
+    if ours["layers"] != ["PagedImpl"] or "PagedImpl" in theirs["layers"]:
+        return f"ran {ours['layers']} and {theirs['layers']}", False
+    if case.by_error:
+        ratio = ours["error"] / theirs["error"]
+        return f"error {ours['error']:.2e}, vLLM's {theirs['error']:.2e}", ratio <= 1.05
+    equal = sum(a == b for a, b in zip(ours["tokens"], theirs["tokens"], strict=True))
+    return f"{equal} of {len(ours['tokens'])} texts", equal == len(ours["tokens"]) and ours["cached"] > 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    cases = [case for case in CASES if arguments.only in case.name]
+    installed = subprocess.run(
+        [sys.executable, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    paths = {installed: ""} | {path.name.removeprefix("vllm-"): str(path) for path in sorted(folder.glob("vllm-0.*"))}
+    checkpoints, log = folder / "checkpoints", folder / "engines.log"
+    checkpoints.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
+    cells: dict[str, list[str]] = {case.name: [] for case in cases}
+    is_right = True
+    for python_path in paths.values():
+        found = checkpoints / "results.jsonl"
+        found.write_text("")
+        for group, backend in product(_groups(cases), (THEIRS, OURS)):
+            _run(group, backend, checkpoints, python_path, log)
+        lines = [json.loads(line) for line in found.read_text().splitlines()]
+        results = {(line["case"], line["backend"]): line for line in lines}
+        for case in cases:
+            text, holds = _cell(case, results)
+            cells[case.name].append(text if holds else f"**{text}**")
+            is_right &= holds
+    print("| case |", " | ".join(f"vLLM {version}" for version in paths), "|")
+    print("|---|" + "---|" * len(paths))
+    for name, texts in cells.items():
+        print(f"| {name} |", " | ".join(texts), "|")
+    shutil.rmtree(checkpoints / "cache", ignore_errors=True)
+    sys.exit(not is_right)
+
+
+if __name__ == "__main__":
+    main()
