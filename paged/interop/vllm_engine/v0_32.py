@@ -1,4 +1,4 @@
-"""The backend for vLLM 0.32, which is the common one."""
+"""The backend for vLLM 0.32: the common one as it is."""
 
 from paged.interop.vllm_engine.backend import PagedBackend as Backend
 

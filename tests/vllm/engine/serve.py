@@ -1,7 +1,8 @@
-"""Cases in real engines of vLLM: `python -m tests.vllm.engine.serve FOLDER BACKEND CASE...`, one after the other.
+"""Cases in real engines of vLLM: `python -m tests.vllm.engine.serve RESULTS BACKEND CASE...`, one after the other.
 
-For each a line goes to FOLDER/results.jsonl: {"case", "backend"} and {"tokens": [[...], ...], "error": mean
-|log-probability - float64's|, "layers": classes, "cached": tokens found in the prefix cache}, or {"failed": why}.
+Each adds a line to the file RESULTS, beside which the checkpoints lie: {"case", "backend"} and {"tokens": [[...], ...],
+"error": mean |log-probability - float64's|, "layers": classes, "cached": tokens found in the prefix cache}, or
+{"failed": why}.
 """
 
 from __future__ import annotations
@@ -93,15 +94,15 @@ def _error(path: Path, outputs: list[Any]) -> float:
 def main() -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    folder, backend, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    results, backend, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     for case in (case for case in CASES if case.name in names):
         try:
-            result = _serve(case, backend, folder)
+            result = _serve(case, backend, results.parent)
         except Exception as error:  # whatever an engine ends in is a result
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"}
         cleanup_dist_env_and_memory()
-        with (folder / "results.jsonl").open("a") as file:
+        with results.open("a") as file:
             print(json.dumps({"case": case.name, "backend": backend, **result}), file=file)
 
 
