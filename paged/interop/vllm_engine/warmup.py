@@ -40,7 +40,8 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         self._impl_class = impl_class
 
     def get_warmup_keys(self, vllm_config: Any) -> list[LayerStep]:
-        """Steps of every size that tiles depend on, of each layer."""
+        """Steps of every size that tiles depend on, of each layer; none where the cache is spread over ranks, whose
+        layers wait for each other."""
         context = vllm_config.compilation_config.static_forward_context
         layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), self._impl_class)]
         flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
@@ -48,7 +49,7 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         return [
             LayerStep(layer, num_tokens, vllm_config.model_config.max_model_len, by_flag)
             for layer in layers
-            if layer.kv_cache.numel()  # it runs
+            if layer.kv_cache.numel() and layer.impl.dcp_world_size == 1  # it runs, by itself
             for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest)
             for by_flag in flags
         ]
