@@ -58,14 +58,13 @@ def _groups(only: str) -> Iterator[list[Case]]:
 
 def _cell(case: Case, results: Results) -> tuple[str, bool]:
     """What the table says of a case, and whether that is as it should be."""
-    died = {"failed": "no result"}
-    ours, theirs = (results.get((case.name, backend), died) for backend in (OURS, THEIRS))
+    missing = {"failed": "no result"}
+    ours, theirs = (results.get((case.name, backend), missing) for backend in (OURS, THEIRS))
     if "failed" in ours or "failed" in theirs:
-        texts = [result.get("failed", "runs") for result in (ours, theirs)]
-        said = texts[0] if texts[0] == texts[1] else f"ours: {texts[0]}; vLLM's: {texts[1]}"
-        return said.replace("\n", " ").replace("|", "/"), case.vllm_fails is not None and all(
-            case.vllm_fails in text for text in texts
-        )
+        texts = [result.get("failed", "runs").partition("\n")[0][:160] for result in (ours, theirs)]
+        said = texts[0] if texts[0] == texts[1] else f"{texts[0]}; vLLM's own: {texts[1]}"
+        is_known = case.vllm_fails is not None and case.vllm_fails in texts[1]
+        return said.replace("|", "/"), is_known and (texts[0] == "runs" or texts[0] == texts[1])
     if ours["layers"] != ["PagedImpl"] or "PagedImpl" in theirs["layers"]:
         return f"ran {ours['layers']} and {theirs['layers']}", False
     if case.by_error:
