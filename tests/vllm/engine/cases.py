@@ -11,8 +11,9 @@ class Case:
     """One way to run a model; every one has chunked prefill, a prefix that prompts share, and runs all prompts twice.
 
     options: of vLLM's engine. env: of its process. by_error: log-probabilities are compared with float64, not tokens,
-    because roundings of 16 and 8 bits may choose others. adapter: every other prompt uses it. vllm_fails: what vLLM
-    says to it under its own backend, too.
+    because roundings of 16 and 8 bits may choose others. adapter: every other prompt uses it. like: the case whose
+    texts under vLLM's own backend it must have; that runs this one only where ours has failed. vllm_fails: what vLLM
+    says to it under its own backend.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Case:
     env: dict[str, str] = field(default_factory=dict)
     by_error: bool = False
     adapter: bool = False
+    like: str | None = None
     vllm_fails: str | None = None
 
 
@@ -29,15 +31,19 @@ _CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # where it finds one NUMA node vL
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 CASES = (
     Case("Llama"),
-    Case("Llama, compiled by inductor, blocks of vLLM's choice", options={"enforce_eager": False, "block_size": None}),
+    Case(
+        "Llama, compiled by inductor, blocks of vLLM's choice",
+        options={"enforce_eager": False, "block_size": None},
+        like="Llama",
+    ),
     Case("Gemma 2: softcap, sliding window", model="gemma2"),
     Case("Gemma 3: sliding window, q/k norm", model="gemma3"),
     Case("gpt-oss: sinks, sliding window", model="gpt-oss"),
     Case("Qwen3-MoE", model="qwen3-moe"),
     Case("LoRA on every other prompt", options={"enable_lora": True, "max_lora_rank": 8}, adapter=True),
-    Case("n-gram speculation", options={"speculative_config": _NGRAM}),
-    Case("tensor parallel 2", options={"tensor_parallel_size": 2}, env=_CORES),
-    Case("pipeline parallel 2", options={"pipeline_parallel_size": 2}, env=_CORES),
+    Case("n-gram speculation", options={"speculative_config": _NGRAM}, like="Llama"),
+    Case("tensor parallel 2", options={"tensor_parallel_size": 2}, env=_CORES, like="Llama"),
+    Case("pipeline parallel 2", options={"pipeline_parallel_size": 2}, env=_CORES, like="Llama"),
     Case(
         "decode context parallel 2",
         model="one KV head",
@@ -45,7 +51,7 @@ CASES = (
         env=_CORES,
         vllm_fails="Context Parallelism is not supported on CPU",
     ),
-    Case("batch-invariant mode", env={"VLLM_BATCH_INVARIANT": "1"}),
+    Case("batch-invariant mode", env={"VLLM_BATCH_INVARIANT": "1"}, like="Llama"),
     Case("float16", dtype="float16", by_error=True),
     Case("bfloat16", dtype="bfloat16", by_error=True),
     Case("fp8 cache of float32", options={"kv_cache_dtype": "fp8"}, by_error=True),
