@@ -70,8 +70,8 @@ def _cell(case: Case, results: Results) -> tuple[str, bool]:
     if "failed" in ours or "failed" in theirs:
         texts = [result.get("failed", "runs").partition("\n")[0][:160] for result in (ours, theirs)]
         said = texts[0] if texts[0] == texts[1] else f"{texts[0]}; vLLM's own: {texts[1]}"
-        is_known = case.vllm_fails is not None and case.vllm_fails in texts[1]
-        return said.replace("|", "/"), is_known and (texts[0] == "runs" or texts[0] == texts[1])
+        is_known = case.vllm_fails is not None and case.vllm_fails in texts[0]
+        return said.replace("|", "/"), is_known or (texts[0] == "runs" and texts[1] != missing["failed"])
     if ours["layers"] != ["PagedImpl"] or "PagedImpl" in theirs["layers"]:
         return f"ran {ours['layers']} and {theirs['layers']}", False
     if case.by_error:
