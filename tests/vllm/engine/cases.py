@@ -12,8 +12,8 @@ class Case:
 
     options: of vLLM's engine. env: of its process. by_error: log-probabilities are compared with float64, not tokens,
     because roundings of 16 and 8 bits may choose others. adapter: every other prompt uses it. like: the case whose
-    texts under vLLM's own backend it must have; that runs this one only where ours has failed. vllm_fails: how vLLM itself
-    fails on a CPU, whichever the backend.
+    texts under vLLM's own backend it must have; that runs this one only where ours has failed. vllm_fails: how vLLM
+    itself fails on a CPU, whichever the backend.
     """
 
     name: str
@@ -51,9 +51,11 @@ CASES = (
         env=_CORES,
         vllm_fails="Context Parallelism is not supported on CPU",
     ),
-    Case(
-        "batch-invariant mode", env={"VLLM_BATCH_INVARIANT": "1"}, vllm_fails="is not subscriptable"
-    ),  # its mean, of Triton
+    Case(  # which has a kernel of Triton's for every mean
+        "batch-invariant mode",
+        env={"VLLM_BATCH_INVARIANT": "1"},
+        vllm_fails="'function' object is not subscriptable",
+    ),
     Case("float16", dtype="float16", by_error=True),
     Case("bfloat16", dtype="bfloat16", by_error=True),
     Case("fp8 cache of float32", options={"kv_cache_dtype": "fp8"}, by_error=True),
