@@ -33,7 +33,8 @@ def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longe
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
     run_packed(network, longest)
-    launch_all(torch.zeros(1, network.config.vocab_size, device=kv_manager.device))
+    for width in {network.config.vocab_size, network.num_logits}:
+        launch_all(torch.zeros(1, width, device=kv_manager.device))
     kv_manager.warm_up()
 
 
