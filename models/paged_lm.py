@@ -166,7 +166,11 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
         if self.device.type == "cuda":  # nothing else is compiled
-            steps = partial(run, self.network, self.kv_manager, longest=self.graphs.longest)
+
+            def steps() -> None:
+                self.ranks.wait_for_all()  # another may have more to compile
+                run(self.network, self.kv_manager, longest=self.graphs.longest)
+
             run_compiled(steps, partial(track, desc="kernels", unit="kernel"))
 
     def kv_capacity(self) -> int:
