@@ -22,6 +22,7 @@ def test_matches_float64(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
     if not has_onednn:
         monkeypatch.setattr(module, "_HAS_ONEDNN", False)
     wide = torch.randn(*shape[:-1], 100, device=device).to(dtype) / 8
@@ -34,11 +35,16 @@ def test_matches_float64(
 
 
 def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
     weight, half = torch.randn(40, 64, device=device), torch.randn(40, 64, device=device, dtype=torch.float16)
     packed = pack(weight)
     assert packed.is_mkldnn == (device.type == "cpu" and module._HAS_ONEDNN)
     assert pack(packed) is packed
     assert pack(half) is half
+    monkeypatch.setattr(module, "_HAS_INTEL_MKL", True)
+    assert pack(weight) is weight
+    monkeypatch.setattr(module, "_MKL_BYTES", weight.nbytes - 1)
+    assert pack(weight).is_mkldnn == packed.is_mkldnn
     monkeypatch.setattr(module, "_HAS_ONEDNN", False)
     assert pack(weight) is weight
 
