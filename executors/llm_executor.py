@@ -38,6 +38,8 @@ _LOG = logging.getLogger("paged")
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
+# Weights from which a model on a CPU is packed as soon as it is loaded: below, that takes longer than a short text.
+_PACKED_BYTES = 8 << 20
 
 
 class LlmExecutor(UnifiedExecutor):
@@ -83,7 +85,8 @@ class LlmExecutor(UnifiedExecutor):
         """Load a Hugging Face checkpoint folder.
 
         parallel: how it is spread over processes, each of which makes this call.
-        options: the fields of `paged.models.loading.load_options.LoadOptions`. CUDA graphs are captured by `warmup`.
+        options: the fields of `paged.models.loading.load_options.LoadOptions`. CUDA graphs are captured by `warmup`. On
+        a CPU weights of 8 MiB or more are packed, see `PagedCausalLM.pack`; smaller ones by `warmup`.
 
         Raises:
             CheckpointError: files are missing or malformed.
@@ -92,6 +95,8 @@ class LlmExecutor(UnifiedExecutor):
             RankFailedError: another process could not load its part, or has ended.
         """
         model = load_model(path, parallel=parallel, **options)
+        if model.device.type == "cpu" and model.parameter_bytes() >= _PACKED_BYTES:
+            model.pack()
         config = model.config
         info = ModelInfo(
             model_id=Path(path).name,

@@ -19,6 +19,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, validate_items
 from paged.kernels.common.compilation import run_compiled
+from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.loading.packed_tensors import num_weights
@@ -26,7 +27,7 @@ from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import draw_tokens
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
-from paged.models.warmup import run_adapted_steps, run_steps
+from paged.models.warmup import load_loops, run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.staging import to_device
 from paged.step_preparer import StepPreparer
@@ -147,17 +148,25 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def prepare(self, track: Track = lambda items, **_: items) -> None:
         """Compile and launch every kernel that a step can, so that no request waits for that, and capture `graphs`; on
-        a CPU, pack the weights first.
+        a CPU, `pack` first.
 
         track: iterates over what is compiled and over the shapes that are captured, each named by `desc` and `unit`,
             and may show how far it has come.
         """
         self.graphs.clear()
-        self.network.pack()
+        self.pack()
         self._launch_all(run_steps, track)
         if self.adapters.num_layers:
             self.prepare_adapters(track)
         self.graphs.capture(partial(track, desc="CUDA graphs", unit="graph"))
+
+    def pack(self) -> None:
+        """On a CPU, put the weights in the order in which it multiplies them fastest, in the same memory, and load the
+        loops that numba compiles, where it is installed: once on a machine that takes seconds. No compiler can look
+        into a network that is packed."""
+        self.network.pack()
+        if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
+            load_loops()
 
     def prepare_adapters(self, track: Track = lambda items, **_: items) -> None:
         """The same for what loaded adapters add to a step; where there are graphs, those of steps with adapters."""

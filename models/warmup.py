@@ -4,6 +4,7 @@ compiled yet takes seconds, in which no sequence gets a token."""
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.config import step_sizes
+from paged.kernels.common.device import load_numba
 from paged.kernels.common.launch import ROW_COUNTS
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
@@ -24,6 +26,22 @@ from paged.staging import to_device
 _MOST_BLOCKS = 512
 # Tuned tables of experts end here.
 _MOST_TOKENS = 4096
+# Operations that numba's loops stand in for.
+_LOOPS = {
+    "attention": "paged_attention",
+    "cache": "qk_norm_rope_and_cache",
+    "common": "rms_norm",
+    "layers": "silu_and_mul",
+}
+
+
+def load_loops() -> None:
+    """Let operations on a CPU take the loops that numba compiles, where it is, and compile or read them now."""
+    if load_numba():
+        for family, operation in _LOOPS.items():
+            import_module(f"paged.kernels.{family}.numba_ops.{operation}")
+        for kernel in import_module("paged.kernels.common.numba_ops.kernel").Kernel.made:
+            _ = kernel.address
 
 
 def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 DESCRIPTION = "Device, versions, the backend that operations take and why, and what is supported on this machine."
 
 _PACKAGES = (
-    "paged torch triton numpy safetensors tokenizers jinja2 tqdm huggingface-hub transformers prometheus-client vllm"
+    "paged torch triton numba numpy safetensors tokenizers jinja2 tqdm huggingface-hub transformers prometheus-client "
+    "vllm"
 ).split()
 
 
@@ -119,7 +120,7 @@ def _backend(device: torch.device) -> tuple[str, str]:
         reason = "no GPU, and triton is not installed: operations of PyTorch"
     else:
         reason = "no GPU: operations of PyTorch; TRITON_INTERPRET=1 runs the Triton kernels on CPU tensors"
-    return "triton" if by_triton else "torch", reason
+    return "triton" if by_triton else choice or "torch", reason
 
 
 def _features(device: torch.device, backend: str) -> list[Feature]:
@@ -143,8 +144,24 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
         Feature("TMA and wgmma", has_tma, arch if has_tma else no_gpu if not on_gpu else f"{arch}: from sm_90 on"),
         Feature("CUDA graphs", on_gpu, "a step's launches can be captured" if on_gpu else no_gpu),
         Feature("pinned swap memory", on_gpu, "" if on_gpu else "swapped blocks lie in plain host memory"),
+        _loops(backend),
         Feature("Triton's interpreter", interpreting(), "TRITON_INTERPRET=1" if interpreting() else "not asked for"),
     ]
+
+
+def _loops(backend: str) -> Feature:
+    """What numba compiles for CPUs, in place of several operations of PyTorch's."""
+    from paged.kernels.common.device import has_numba
+
+    if backend in ("triton", "none"):
+        reason = "for CPUs without Triton's interpreter"
+    elif os.environ.get("PAGED_BACKEND") == "torch":
+        reason = "PAGED_BACKEND=torch"
+    elif has_numba():
+        return Feature("loops by numba", True, "for models on a CPU: attention, cache writes, norms, activations")
+    else:
+        reason = "pip install paged[cpu] makes models on a CPU faster"
+    return Feature("loops by numba", False, reason)
 
 
 def _tables(device: torch.device) -> list[Feature]:

@@ -17,7 +17,7 @@ from paged.kernels.common.checks import (
     refuse_gradients,
 )
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
+from paged.kernels.common.device import cpu_op, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, strides
@@ -167,7 +167,7 @@ def qk_norm_rope_and_cache(
         write.check("k", "v")
         _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
         if not use_triton(q):
-            return torch_op.qk_norm_rope_and_cache(
+            return cpu_op(torch_op, *write[:4], k_scale, v_scale, weights=[q_weight, k_weight]).qk_norm_rope_and_cache(
                 q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
             )
     if checks_ids(q):

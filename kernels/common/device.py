@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Event
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -15,6 +21,10 @@ from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103", "cpu")
 # Consumer chips, whose programs may take 99 KB, and for which ptxas keeps to fewer registers where it can.
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120")
+# What numba's loops compute with.
+LOOP_DTYPES = (torch.float32, torch.bfloat16)
+# Set once a model has asked for what numba compiles.
+_NUMBA_IS_WANTED = Event()
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
     implementations.
 
     CUDA and ROCm tensors take Triton; CPU tensors take PyTorch, or Triton's interpreter when TRITON_INTERPRET=1 was set
-    before the first import. The environment variable PAGED_BACKEND (`triton` or `torch`) overrides both.
+    before the first import. The environment variable PAGED_BACKEND (`triton`, `torch` or `numba`) overrides both.
 
     Raises:
         InvalidInputError: PAGED_BACKEND holds another word.
@@ -55,10 +65,10 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
     if device.type == "meta":
         raise UnsupportedError("tensors on meta have no values to compute with")
     choice = setting("PAGED_BACKEND")
-    if choice == "torch":
+    if choice in ("torch", "numba"):
         return False
     if choice not in ("", "triton"):
-        raise InvalidInputError(f"PAGED_BACKEND={choice!r}: expected 'triton' or 'torch'")
+        raise InvalidInputError(f"PAGED_BACKEND={choice!r}: expected 'triton', 'torch' or 'numba'")
     on_gpu = device.type == "cuda"
     runnable = HAS_TRITON and (on_gpu or interpreting())
     if runnable:
@@ -67,3 +77,45 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
         reason = "triton is not installed" if not HAS_TRITON else "CPU tensors need TRITON_INTERPRET=1"
         raise UnsupportedError(f"the Triton backend cannot run on device {device}: {reason}")
     return False
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Whether loops compiled by numba can run here: it is installed, and PyTorch has brought an OpenMP for all."""
+    try:
+        is_installed = importlib.util.find_spec("numba") is not None
+    except ValueError:  # it was kept from being imported
+        return False
+    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+    return is_installed and all(hasattr(ctypes.CDLL(None), name) for name in names)
+
+
+def load_numba() -> bool:
+    """Let operations take loops compiled by numba from now on, and return whether they do: it is there, and
+    PAGED_BACKEND does not say `torch`. Not before a model wants them: numba takes half a second to import, as long as a
+    small model takes for a text."""
+    if setting("PAGED_BACKEND") != "torch" and has_numba():
+        _NUMBA_IS_WANTED.set()
+    return _NUMBA_IS_WANTED.is_set()
+
+
+def cpu_op(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
+    """The module that computes where Triton does not: `torch_op`, or its namesake in numba_ops.
+
+    That is taken for tensors on the CPU of one type, float32 or bfloat16, and weights of that type or float32, where
+    numba is there and loaded; PAGED_BACKEND (`torch` or `numba`) overrides the last.
+
+    Raises:
+        UnsupportedError: numba was asked for where it cannot run.
+    """
+    choice = setting("PAGED_BACKEND")
+    if choice == "torch" or not (choice == "numba" or _NUMBA_IS_WANTED.is_set()):
+        return torch_op
+    if not has_numba():
+        raise UnsupportedError("the numba backend cannot run: numba is not installed, or PyTorch has no GNU OpenMP")
+    given = [tensor for tensor in tensors if tensor is not None]
+    dtype = given[0].dtype
+    is_one = dtype in LOOP_DTYPES and all(tensor.dtype == dtype and tensor.is_cpu for tensor in given)
+    if not is_one or any(weight is not None and weight.dtype not in (dtype, torch.float32) for weight in weights):
+        return torch_op
+    return importlib.import_module(torch_op.__name__.replace("torch_ops", "numba_ops"))

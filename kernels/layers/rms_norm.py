@@ -6,7 +6,7 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, output, refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
+from paged.kernels.common.device import cpu_op, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of
 from paged.kernels.common.torch_ops import rms_norm as torch_op
@@ -71,7 +71,7 @@ def rms_norm(
         _check(x, weight)
         out = output(out, x.shape, x)
         if not use_triton(x):
-            return torch_op.rms_norm(x, weight, eps, out=out)
+            return cpu_op(torch_op, x, weights=[weight]).rms_norm(x, weight, eps, out=out)
         if x.numel() == 0:
             return out
         launch = keep(key, _prepare(rows_of(x), eps))
@@ -107,7 +107,7 @@ def fused_add_rms_norm(
             strides = f"{x.stride()}, {residual.stride()}"
             raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
         if not use_triton(x):
-            return torch_op.fused_add_rms_norm(x, residual, weight, eps)
+            return cpu_op(torch_op, x, weights=[weight]).fused_add_rms_norm(x, residual, weight, eps)
         if x.numel() == 0:
             return x, residual
         launch = keep(key, _prepare(rows_of(x), eps))

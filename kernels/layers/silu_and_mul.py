@@ -6,7 +6,7 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, output, refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
+from paged.kernels.common.device import cpu_op, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of, tile
@@ -64,7 +64,7 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
             raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
         out = output(out, (*x.shape[:-1], x.shape[-1] // 2), x)
         if not use_triton(x):
-            return torch_op.silu_and_mul(x, activation, out=out)
+            return cpu_op(torch_op, x).silu_and_mul(x, activation, out=out)
         if out.numel() == 0:
             return out
         launch = keep(key, _prepare(rows_of(x), activation))

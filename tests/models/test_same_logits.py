@@ -10,6 +10,7 @@ import torch
 from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.models.layers import decoder as layers
 from paged.models.registry import load_model
+from tests.backends import needs_numba
 from tests.models.families import FAMILIES, VARIANTS, Case, assert_same_logits, save_checkpoint, tokens
 
 # Every option of the kernels once: the interpreter takes about a second a forward.
@@ -31,8 +32,13 @@ ONCE_IN_INTERPRETER = [
 
 ON_TORCH = [(name, "torch") for name in FAMILIES]
 on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)
-both_backends = pytest.mark.parametrize(
-    ("loaded", "backend"), ON_TORCH + [(name, "triton") for name in IN_INTERPRETER], indirect=True
+# Windows, chunks, interleaved and partial rotation, norms of heads.
+BY_NUMBA = [
+    pytest.param(name, "numba", marks=needs_numba)
+    for name in ("cohere2", "gemma3", "glm4", "llama", "llama4", "olmo2", "phi3", "qwen3")
+]
+all_backends = pytest.mark.parametrize(
+    ("loaded", "backend"), ON_TORCH + BY_NUMBA + [(name, "triton") for name in IN_INTERPRETER], indirect=True
 )
 
 # Longer than the sliding windows and several cache blocks of 8.
@@ -54,7 +60,7 @@ def case(loaded: Case, backend: str) -> Iterator[Case]:
     assert loaded.ours.kv_manager.stats().used_blocks == 0
 
 
-@both_backends
+@all_backends
 def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     first, second, third = tokens(21, 1), tokens(11, 2), tokens(9, 3)
     results = case.ours.unified_forward(
@@ -78,7 +84,7 @@ def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     assert results[2] is None
 
 
-@both_backends
+@all_backends
 def test_whole_prompt_then_decode(case: Case) -> None:
     expected = case.expected(PROMPT)
     assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
@@ -86,7 +92,7 @@ def test_whole_prompt_then_decode(case: Case) -> None:
     assert_same_logits(case.ours.decode("a", PROMPT[-1], 39), expected[-1])
 
 
-@both_backends
+@all_backends
 def test_verify_gives_a_row_a_token(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:7])
     assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
@@ -117,7 +123,7 @@ def _check_chunks(case: Case, chunk: int) -> None:
         assert_same_logits(case.ours.prefill("a", part), expected[start + len(part) - 1])
 
 
-@both_backends
+@all_backends
 def test_chunked_prompt(case: Case) -> None:
     _check_chunks(case, 16)
 
@@ -128,7 +134,7 @@ def test_small_chunks(case: Case, chunk: int) -> None:
     _check_chunks(case, chunk)
 
 
-@both_backends
+@all_backends
 def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 16, 1, 40, 17))]
     results = case.ours.unified_forward([UnifiedBatchItem(i, prompt) for i, prompt in enumerate(prompts)])
@@ -139,7 +145,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
         assert_same_logits(logits, case.expected([*prompt, i])[-1])
 
 
-@both_backends
+@all_backends
 def test_after_truncate(case: Case) -> None:
     case.ours.prefill("a", PROMPT)
     case.ours.truncate_kv("a", 19)
@@ -147,7 +153,7 @@ def test_after_truncate(case: Case) -> None:
     assert_same_logits(case.ours.prefill("a", other), case.expected(PROMPT[:19] + other)[-1])
 
 
-@both_backends
+@all_backends
 def test_after_fork_both_go_their_own_way(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:19])
     handle = case.ours.kv_manager.get_handle("a")

@@ -65,11 +65,11 @@ def file_imports(*, when_run: bool = False) -> Graph:
 
 
 def folder_of(module: str) -> str:
-    """`kernels/moe` of `paged.kernels.moe.torch_ops.gemm`: PyTorch implementations belong to what they implement.
+    """`kernels/moe` of `paged.kernels.moe.torch_ops.gemm`: those by PyTorch and numba belong to what they implement.
 
     The files of `paged/` itself are two folders, as some lie below the cache and some above it.
     """
-    parts = [part for part in module.split(".")[1:-1] if part != "torch_ops"]
+    parts = [part for part in module.split(".")[1:-1] if part not in ("torch_ops", "numba_ops")]
     if not parts and reaches_cache(module):
         return "paged, above the cache"
     return "/".join(parts if parts and parts[0] in MAY_IMPORT else ["paged", *parts])

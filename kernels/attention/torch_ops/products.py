@@ -29,11 +29,11 @@ def products_of(call: AttentionCall, batch: SequenceBatch) -> Products:
 
 
 class GatheredProducts:
-    """Matrix products of all queries of a group of heads; `keys` and `values` are float32 [n, Hkv, L, D] and Dv."""
+    """Matrix products of all queries of a group of heads; `keys` and `values` are [n, Hkv, L, D] and Dv, of `dtype`."""
 
-    def __init__(self, call: AttentionCall, batch: SequenceBatch) -> None:
+    def __init__(self, call: AttentionCall, batch: SequenceBatch, dtype: torch.dtype = torch.float32) -> None:
         self.softmax_scale = call.softmax_scale
-        self.keys, self.values = (_gather(cache, batch, batch.layout) for cache in (call.k_cache, call.v_cache))
+        self.keys, self.values = (_gather(cache, batch, batch.layout).to(dtype) for cache in (call.k_cache, call.v_cache))
         k_scale, v_scale = call.row_scales
         if k_scale is not None and v_scale is not None:
             self.keys *= _gather(k_scale.unsqueeze(-1), batch, None)
@@ -76,13 +76,13 @@ class ProductsInPlace:
 
 
 def _gather(cache: torch.Tensor, batch: SequenceBatch, layout: RowLayout | None) -> torch.Tensor:
-    """float32 [n, Hkv, L, D]."""
+    """[n, Hkv, L, D]."""
     slots, block_size = batch.slots, cache.shape[1]
     if layout is not None and not cache.is_contiguous():
         index = batch.cache_rows
-        return layout.rows(cache).index_select(0, index.flatten()).view(*index.shape, -1).float()
+        return layout.rows(cache).index_select(0, index.flatten()).view(*index.shape, -1)
     if cache.is_contiguous():
         rows = cache.flatten(0, 1).index_select(0, slots.flatten())
     else:
         rows = cache[slots // block_size, slots % block_size]
-    return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2).float()
+    return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2)

@@ -12,7 +12,7 @@ import torch
 import paged
 from paged.executors.command_line import cli, info
 from paged.kernels.common import device, fp8
-from paged.kernels.common.device import Device
+from paged.kernels.common.device import Device, has_numba
 from paged.kernels.moe import config as moe_config
 
 CPU = torch.device("cpu")
@@ -30,6 +30,7 @@ def test_backend_and_its_reason(capsys: pytest.CaptureFixture[str], monkeypatch:
         ("1", "", "triton", "Triton's interpreter"),
         ("0", "", "torch", "no GPU: operations of PyTorch"),
         ("1", "torch", "torch", "PAGED_BACKEND=torch"),
+        ("1", "numba", "numba", "PAGED_BACKEND=numba"),
         ("0", "triton", "none", "CPU tensors need TRITON_INTERPRET=1"),
     ):
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
@@ -40,6 +41,7 @@ def test_backend_and_its_reason(capsys: pytest.CaptureFixture[str], monkeypatch:
         supported = {feature["name"]: feature["supported"] for feature in found["features"]}
         assert supported["bfloat16"] == (name != "triton"), "not in the interpreter"
         assert not supported["native fp8"]
+        assert supported["loops by numba"] == (name in ("torch", "numba") and backend != "torch" and has_numba())
     assert found["versions"]["paged"] == paged.__version__
     assert found["versions"]["torch"] == torch.__version__
     assert found["device"]["cpu_threads"] == torch.get_num_threads()

@@ -1,0 +1,166 @@
+"""Loops for a CPU, compiled by numba and run by the threads that PyTorch has: what such kernels are made of.
+
+A kernel takes the address of an int64 array with its arguments: `status`, which it may set, then addresses and sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import intrinsic, overload
+
+_LOG = logging.getLogger("paged")
+# Elements, or products of two, that a thread is worth: two threads need 5 us to begin and to meet.
+_WORK_OF_A_THREAD = 16384
+# NaN and infinities are results like others.
+_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+# PyTorch loads its OpenMP for all of the process: kernels then share its threads, which would else wait for each other.
+_process = ctypes.CDLL(None)
+_thread = types.ExternalFunction("omp_get_thread_num", types.int32())
+_num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+
+device_function = numba.njit(fastmath=_FASTMATH, error_model="numpy")
+
+
+class Kernel:
+    """A function of one array of arguments as machine code, which all threads of a call run side by side.
+
+    numba keeps the code beside the file or in the user's cache, and compiles anew once the file has changed; what a
+    kernel takes from other files does not count.
+    """
+
+    made: ClassVar[list[Kernel]] = []
+
+    def __init__(self, body: Callable[[Any], None]) -> None:
+        self._body = body
+        self.made.append(self)
+
+    @cached_property
+    def address(self) -> int:
+        """That of the machine code; the first use compiles it, or reads what was compiled before."""
+        options = {"fastmath": _FASTMATH, "error_model": "numpy"}
+        signature = types.void(types.CPointer(types.int64))
+        try:
+            compiled = numba.cfunc(signature, cache=True, **options)(self._body)
+        except (OSError, RuntimeError) as error:  # nowhere to keep it
+            _LOG.info("%s is compiled anew in every process: %s", self._body.__name__, error)
+            compiled = numba.cfunc(signature, **options)(self._body)
+        address: int = compiled.address
+        return address
+
+    def __call__(self, work: int, *arguments: int) -> int:
+        """Run, and return the status, 0 where the kernel does not set it. work: products, or elements, there are."""
+        values = (ctypes.c_int64 * (1 + len(arguments)))(0, *arguments)
+        threads = max(1, min(torch.get_num_threads(), work // _WORK_OF_A_THREAD))
+        _process.GOMP_parallel(ctypes.c_void_p(self.address), values, threads, 0)
+        return values[0]
+
+
+def bits(number: float) -> int:
+    """A float as an argument; `as_float` takes it back."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+@intrinsic(prefer_literal=True)
+def unpack(_typing_context: Any, arguments: types.Type, count: types.Type) -> Any:
+    """The first `count` of a kernel's arguments, a literal number, as a tuple."""
+    kind = types.UniTuple(types.int64, count.literal_value)
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        elements = [builder.load(builder.gep(args[0], [context.get_constant(types.intp, i)])) for i in range(len(kind))]
+        return context.make_tuple(builder, kind, elements)
+
+    return kind(arguments, count), generate
+
+
+@device_function
+def as_float(argument):
+    return np.float32(np.int64(argument).view(np.float64))
+
+
+@device_function
+def share(count):
+    """First and one past the last of as many equal parts as this thread takes."""
+    thread, threads = np.int64(_thread()), np.int64(_num_threads())
+    return count * thread // threads, count * (thread + 1) // threads
+
+
+@device_function
+def thread_index():
+    return np.int64(_thread())
+
+
+def _pointer(element: types.Type) -> Any:
+    @intrinsic
+    def pointer(_typing_context: Any, address: types.Type) -> Any:
+        kind = types.CPointer(element)
+        return kind(types.int64), lambda context, builder, _, args: builder.inttoptr(
+            args[0], context.get_value_type(kind)
+        )
+
+    return pointer
+
+
+# Addresses as pointers to elements; those of bfloat16 are known by their 16 bits.
+floats, bfloats = _pointer(types.float32), _pointer(types.uint16)
+int32s, int64s = _pointer(types.int32), _pointer(types.int64)
+
+
+def load(pointer: Any, index: int) -> float:
+    """An element as float32."""
+    raise NotImplementedError
+
+
+def store(pointer: Any, index: int, value: float) -> None:
+    """Write a float32, rounded to the nearest, ties to even."""
+    raise NotImplementedError
+
+
+@overload(load, inline="always")
+def _load(pointer, index):
+    if pointer.dtype == types.float32:
+        return lambda pointer, index: pointer[index]
+    return lambda pointer, index: np.uint32(np.uint32(pointer[index]) << np.uint32(16)).view(np.float32)
+
+
+@overload(store)
+def _store(pointer, index, value):
+    if pointer.dtype == types.float32:
+
+        def write(pointer, index, value):
+            pointer[index] = value
+
+    else:
+
+        def write(pointer, index, value):
+            word = np.float32(value).view(np.uint32)
+            rounded = np.uint32(word + np.uint32(0x7FFF) + np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1)))
+            pointer[index] = np.uint16(0x7FC0) if value != value else np.uint16(rounded >> np.uint32(16))
+
+    return write
+
+
+@device_function
+def exp2(x):
+    """2^x, to 2e-7 of it: 0 below -127, infinite from 128 on. As arithmetic, so that loops of it become vectors."""
+    x = np.float32(-127.0) if x < np.float32(-127.0) else x
+    x = np.float32(128.0) if x > np.float32(128.0) else x
+    whole = np.floor(x)
+    part = x - whole
+    # The minimax polynomial of 2^part on [0, 1).
+    result = np.float32(1.8775767e-3)
+    result = result * part + np.float32(8.9893397e-3)
+    result = result * part + np.float32(5.5826318e-2)
+    result = result * part + np.float32(2.4015361e-1)
+    result = result * part + np.float32(6.9315308e-1)
+    result = result * part + np.float32(9.9999994e-1)
+    return result * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)

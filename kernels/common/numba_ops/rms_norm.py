@@ -1,0 +1,93 @@
+"""RMS normalisation by numba."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paged.kernels.common.launch import rows_of
+from paged.kernels.common.numba_ops.kernel import (
+    Kernel,
+    as_float,
+    bfloats,
+    bits,
+    device_function,
+    floats,
+    load,
+    share,
+    store,
+    unpack,
+)
+
+
+@device_function
+def inverse_rms(x, start, size, eps):
+    """1 / sqrt(mean(x^2) + eps) of `size` elements from `start` on."""
+    total = np.float32(0)
+    for i in range(start, start + size):
+        value = load(x, i)
+        total += value * value
+    return np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+
+
+@device_function
+def _normalise(x, residual, weight, out, has_residual, num_rows, size, stride, eps):
+    """out = norm(x), or with a residual: residual += x, out = norm(residual)."""
+    first, end = share(num_rows)
+    for row in range(first, end):
+        to, start = row * size, row * stride
+        if has_residual:
+            for i in range(size):
+                store(residual, to + i, load(residual, to + i) + load(x, start + i))
+            inverse = inverse_rms(residual, to, size, eps)
+            for i in range(size):
+                store(out, to + i, load(residual, to + i) * inverse * load(weight, i))
+        else:
+            inverse = inverse_rms(x, start, size, eps)
+            for i in range(size):
+                store(out, to + i, load(x, start + i) * inverse * load(weight, i))
+
+
+@Kernel
+def _rms_norm(arguments):
+    _, is_bf16, has_bf16_weight, x, residual, weight, out, num_rows, size, stride, eps_bits = unpack(arguments, 11)
+    sizes = residual != 0, num_rows, size, stride, as_float(eps_bits)
+    if not is_bf16:
+        _normalise(floats(x), floats(residual), floats(weight), floats(out), *sizes)
+    elif has_bf16_weight:
+        _normalise(bfloats(x), bfloats(residual), bfloats(weight), bfloats(out), *sizes)
+    else:
+        _normalise(bfloats(x), bfloats(residual), floats(weight), bfloats(out), *sizes)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor) -> torch.Tensor:
+    """Implementation by numba of `kernels.layers.rms_norm`."""
+    _run(rows_of(x), None, weight, eps, out)
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implementation by numba of `kernels.layers.fused_add_rms_norm`."""
+    _run(rows_of(x), residual, weight, eps, x)
+    return x, residual
+
+
+def _run(
+    rows: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    num_rows, size = rows.shape
+    _rms_norm(
+        num_rows * size,
+        rows.dtype == torch.bfloat16,
+        weight.dtype == torch.bfloat16,
+        rows.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        num_rows,
+        size,
+        rows.stride(0),
+        bits(eps),
+    )

@@ -1,0 +1,52 @@
+"""Gated activations by numba."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paged.kernels.common.launch import rows_of
+from paged.kernels.common.numba_ops.kernel import (
+    Kernel,
+    bfloats,
+    device_function,
+    exp2,
+    floats,
+    load,
+    share,
+    store,
+    unpack,
+)
+from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
+
+_LOG2_E = np.float32(1.4426950408889634)
+
+
+@device_function
+def _activate(x, out, num_rows, size, stride):
+    first, end = share(num_rows)
+    for row in range(first, end):
+        gate, up, to = row * stride, row * stride + size, row * size
+        for i in range(size):
+            value = load(x, gate + i)
+            store(out, to + i, value / (np.float32(1) + exp2(-_LOG2_E * value)) * load(x, up + i))
+
+
+@Kernel
+def _silu_and_mul(arguments):
+    _, is_bf16, x, out, num_rows, size, stride = unpack(arguments, 7)
+    if is_bf16:
+        _activate(bfloats(x), bfloats(out), num_rows, size, stride)
+    else:
+        _activate(floats(x), floats(out), num_rows, size, stride)
+
+
+def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> torch.Tensor:
+    """Implementation by numba of `kernels.layers.silu_and_mul`; others than SiLU are PyTorch's."""
+    if activation != "silu":
+        return torch_op.silu_and_mul(x, activation, out=out)
+    rows = rows_of(x)
+    num_rows, size = rows.shape[0], rows.shape[1] // 2
+    is_bf16 = rows.dtype == torch.bfloat16
+    _silu_and_mul(rows.numel() * 4, is_bf16, rows.data_ptr(), out.data_ptr(), num_rows, size, rows.stride(0))
+    return out
