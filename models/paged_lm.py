@@ -20,6 +20,7 @@ from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, validate_items
 from paged.kernels.common.compilation import run_compiled
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
+from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.decoder_network import DecoderNetwork
 from paged.models.loading.packed_tensors import num_weights
@@ -164,6 +165,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         """On a CPU, put the weights in the order in which it multiplies them fastest, in the same memory, and load the
         loops that numba compiles, where it is installed: once on a machine that takes seconds. No compiler can look
         into a network that is packed."""
+        bound_products()
         self.network.pack()
         if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
             load_loops()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.nn import functional
 
@@ -17,6 +19,10 @@ _MKL_BYTES = 2 << 20
 # Rows that the packing is made for. On two cores 32 rows take 0.5 to 0.65 of the time in float32 and in bfloat16, for
 # weights of 288 x 1536 and of 768 x 4608, 1 row 0.6 to 0.9, 2,048 rows the same; made for 256 rows it does not differ.
 _PACKED_ROWS = 32
+# oneDNN compiles a product of its own for every number of rows, in 2 ms, of 0.5 MB with AMX, and by itself keeps 1,024:
+# so many rows are filled up to multiples of those of a tile of AMX, and fewer are kept.
+_ROW_STEP = 16
+_KEPT_PRODUCTS = 256
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -37,8 +43,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     is_wide = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
     if torch.compiler.is_dynamo_compiling() or not (weight.is_mkldnn or (is_wide and _takes_onednn(weight))):
         return functional.linear(x, weight, bias)
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    missing = -len(x) % _ROW_STEP if x.dim() == 2 and len(x) > _PACKED_ROWS else 0
+    filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(filled, weight, bias, "none", [], "")
+    return product[: len(x)] if missing else product
+
+
+def bound_products() -> None:
+    """Let oneDNN keep fewer of its products in memory, unless the environment says how many; to be called before the
+    process multiplies by it, as later it does not look."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_PRODUCTS))
 
 
 def _takes_onednn(weight: torch.Tensor) -> bool:

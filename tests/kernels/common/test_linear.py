@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,6 +49,28 @@ def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeyp
     assert pack(weight).is_mkldnn == packed.is_mkldnn
     monkeypatch.setattr(module, "_HAS_ONEDNN", False)
     assert pack(weight) is weight
+
+
+def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps half a megabyte for each: the memory of a process must not grow with the shapes that come."""
+    given: set[int] = set()
+    multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if multiply is None:
+        pytest.skip("PyTorch has no oneDNN")
+
+    def recorded(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        given.add(len(x))
+        return multiply(x, *args)
+
+    monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    weight, rows = torch.randn(8, 16), torch.randn(200, 16)
+    packed = pack(weight)
+    for count in range(201):
+        out = linear(rows[:count], packed)
+        assert out.is_contiguous()
+        assert_close(out, rows[:count].double() @ weight.double().T)
+    assert given == {*range(33), *range(48, 209, 16)}
 
 
 def test_a_compiled_graph_holds_no_private_op(device: torch.device) -> None:
