@@ -12,8 +12,10 @@ import torch
 
 from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError
+from paged.executors import llm_executor
 from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
+from paged.models.paged_lm import PagedCausalLM
 from paged.seq_id import SeqId
 from tests.executors.oracle import batch, prompt, step
 from tests.executors.parrot import VOCAB, Parrot, other_executor
@@ -186,6 +188,17 @@ def test_from_pretrained_limits(checkpoint: tuple[Path, Any], tmp_path: Path) ->
         short.prefill(prompt([1] * 9))
     with pytest.raises(CheckpointError):
         LlmExecutor.from_pretrained(tmp_path)
+
+
+def test_packs_what_is_worth_it_as_it_loads(checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[PagedCausalLM] = []
+    monkeypatch.setattr(PagedCausalLM, "pack", lambda model: packed.append(model))
+    size = LlmExecutor.from_pretrained(checkpoint[0], device="cpu").capabilities().memory_requirements.weight_bytes
+    assert packed == []
+    for threshold, is_packed in ((size + 1, False), (size, True)):
+        monkeypatch.setattr(llm_executor, "_PACKED_BYTES", threshold)
+        executor = LlmExecutor.from_pretrained(checkpoint[0], device="cpu")
+        assert packed == [executor.model] * is_packed
 
 
 def test_adapters_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
