@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -16,9 +18,11 @@ from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear, MoeCall
 # Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us instead of 126 sorted, 16 in
 # float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
 _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
-# Rows an expert from which a product each is faster than PyTorch's grouped ones in float32: on 2 cores of an AMD EPYC
-# 128 rows of 256 x 512 take 112 us instead of 225, some 32 rows 76 instead of 56.
-_MIN_ROWS_ALONE = 64
+# Rows an expert from which oneDNN's products, one each, are faster than PyTorch's grouped ones in float32, MKL's: on 2
+# cores of an AMD EPYC 128 rows of 256 x 512 take 112 us instead of 225, some 32 rows 76 instead of 56. On an Intel Xeon
+# MKL takes 0.74 to 0.8 of oneDNN's time for 64 to 256 rows of 512 x 512.
+_CPU_INFO = Path("/proc/cpuinfo")
+_MIN_ROWS_ALONE = math.inf if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO.read_text() else 64
 
 
 def fused_moe(call: MoeCall) -> torch.Tensor:
@@ -81,15 +85,18 @@ def _batch_length(bounds: list[int], num_entries: int, call: MoeCall) -> int:
 
     A batch computes an expert a thread, where a product alone shares out an expert's few rows: on 2 cores 8 rows of 256
     x 512 take 16 us instead of 34 in float32, where 32 gain nothing, and 64 rows 22 instead of 38 in bfloat16. That
-    pays for the padding, and in bfloat16 for the weights of as many experts without entries; one thread gains nothing.
+    pays for the padding, and in bfloat16 for the weights of as many experts without entries. With one thread float32
+    gains nothing; in bfloat16 a batch puts weights in order as it goes, where a product alone does so beforehand: 128
+    and 256 entries of 32 experts take 0.6 to 0.74 of the time, 32 entries 1.1.
     """
     num_experts, is_wide = len(bounds) - 1, call.gate_up.w.dtype == torch.float32
-    if call.is_quantized or bounds[-1] < num_entries or torch.get_num_threads() == 1:
+    is_alone = torch.get_num_threads() == 1
+    if call.is_quantized or bounds[-1] < num_entries or (is_wide and is_alone):
         return 0
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     longest, num_idle = max(counts), counts.count(0)
-    most = 24 if is_wide else 16 + num_entries / num_experts
-    return longest if longest <= most and num_idle * (8 if is_wide else 2) <= num_experts else 0
+    most = 24 if is_wide else 24 + num_entries / num_experts
+    return longest if longest <= most and num_idle * (8 if is_wide or is_alone else 2) <= num_experts else 0
 
 
 def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ def route_tokens(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.T
     num_tokens, num_experts = logits.shape
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else torch.sigmoid(logits)
     choice = logits if routing.correction_bias is None else scores + routing.correction_bias
-    unroutable = (scores.isnan() | choice.isnan()).any(-1, keepdim=True)
     order = choice.sort(dim=-1, descending=True, stable=True).indices
     if routing.topk_groups < routing.num_expert_groups:
         grouped = choice.unflatten(-1, (routing.num_expert_groups, -1))
@@ -28,10 +27,16 @@ def route_tokens(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.T
         order = order.gather(1, is_kept.int().sort(dim=-1, descending=True, stable=True).indices)
     ids = order[:, : routing.top_k]
     weights = scores.gather(1, ids)
+    # NaN sorts first, so a row that has any has it here; infinite logits leave the scores of their row NaN.
+    unroutable = weights[:, :1].isnan()
+    if routing.correction_bias is not None:
+        unroutable |= choice.gather(1, ids[:, :1]).isnan()
     if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True)
-    weights *= routing.routed_scaling_factor
-    shared = torch.arange(num_experts, num_experts + routing.num_shared_experts, device=logits.device)
-    ids = torch.cat([ids, shared.expand(num_tokens, -1)], 1)
-    weights = torch.cat([weights, weights.new_ones(num_tokens, routing.num_shared_experts)], 1)
+    if routing.routed_scaling_factor != 1.0:
+        weights *= routing.routed_scaling_factor
+    if routing.num_shared_experts:
+        shared = torch.arange(num_experts, num_experts + routing.num_shared_experts, device=logits.device)
+        ids = torch.cat([ids, shared.expand(num_tokens, -1)], 1)
+        weights = torch.cat([weights, weights.new_ones(num_tokens, routing.num_shared_experts)], 1)
     return weights.masked_fill_(unroutable, float("nan")), ids.int().masked_fill_(unroutable, -1)
