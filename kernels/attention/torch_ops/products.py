@@ -33,7 +33,9 @@ class GatheredProducts:
 
     def __init__(self, call: AttentionCall, batch: SequenceBatch, dtype: torch.dtype = torch.float32) -> None:
         self.softmax_scale = call.softmax_scale
-        self.keys, self.values = (_gather(cache, batch, batch.layout).to(dtype) for cache in (call.k_cache, call.v_cache))
+        self.keys, self.values = (
+            _gather(cache, batch, batch.layout).to(dtype) for cache in (call.k_cache, call.v_cache)
+        )
         k_scale, v_scale = call.row_scales
         if k_scale is not None and v_scale is not None:
             self.keys *= _gather(k_scale.unsqueeze(-1), batch, None)
