@@ -61,7 +61,7 @@ HOLDS = {
     "paged/cache/blocks": "the block pool",
     "paged/cache/prefix": "the prefix index",
     "paged/interop": "others' functions, on ours",
-    "paged/interop/vllm_engine": "the backend in vLLM's engine",
+    "paged/interop/vllm_engine": "a backend in vLLM",
 }
 # Colours by what they fill: light, dark.
 COLOURS = {
