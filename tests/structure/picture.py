@@ -15,7 +15,7 @@ from tests.structure.layers import Entry, are_joined, rows_of
 
 PATH = ROOT / "docs" / "folders.svg"
 WIDTH = 1080
-BOX_WIDTH, BOX_HEIGHT, PASS_WIDTH = 192, 42, 20
+BOX_WIDTH, BOX_HEIGHT, PASS_WIDTH = 202, 42, 20
 GAP, ROW_GAP, FRAME_HEAD, FRAME_GAP = 16, 24, 30, 30
 NAME_SIZE, LINE_SIZE = 12, 11
 # One line of what a folder holds.
