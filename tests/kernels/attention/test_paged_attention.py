@@ -171,7 +171,7 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
 
 def test_deterministic_results_do_not_depend_on_the_batch(backend: str, device: torch.device) -> None:
     lengths = ((1, 3000), *(((1, 400),) * 9), (70, 200), (3, 1500))
-    if backend == "torch":  # where it is padding that would show
+    if backend != "triton":  # where it is padding that would show
         lengths = ((1, 299), (1, 263), (1, 177), (3, 50), (3, 31), (70, 200), (61, 181))
     tensors = make(Problem("", lengths, heads=(2, 1)), device)
     starts = tensors.cu_seqlens_q.tolist()
