@@ -31,14 +31,16 @@ class Row:
         return found | times
 
 
-def check_same_texts(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int) -> None:
-    """At least 90 % of the texts begin alike: rounding may turn one where two logits are almost equal.
+def check_same_texts(
+    ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int, share: float = 0.9
+) -> None:
+    """At least this share of the texts begin alike: rounding may turn one where two logits are almost equal.
 
     Raises:
         WrongResultError: fewer do.
     """
     same = sum(list(one[:length]) == list(other[:length]) for one, other in zip(ours, theirs, strict=True))
-    if same < 0.9 * len(ours):
+    if same < share * len(ours):
         raise WrongResultError(f"{same} of {len(ours)} texts are those of the peer")
 
 

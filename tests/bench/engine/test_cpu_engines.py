@@ -79,7 +79,7 @@ def test_row_holds_both_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_texts_get_no_speed() -> None:
-    with pytest.raises(WrongResultError, match="of 2 texts"):
+    with pytest.raises(WrongResultError, match="of 32 texts"):
         _measured()
 
 
