@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Event
@@ -83,11 +83,11 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
 def has_numba() -> bool:
     """Whether loops compiled by numba can run here: it is installed, and PyTorch has brought an OpenMP for all."""
     try:
-        is_installed = importlib.util.find_spec("numba") is not None
-    except ValueError:  # it was kept from being imported
+        importlib.import_module("numba")
+    except Exception:  # it is not installed, or does not fit the NumPy there is, which it says in many ways
         return False
     names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
-    return is_installed and all(hasattr(ctypes.CDLL(None), name) for name in names)
+    return all(hasattr(ctypes.CDLL(None), name) for name in names)
 
 
 def load_numba() -> bool:
