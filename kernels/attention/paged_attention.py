@@ -27,7 +27,8 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Sequences, check_sequences, checks_ids
-from paged.kernels.common.launch import call_key
+from paged.kernels.common.launch import Launch, call_key
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 
@@ -131,17 +132,20 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    launches, key, is_checked = None, None, False
+    launches: list[Launch] | LoopLaunch | None = None
+    key, is_checked = None, False
     if isinstance(plan, AttentionPlan):
         # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
         flags = causal if is_causal is None else id(is_causal), is_causal is None, id(mask), deterministic, return_lse
         both = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
         is_view = both and k_cache.data_ptr() == v_cache.data_ptr()
-        values = is_view, max_seqlen_q, softmax_scale, left, right, attention_chunk_size, softcap, *flags
+        # Loops check the table's blocks as they are prepared; the plan keeps it.
+        table = id(block_table) if isinstance(q, torch.Tensor) and q.is_cpu else None
+        values = table, is_view, max_seqlen_q, softmax_scale, left, right, attention_chunk_size, softcap, *flags
         key = call_key("paged_attention", (*tensors.values(), out), *values)
         launches = plan.launches.get(key)
         is_planned = plan.cu_seqlens_q is cu_seqlens_q and plan.seq_lens is seq_lens
-        is_checked = launches is not None and is_planned and not checks_ids(q)
+        is_checked = is_planned and (isinstance(launches, LoopLaunch) or (launches is not None and not checks_ids(q)))
     if not is_checked:
         check_is_tensor("q", q)
         max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), q.shape[0] if q.dim() else 0)
@@ -181,7 +185,9 @@ def paged_attention(
         )
         _check_options(call)
         if not by_triton:
-            torch_op.paged_attention(call, plan)
+            loops = torch_op.paged_attention(call, plan)
+            if plan is not None and loops is not None and key is not None:
+                plan.launches[key] = loops
             return (out, lse) if lse is not None else out
         if plan is None:
             max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
@@ -189,7 +195,11 @@ def paged_attention(
         launches = prepare(call, plan)
         if key is not None:
             plan.launches[key] = launches
-    launch(launches, tensors, out, lse)
+    if isinstance(launches, LoopLaunch):
+        assert plan is not None
+        launches({**tensors, "cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens, "out": out.zero_()})
+    else:
+        launch(launches, tensors, out, lse)
     return (out, lse) if lse is not None else out
 
 

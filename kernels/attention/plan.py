@@ -23,6 +23,7 @@ from paged.kernels.common.checks import check_tensor
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.launch import Launch, launch
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.scalars import as_int
 
 _INT32_MAX = 2**31 - 1
@@ -105,7 +106,7 @@ class AttentionPlan:
         # Flags and masks are kept with what was made of them, so that no other tensor can get their `id`.
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
-        self.launches: dict[Hashable, list[Launch]] = {}
+        self.launches: dict[Hashable, list[Launch] | LoopLaunch] = {}
         # What the PyTorch implementation reads and masks.
         self.batches: SharedBatches = {}
         self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}

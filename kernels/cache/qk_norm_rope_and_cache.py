@@ -17,10 +17,11 @@ from paged.kernels.common.checks import (
     refuse_gradients,
 )
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import cpu_op, use_triton
+from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, call_key, keep, known, strides
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
@@ -166,17 +167,20 @@ def qk_norm_rope_and_cache(
         eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
         write.check("k", "v")
         _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
-        if not use_triton(q):
-            return cpu_op(torch_op, *write[:4], k_scale, v_scale, weights=[q_weight, k_weight]).qk_norm_rope_and_cache(
+        if use_triton(q):
+            if k.shape[0] * (q.shape[1] + k.shape[1]) * k.shape[2] > 0:
+                launch = keep(key, _prepare(q, write, cos_sin_cache, eps, interleaved))
+        elif loops := loops_of(torch_op, *write[:4], k_scale, v_scale, weights=[q_weight, k_weight]):
+            launch = keep(key, loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved))
+        else:
+            return torch_op.qk_norm_rope_and_cache(
                 q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
             )
-    if checks_ids(q):
+    if not isinstance(launch, LoopLaunch) and checks_ids(q):
         check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
     if launch is None:
-        if k.shape[0] * (q.shape[1] + k.shape[1]) * k.shape[2] == 0:
-            return q
-        launch = keep(key, _prepare(q, write, cos_sin_cache, eps, interleaved))
-    launch(
+        return q
+    has_wrong_ids = launch(
         {
             "q_ptr": q,
             "k_ptr": k,
@@ -188,6 +192,8 @@ def qk_norm_rope_and_cache(
             "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
         }
     )
+    if has_wrong_ids:
+        check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=False)
     return q
 
 

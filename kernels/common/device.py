@@ -99,23 +99,29 @@ def load_numba() -> bool:
     return _NUMBA_IS_WANTED.is_set()
 
 
-def cpu_op(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
-    """The module that computes where Triton does not: `torch_op`, or its namesake in numba_ops.
+def wants_loops() -> bool:
+    """Whether what numba compiles is to run on CPU tensors where it can: it is loaded, unless PAGED_BACKEND (`torch` or
+    `numba`) overrides that."""
+    choice = setting("PAGED_BACKEND")
+    return choice == "numba" or (choice != "torch" and _NUMBA_IS_WANTED.is_set())
 
-    That is taken for tensors on the CPU of one type, float32 or bfloat16, and weights of that type or float32, where
-    numba is there and loaded; PAGED_BACKEND (`torch` or `numba`) overrides the last.
+
+def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
+    """The namesake in numba_ops of `torch_op`, whose `prepare` makes a `LoopLaunch`; None where that computes itself.
+
+    It is taken where it is wanted, for tensors on the CPU of one type, float32 or bfloat16, and weights of that type or
+    float32.
 
     Raises:
         UnsupportedError: numba was asked for where it cannot run.
     """
-    choice = setting("PAGED_BACKEND")
-    if choice == "torch" or not (choice == "numba" or _NUMBA_IS_WANTED.is_set()):
-        return torch_op
+    if not wants_loops():
+        return None
     if not has_numba():
         raise UnsupportedError("the numba backend cannot run: numba is not installed, or PyTorch has no GNU OpenMP")
     given = [tensor for tensor in tensors if tensor is not None]
     dtype = given[0].dtype
     is_one = dtype in LOOP_DTYPES and all(tensor.dtype == dtype and tensor.is_cpu for tensor in given)
     if not is_one or any(weight is not None and weight.dtype not in (dtype, torch.float32) for weight in weights):
-        return torch_op
+        return None
     return importlib.import_module(torch_op.__name__.replace("torch_ops", "numba_ops"))

@@ -13,6 +13,7 @@ import torch
 
 from paged.kernels.common.compat import TensorDescriptor, interpreting, setting, triton
 from paged.kernels.common.compilation import collecting
+from paged.kernels.common.device import wants_loops
 
 _T = TypeVar("_T")
 # Numbers of rows that between them lead to every tile of rows, which holds a power of two of them, 1,024 at most.
@@ -95,7 +96,7 @@ def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Ha
     if not (_CONSTANT.issuperset(types) or all(map(_is_constant, types))):
         return None
     try:
-        if not (tensors[0].is_cuda or interpreting()):  # type: ignore[union-attr]
+        if not (tensors[0].is_cuda or wants_loops() or interpreting()):  # type: ignore[union-attr]
             return None
         return operation, signatures(tensors), types, values, setting("PAGED_BACKEND")
     except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory, as the checks will report

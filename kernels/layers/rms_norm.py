@@ -6,7 +6,7 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, output, refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import cpu_op, use_triton
+from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of
 from paged.kernels.common.torch_ops import rms_norm as torch_op
@@ -70,11 +70,14 @@ def rms_norm(
         eps = check_eps(eps)
         _check(x, weight)
         out = output(out, x.shape, x)
-        if not use_triton(x):
-            return cpu_op(torch_op, x, weights=[weight]).rms_norm(x, weight, eps, out=out)
         if x.numel() == 0:
             return out
-        launch = keep(key, _prepare(rows_of(x), eps))
+        if use_triton(x):
+            launch = keep(key, _prepare(rows_of(x), eps))
+        elif loops := loops_of(torch_op, x, weights=[weight]):
+            launch = keep(key, loops.prepare(rows_of(x), weight, eps, has_residual=False))
+        else:
+            return torch_op.rms_norm(x, weight, eps, out=out)
     elif out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
@@ -106,11 +109,14 @@ def fused_add_rms_norm(
         if not (x.is_contiguous() and residual.is_contiguous()):
             strides = f"{x.stride()}, {residual.stride()}"
             raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
-        if not use_triton(x):
-            return cpu_op(torch_op, x, weights=[weight]).fused_add_rms_norm(x, residual, weight, eps)
         if x.numel() == 0:
             return x, residual
-        launch = keep(key, _prepare(rows_of(x), eps))
+        if use_triton(x):
+            launch = keep(key, _prepare(rows_of(x), eps))
+        elif loops := loops_of(torch_op, x, weights=[weight]):
+            launch = keep(key, loops.prepare(rows_of(x), weight, eps, has_residual=True))
+        else:
+            return torch_op.fused_add_rms_norm(x, residual, weight, eps)
     launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
     return x, residual
 

@@ -6,7 +6,7 @@ import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, output, refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import cpu_op, use_triton
+from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
 from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of, tile
@@ -63,11 +63,14 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
         if x.dim() == 0 or x.shape[-1] % 2:
             raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
         out = output(out, (*x.shape[:-1], x.shape[-1] // 2), x)
-        if not use_triton(x):
-            return cpu_op(torch_op, x).silu_and_mul(x, activation, out=out)
         if out.numel() == 0:
             return out
-        launch = keep(key, _prepare(rows_of(x), activation))
+        if use_triton(x):
+            launch = keep(key, _prepare(rows_of(x), activation))
+        elif activation == "silu" and (loops := loops_of(torch_op, x)):
+            launch = keep(key, loops.prepare(rows_of(x)))
+        else:
+            return torch_op.silu_and_mul(x, activation, out=out)
     elif out is None:
         out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
     launch({"x_ptr": rows_of(x), "out_ptr": out})

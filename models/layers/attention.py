@@ -62,12 +62,13 @@ class Attention(nn.Module):
         self.eps = config.norms.eps
         q_size, k_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         has_k = layer.shares_kv_with is None
-        self.sizes = {
+        sizes = {
             "q_proj": q_size,
             **({"k_proj": k_size} if has_k else {}),
             **({"v_proj": layer.num_kv_heads * layer.v_head_dim} if has_k and not layer.k_eq_v else {}),
         }
-        parts = {"qkv_proj": sum(self.sizes.values())} if layer.fused else self.sizes
+        self.sizes = list(sizes.values())
+        parts = {"qkv_proj": sum(self.sizes)} if layer.fused else sizes
         self.qkv_proj = Linear(config.hidden_size, parts, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
         widths = {"head": (layer.head_dim, layer.head_dim), "width": (q_size, k_size)}
@@ -95,7 +96,7 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         layer = self.config
         block_table, slot_mapping = metadata.table(self.table)
-        q, *kv = self.qkv_proj(hidden, metadata.lora).split(list(self.sizes.values()), dim=-1)
+        q, *kv = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
         q, q_weight = self._norm(self.q_norm, q)
         q = q.unflatten(-1, (-1, layer.head_dim))
         if kv:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paged.kernels.attention.call import AttentionCall
 from paged.kernels.attention.torch_ops.batches import SequenceBatch, sequence_batches
 from paged.kernels.attention.torch_ops.products import GatheredProducts, products_of
-from paged.kernels.common.device import cpu_op
+from paged.kernels.common.device import loops_of
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.torch_ops.linear import multiplies_bf16
 
 if TYPE_CHECKING:
@@ -21,19 +22,28 @@ if TYPE_CHECKING:
 _MAX_ROWS_IN_LOOPS = 16
 
 
-def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
-    """PyTorch implementation of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`."""
+def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> LoopLaunch | None:
+    """PyTorch implementation of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`.
+
+    Returns a launch that does the same over zeros for other tensors like the call's, where there is one: with the
+    lengths and the block table of the call, whose ids are checked here.
+    """
     q, out, lse = call.q, call.out, call.lse
     num_kv_heads, (k_scale, v_scale) = call.k_cache.shape[2], call.head_scales
     # Scores that no result needs, PyTorch's fused attention never writes: a third of the time for a long chunk.
     is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
-    max_in_loops = _max_queries_in_loops(call) if is_plain else 0
+    loops: Any = None
+    max_in_loops = 0
+    if is_plain:
+        loops, max_in_loops = _loops(call)
     batches = sequence_batches(
         call, {} if plan is None else plan.batches, keeps_scores=not is_plain, min_queries=max_in_loops + 1
     )
     out.zero_()
-    if max_in_loops > 0:
-        cpu_op(sys.modules[__name__], q).paged_attention(call, max_in_loops)
+    launch: LoopLaunch | None = loops.prepare(call, max_in_loops) if max_in_loops > 0 else None
+    if launch is not None:
+        lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seq_lens": call.seq_lens.contiguous()}
+        launch({**vars(call), **lengths})
     if lse is not None:
         lse.fill_(-math.inf)
         if call.sinks is not None:
@@ -57,15 +67,15 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> None:
         out.index_copy_(0, batch.rows, rows.to(out.dtype))
         if batch.blind_rows is not None:
             out.index_fill_(0, batch.blind_rows, 0.0)
+    return None if batches else launch
 
 
-def _max_queries_in_loops(call: AttentionCall) -> int:
-    """Queries of a sequence up to which loops compiled by numba take it, 0 where they cannot take the call."""
-    module = sys.modules[__name__]
-    has_loops = cpu_op(module, call.q, call.k_cache, call.v_cache, *call.head_scales) is not module
-    if not has_loops or call.mask is not None or call.is_causal is not None or call.head_scales != (None, None):
-        return 0
-    return _MAX_ROWS_IN_LOOPS * call.k_cache.shape[2] // call.q.shape[1]
+def _loops(call: AttentionCall) -> tuple[Any, int]:
+    """Loops that numba compiles, and queries of a sequence up to which they take it: 0 where not this call."""
+    loops = loops_of(sys.modules[__name__], call.q, call.k_cache, call.v_cache)
+    if loops is None or call.mask is not None or call.is_causal is not None or call.head_scales != (None, None):
+        return None, 0
+    return loops, _MAX_ROWS_IN_LOOPS * call.k_cache.shape[2] // call.q.shape[1]
 
 
 def _stays_narrow(call: AttentionCall) -> bool:

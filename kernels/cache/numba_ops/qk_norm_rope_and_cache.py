@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.cache.write import CacheWrite
-from paged.kernels.common.id_checks import check_all_ids
 from paged.kernels.common.numba_ops.kernel import (
     Kernel,
     as_float,
@@ -20,8 +19,8 @@ from paged.kernels.common.numba_ops.kernel import (
     thread_index,
     unpack,
 )
+from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.rms_norm import inverse_rms
-from paged.kernels.common.rotation import positions_of
 
 
 @device_function
@@ -104,30 +103,23 @@ def _qk_norm_rope_and_cache(arguments):
         arguments[0] = 1
 
 
-def qk_norm_rope_and_cache(
+def prepare(
     q: torch.Tensor,
     write: CacheWrite,
-    positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
     *,
     eps: float,
     interleaved: bool,
-) -> torch.Tensor:
-    """Implementation by numba of `kernels.cache.qk_norm_rope_and_cache`, for caches of q's type."""
-    k, v, k_cache, v_cache, slots, *_ = write
-    (num_tokens, num_q_heads, size), (_, num_kv_heads, v_size) = q.shape, v.shape
-    slots, positions = slots.contiguous(), positions.contiguous()
-    weights = [None if weight is None else weight.contiguous() for weight in (q_weight, k_weight)]
-    wide = torch.empty(torch.get_num_threads() * size)
-    is_wrong = _qk_norm_rope_and_cache(
-        num_tokens * (num_q_heads + 2 * num_kv_heads) * size * 4,
+) -> LoopLaunch:
+    """A launch for caches of q's type; its status is 1, and nothing is written, where an id is out of range."""
+    (num_tokens, num_q_heads, size), (_, num_kv_heads, v_size) = q.shape, write.value.shape
+    k_cache, v_cache = write.k_cache, write.v_cache
+    arguments: tuple[int | str, ...] = (
         q.dtype == torch.bfloat16,
-        weights[0] is not None and weights[0].dtype == torch.bfloat16,
-        *(tensor.data_ptr() for tensor in (q, k, v, k_cache, v_cache)),
-        *(0 if weight is None else weight.data_ptr() for weight in weights),
-        *(tensor.data_ptr() for tensor in (slots, positions, cos_sin_cache, wide)),
+        q_weight is not None and q_weight.dtype == torch.bfloat16,
+        *("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "q_weight_ptr", "k_weight_ptr"),
+        *("slot_mapping_ptr", "positions_ptr", "cos_sin_cache_ptr", SCRATCH),
         num_tokens,
         num_q_heads,
         num_kv_heads,
@@ -139,13 +131,9 @@ def qk_norm_rope_and_cache(
         len(cos_sin_cache),
         interleaved,
         bits(eps),
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *(step for tensor in (q, write.key, write.value) for step in tensor.stride()[:2]),
+        *(step for tensor in (k_cache, v_cache) for step in tensor.stride()[:3]),
         cos_sin_cache.stride(0),
     )
-    if is_wrong:
-        check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=False)
-    return q
+    work = num_tokens * (num_q_heads + 2 * num_kv_heads) * size * 4
+    return LoopLaunch(_qk_norm_rope_and_cache.address, work, arguments, scratch_size=size)

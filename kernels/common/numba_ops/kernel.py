@@ -1,11 +1,7 @@
-"""Loops for a CPU, compiled by numba and run by the threads that PyTorch has: what such kernels are made of.
-
-A kernel takes the address of an int64 array with its arguments: `status`, which it may set, then addresses and sizes.
-"""
+"""Loops for a CPU, compiled by numba: what such kernels are made of; `LoopLaunch` runs them."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import struct
 from collections.abc import Callable
@@ -14,17 +10,12 @@ from typing import Any, ClassVar
 
 import numba
 import numpy as np
-import torch
 from numba import types
 from numba.extending import intrinsic, overload
 
 _LOG = logging.getLogger("paged")
-# Elements, or products of two, that a thread is worth: two threads need 5 us to begin and to meet.
-_WORK_OF_A_THREAD = 16384
 # NaN and infinities are results like others.
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-# PyTorch loads its OpenMP for all of the process: kernels then share its threads, which would else wait for each other.
-_process = ctypes.CDLL(None)
 _thread = types.ExternalFunction("omp_get_thread_num", types.int32())
 _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 
@@ -32,7 +23,8 @@ device_function = numba.njit(fastmath=_FASTMATH, error_model="numpy")
 
 
 class Kernel:
-    """A function of one array of arguments as machine code, which all threads of a call run side by side.
+    """A function of one array of int64, see `LoopLaunch`, as machine code, which all threads of a
+    call run side by side.
 
     numba keeps the code beside the file or in the user's cache, and compiles anew once the file has changed; what a
     kernel takes from other files does not count.
@@ -56,13 +48,6 @@ class Kernel:
             compiled = numba.cfunc(signature, **options)(self._body)
         address: int = compiled.address
         return address
-
-    def __call__(self, work: int, *arguments: int) -> int:
-        """Run, and return the status, 0 where the kernel does not set it. work: products, or elements, there are."""
-        values = (ctypes.c_int64 * (1 + len(arguments)))(0, *arguments)
-        threads = max(1, min(torch.get_num_threads(), work // _WORK_OF_A_THREAD))
-        _process.GOMP_parallel(ctypes.c_void_p(self.address), values, threads, 0)
-        return values[0]
 
 
 def bits(number: float) -> int:

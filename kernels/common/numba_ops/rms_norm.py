@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.common.launch import rows_of
 from paged.kernels.common.numba_ops.kernel import (
     Kernel,
     as_float,
@@ -18,6 +17,7 @@ from paged.kernels.common.numba_ops.kernel import (
     store,
     unpack,
 )
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 
 
 @device_function
@@ -60,34 +60,11 @@ def _rms_norm(arguments):
         _normalise(bfloats(x), bfloats(residual), floats(weight), bfloats(out), *sizes)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor) -> torch.Tensor:
-    """Implementation by numba of `kernels.layers.rms_norm`."""
-    _run(rows_of(x), None, weight, eps, out)
-    return out
-
-
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implementation by numba of `kernels.layers.fused_add_rms_norm`."""
-    _run(rows_of(x), residual, weight, eps, x)
-    return x, residual
-
-
-def _run(
-    rows: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
-) -> None:
+def prepare(rows: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: bool) -> LoopLaunch:
+    """A launch for tensors like `rows` [num_rows, size], the residual and the result contiguous."""
     num_rows, size = rows.shape
-    _rms_norm(
-        num_rows * size,
-        rows.dtype == torch.bfloat16,
-        weight.dtype == torch.bfloat16,
-        rows.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        size,
-        rows.stride(0),
-        bits(eps),
-    )
+    is_bf16, has_bf16_weight = rows.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
+    residual = "residual_ptr" if has_residual else 0
+    tensors = "x_ptr", residual, "weight_ptr", "out_ptr"
+    arguments = is_bf16, has_bf16_weight, *tensors, num_rows, size, rows.stride(0), bits(eps)
+    return LoopLaunch(_rms_norm.address, num_rows * size, arguments)

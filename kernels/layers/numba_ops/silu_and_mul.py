@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged.kernels.common.launch import rows_of
 from paged.kernels.common.numba_ops.kernel import (
     Kernel,
     bfloats,
@@ -17,7 +16,7 @@ from paged.kernels.common.numba_ops.kernel import (
     store,
     unpack,
 )
-from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 
 _LOG2_E = np.float32(1.4426950408889634)
 
@@ -41,12 +40,8 @@ def _silu_and_mul(arguments):
         _activate(floats(x), floats(out), num_rows, size, stride)
 
 
-def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> torch.Tensor:
-    """Implementation by numba of `kernels.layers.silu_and_mul`; others than SiLU are PyTorch's."""
-    if activation != "silu":
-        return torch_op.silu_and_mul(x, activation, out=out)
-    rows = rows_of(x)
+def prepare(rows: torch.Tensor) -> LoopLaunch:
+    """A launch of SiLU for tensors like `rows` [num_rows, 2 * size], the result contiguous."""
     num_rows, size = rows.shape[0], rows.shape[1] // 2
-    is_bf16 = rows.dtype == torch.bfloat16
-    _silu_and_mul(rows.numel() * 4, is_bf16, rows.data_ptr(), out.data_ptr(), num_rows, size, rows.stride(0))
-    return out
+    arguments = rows.dtype == torch.bfloat16, "x_ptr", "out_ptr", num_rows, size, rows.stride(0)
+    return LoopLaunch(_silu_and_mul.address, rows.numel() * 4, arguments)

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from paged.kernels.common import device as device_module
+from paged.kernels.common.launch import forget_launches
+from paged.kernels.common.numba_ops import launch
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 from tests.backends import needs_numba
 from tests.kernels.attention import test_paged_attention as attention
@@ -26,11 +28,10 @@ PROBLEMS = [problem for problem in attention.PROBLEMS if problem.dtype == torch.
 @pytest.fixture(params=[1, 3])
 def _numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call by so many threads, however small."""
-    from paged.kernels.common.numba_ops import kernel
-
+    forget_launches()
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    monkeypatch.setattr(kernel, "_WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
 
 
 by_numba = [needs_numba, pytest.mark.usefixtures("_numba")]
@@ -74,7 +75,7 @@ def test_only_where_a_model_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) 
     rows, half = torch.randn(2, 8), torch.randn(2, 8).half()
 
     def has_loops(*tensors: torch.Tensor, **weights: list[torch.Tensor]) -> bool:
-        return device_module.cpu_op(torch_op, *tensors, **weights) is not torch_op
+        return device_module.loops_of(torch_op, *tensors, **weights) is not None
 
     monkeypatch.delenv("PAGED_BACKEND", raising=False)
     monkeypatch.setattr(device_module, "_NUMBA_IS_WANTED", type(device_module._NUMBA_IS_WANTED)())

@@ -1,0 +1,48 @@
+"""Launches of loops that numba compiled, on the threads that PyTorch has; it needs no numba itself."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+# Elements, or products of two, that a thread is worth: two threads need 5 us to begin and to meet.
+_WORK_OF_A_THREAD = 16384
+SCRATCH = "scratch"
+# PyTorch loads its OpenMP for all of the process: loops then share its threads, which would else wait for each other.
+_run_in_parallel: Any = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+if _run_in_parallel is not None:
+    _run_in_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    _run_in_parallel.restype = None
+
+
+class LoopLaunch:
+    """One kernel, run again and again with tensors that differ in their addresses alone: what `Launch` is to Triton's.
+
+    The kernel takes an array of int64: a status, which it may set, then its arguments.
+    """
+
+    def __init__(self, address: int, work: int, arguments: Sequence[int | str], *, scratch_size: int = 0) -> None:
+        """address: of the kernel's code. work: products, or elements, there are. arguments: numbers, and names of
+        tensors, whose addresses they are, or `SCRATCH`: `scratch_size` float32 for each thread.
+        """
+        self._address = address
+        self._most_threads = max(1, work // _WORK_OF_A_THREAD)
+        self._scratch_size = scratch_size
+        self._values = array("q", [0, *(0 if isinstance(value, str) else value for value in arguments)])
+        self._positions = [(at, name) for at, name in enumerate(arguments, 1) if isinstance(name, str)]
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
+        """Run, and return the status, 0 where the kernel does not set it."""
+        threads = min(torch.get_num_threads(), self._most_threads)
+        values = self._values[:]
+        scratch = torch.empty(threads * self._scratch_size) if self._scratch_size else None
+        for at, name in self._positions:
+            tensor = scratch if name == SCRATCH else tensors[name]
+            if tensor is not None:
+                values[at] = tensor.data_ptr()
+        _run_in_parallel(self._address, values.buffer_info()[0], threads, 0)
+        return values[0]
