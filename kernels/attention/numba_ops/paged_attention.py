@@ -24,11 +24,13 @@ from paged.kernels.common.numba_ops.kernel import (
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.vectors import (
     LANES,
+    exp2_of,
     fill,
     larger,
     largest_of,
     load_vector,
     multiply_add,
+    store_sums,
     store_vector,
     sum_of,
 )
@@ -95,14 +97,10 @@ def _score_4(scratch, query, cache, key, stride, size, to):
         p1 = multiply_add(q, load_vector(cache, key + stride + i), p1)
         p2 = multiply_add(q, load_vector(cache, key + 2 * stride + i), p2)
         p3 = multiply_add(q, load_vector(cache, key + 3 * stride + i), p3)
-    s0, s1, s2, s3 = sum_of(p0), sum_of(p1), sum_of(p2), sum_of(p3)
+    store_sums(scratch, to, p0, p1, p2, p3)
     for i in range(whole, size):
-        q_i = scratch[query + i]
-        s0 += q_i * load(cache, key + i)
-        s1 += q_i * load(cache, key + stride + i)
-        s2 += q_i * load(cache, key + 2 * stride + i)
-        s3 += q_i * load(cache, key + 3 * stride + i)
-    scratch[to], scratch[to + 1], scratch[to + 2], scratch[to + 3] = s0, s1, s2, s3
+        for j in range(4):
+            scratch[to + j] += scratch[query + i] * load(cache, key + j * stride + i)
 
 
 @device_function
@@ -130,13 +128,22 @@ def _weights(scratch, scores, num_keys, largest):
         most = larger(most, load_vector(scratch, scores + j))
     most_of_all = largest_of(most)
     shift = np.float32(0) if most_of_all == np.float32(-np.inf) else most_of_all  # rows that see nothing yet
-    total = np.float32(0)
+    one, below, total = fill(np.float32(1)), fill(-shift), fill(np.float32(0))
     for j in range(0, num_keys, LANES):
-        for lane in range(LANES):
-            weight = exp2(scratch[scores + j + lane] - shift)
-            scratch[scores + j + lane] = weight
-            total += weight
-    return most_of_all, exp2(largest - shift), total
+        weights = exp2_of(multiply_add(one, load_vector(scratch, scores + j), below))
+        store_vector(scratch, scores + j, weights)
+        total = multiply_add(one, weights, total)
+    return most_of_all, exp2(largest - shift), sum_of(total)
+
+
+@device_function
+def _scale(scratch, start, size, factor):
+    whole = size // LANES * LANES
+    for i in range(0, whole, LANES):
+        scaled = multiply_add(load_vector(scratch, start + i), fill(factor), fill(np.float32(0)))
+        store_vector(scratch, start + i, scaled)
+    for i in range(whole, size):
+        scratch[start + i] *= factor
 
 
 @device_function
@@ -198,8 +205,7 @@ def _attend_head(
             most, rescale, total = _weights(scratch, at_scores, padded, scratch[largest + r])
             scratch[largest + r] = most
             scratch[totals + r] = scratch[totals + r] * rescale + total
-            for i in range(v_size):
-                scratch[sums + r * v_size + i] *= rescale
+            _scale(scratch, sums + r * v_size, v_size, rescale)
         j = 0
         while j < num_keys:
             start, run = _run_of_keys(block_table, table, tile + j, num_keys - j, block_size, v_block, v_slot)

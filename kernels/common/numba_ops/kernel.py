@@ -15,11 +15,11 @@ from numba.extending import intrinsic, overload
 
 _LOG = logging.getLogger("paged")
 # NaN and infinities are results like others.
-_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 _thread = types.ExternalFunction("omp_get_thread_num", types.int32())
 _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 
-device_function = numba.njit(fastmath=_FASTMATH, error_model="numpy")
+device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
 
 
 class Kernel:
@@ -39,7 +39,7 @@ class Kernel:
     @cached_property
     def address(self) -> int:
         """That of the machine code; the first use compiles it, or reads what was compiled before."""
-        options = {"fastmath": _FASTMATH, "error_model": "numpy"}
+        options = {"fastmath": FASTMATH, "error_model": "numpy"}
         signature = types.void(types.CPointer(types.int64))
         try:
             compiled = numba.cfunc(signature, cache=True, **options)(self._body)
@@ -134,18 +134,24 @@ def _store(pointer, index, value):
     return write
 
 
+# 2^x is 0 below, infinite above; the minimax polynomial of 2^x on [0, 1), its highest power first.
+EXP2_RANGE = -127.0, 128.0
+EXP2_COEFFICIENTS = 1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1
+
+
 @device_function
 def exp2(x):
-    """2^x, to 2e-7 of it: 0 below -127, infinite from 128 on. As arithmetic, so that loops of it become vectors."""
-    x = np.float32(-127.0) if x < np.float32(-127.0) else x
-    x = np.float32(128.0) if x > np.float32(128.0) else x
+    """2^x, to 2e-7 of it. As arithmetic, so that loops of it become vectors."""
+    low, high = EXP2_RANGE
+    c5, c4, c3, c2, c1, c0 = EXP2_COEFFICIENTS
+    x = np.float32(low) if x < np.float32(low) else x
+    x = np.float32(high) if x > np.float32(high) else x
     whole = np.floor(x)
     part = x - whole
-    # The minimax polynomial of 2^part on [0, 1).
-    result = np.float32(1.8775767e-3)
-    result = result * part + np.float32(8.9893397e-3)
-    result = result * part + np.float32(5.5826318e-2)
-    result = result * part + np.float32(2.4015361e-1)
-    result = result * part + np.float32(6.9315308e-1)
-    result = result * part + np.float32(9.9999994e-1)
+    result = np.float32(c5)
+    result = result * part + np.float32(c4)
+    result = result * part + np.float32(c3)
+    result = result * part + np.float32(c2)
+    result = result * part + np.float32(c1)
+    result = result * part + np.float32(c0)
     return result * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -6,18 +6,21 @@ of a small head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import errors
+from numba.core import cgutils, errors
 from numba.extending import intrinsic, models, register_model
+
+from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH
 
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
-_FLAGS = ("reassoc", "contract", "arcp", "nsz")
+_FLAGS = tuple(FASTMATH)
+_Combine = Callable[[Any, ir.Value, ir.Value], ir.Value]
 
 
 class _VectorType(types.Type):  # type: ignore[misc]
@@ -97,27 +100,89 @@ def larger(_typing_context: Any, a: types.Type, b: types.Type) -> Any:
     return _vector(_vector, _vector), lambda context, builder, _, args: _larger(builder, *args)
 
 
-def _reduce(combine: Callable[[Any, ir.Value, ir.Value], ir.Value]) -> Any:
-    """An intrinsic that folds a vector in halves."""
+def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    """Those lanes of a, then b."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
+
+
+def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine) -> ir.Value:
+    """The halves of a vector combined, and those of the result, until it has `count` lanes."""
+    while (half := vector.type.count // 2) >= count:
+        lanes = range(half), range(half, 2 * half)
+        vector = combine(builder, *(_part(builder, vector, vector, each) for each in lanes))
+    return vector
+
+
+def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.fadd(a, b, flags=_FLAGS)
+
+
+def _reduction(combine: _Combine) -> Any:
+    """An intrinsic that makes one float32 of a vector."""
 
     @intrinsic
     def reduce(_typing_context: Any, vector: types.Type) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-            (folded,) = args
-            while (half := folded.type.count // 2) >= 1:
-                parts = [
-                    builder.shuffle_vector(
-                        folded, folded, ir.Constant(ir.VectorType(_INT, half), list(range(start, start + half)))
-                    )
-                    for start in (0, half)
-                ]
-                folded = combine(builder, *parts)
-            return builder.extract_element(folded, ir.Constant(_INT, 0))
+            return builder.extract_element(_fold(builder, args[0], 1, combine), ir.Constant(_INT, 0))
 
         return types.float32(_vector), generate
 
     return reduce
 
 
-sum_of = _reduce(lambda builder, a, b: builder.fadd(a, b, flags=_FLAGS))
-largest_of = _reduce(_larger)
+sum_of, largest_of = _reduction(_sum), _reduction(_larger)
+
+
+@intrinsic
+def store_sums(
+    _typing_context: Any,
+    pointer: types.Type,
+    index: types.Type,
+    a: types.Type,
+    b: types.Type,
+    c: types.Type,
+    d: types.Type,
+) -> Any:
+    """Write the sums of four vectors, one behind the other, from an index on."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        quarters = [_fold(builder, vector, 4, _sum) for vector in args[2:]]
+        pairs = [
+            _sum(builder, *(_part(builder, a, b, lanes) for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])))
+            for a, b in (quarters[:2], quarters[2:])
+        ]
+        low, high = pairs
+        sums = _sum(builder, *(_part(builder, low, high, lanes) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])))
+        to = builder.bitcast(builder.gep(args[0], [args[1]]), sums.type.as_pointer())
+        builder.store(sums, to, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.CPointer(types.float32), types.int64, *[_vector] * 4), generate
+
+
+@intrinsic
+def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
+    """`exp2` of each."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        def constant(value: float) -> ir.Constant:
+            return ir.Constant(_VECTOR, [value] * LANES)
+
+        def multiply_add(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+            return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
+
+        (x,) = args
+        for word, bound in (("<", EXP2_RANGE[0]), (">", EXP2_RANGE[1])):
+            x = builder.select(builder.fcmp_ordered(word, x, constant(bound)), constant(bound), x)
+        kind = ir.FunctionType(_VECTOR, [_VECTOR])
+        floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
+        whole = builder.call(floor, [x])
+        part, result = builder.fsub(x, whole, flags=_FLAGS), constant(EXP2_COEFFICIENTS[0])
+        for coefficient in EXP2_COEFFICIENTS[1:]:
+            result = multiply_add(result, part, constant(coefficient))
+        words = ir.VectorType(_INT, LANES)
+        exponent = builder.add(builder.fptosi(whole, words), ir.Constant(words, [127] * LANES))
+        power = builder.bitcast(builder.shl(exponent, ir.Constant(words, [23] * LANES)), _VECTOR)
+        return builder.fmul(result, power, flags=_FLAGS)
+
+    return _vector(_vector), generate
