@@ -3,23 +3,31 @@ they are not asked for or not there."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
+import paged
+from paged.bench.attention.problem import make
+from paged.kernels.attention import reference
+from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.common import device as device_module
 from paged.kernels.common.launch import forget_launches
 from paged.kernels.common.numba_ops import launch
 from paged.kernels.common.torch_ops import rms_norm as torch_op
+from paged.kernels.layers import reference as layer_reference
 from tests.backends import needs_numba
 from tests.kernels.attention import test_paged_attention as attention
 from tests.kernels.attention.problem import check
 from tests.kernels.cache import test_qk_norm_rope_and_cache as cache
 from tests.kernels.layers import test_rms_norm as norms
 from tests.kernels.layers import test_silu_and_mul as activations
+from tests.tolerance import assert_close
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PROBLEMS = [problem for problem in attention.PROBLEMS if problem.dtype == torch.float32 and problem.lengths]
@@ -68,6 +76,115 @@ class TestBfloat16:
         assert torch.equal(out.isnan(), torch.tensor([[True, False, False, True]]))
         assert out[0, 2] == -inf
         assert norms.rms_norm(x, torch.ones(8, dtype=BF16)).isnan().all()
+
+
+class TestRepeatedCalls:
+    """Calls that differ from an earlier one in their tensors' addresses alone skip the checks of all but ids."""
+
+    pytestmark = by_numba
+
+    def test_are_not_checked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, residual, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
+        qkv = [torch.randn(3, heads, 16) for heads in (4, 2, 2)]
+        k_cache, v_cache = torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 16)
+        where = torch.tensor([1, 9, -1]), torch.tensor([0, 4, 2]), torch.randn(8, 16)
+        tensors = make(attention.Problem("", ((1, 20), (1, 9))), CPU)
+        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=1, max_seqlen_k=20)
+
+        def results() -> list[torch.Tensor]:
+            """Of tensors at other addresses."""
+            stream, caches = residual.clone(), (k_cache.clone(), v_cache.clone())
+            rotated = paged.qk_norm_rope_and_cache(*(part.clone() for part in qkv), *caches, *where)
+            attended = paged.paged_attention(**{**vars(tensors), "q": tensors.q.clone()}, max_seqlen_q=1, plan=plan)
+            normed = paged.fused_add_rms_norm(x.clone(), stream, weight)
+            return [
+                paged.rms_norm(x.clone(), weight),
+                *normed,
+                paged.silu_and_mul(x.clone()),
+                rotated,
+                *caches,
+                attended,
+            ]
+
+        first = results()
+
+        def refuse(*_arguments: object, **_options: object) -> None:
+            raise AssertionError("checked again")
+
+        for name in ("layers.rms_norm", "layers.silu_and_mul", "cache.write", "attention.paged_attention"):
+            module = import_module(f"paged.kernels.{name}")
+            for checking in [each for each in vars(module) if each.startswith(("check_", "_check"))]:
+                if checking != "checks_ids":
+                    monkeypatch.setattr(module, checking, refuse)
+        for again, before in zip(results(), first, strict=True):
+            assert torch.equal(again, before)
+
+    def test_of_ids_out_of_range_write_nothing(self) -> None:
+        q, k, v = (torch.randn(2, heads, 16) for heads in (4, 2, 2))
+        caches, angles = (torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 16)), torch.randn(8, 16)
+        good = torch.tensor([3, 4])
+        paged.qk_norm_rope_and_cache(q, k, v, *caches, good, good, angles)
+        before = [tensor.clone() for tensor in (q, *caches)]
+        for slots, positions in (([0, 16], [0, 1]), ([0, 1], [0, 8]), ([0, 1], [-1, 0])):
+            with pytest.raises(paged.InvalidInputError, match=r"slot_mapping|positions"):
+                paged.qk_norm_rope_and_cache(q, k, v, *caches, torch.tensor(slots), torch.tensor(positions), angles)
+        assert all(torch.equal(tensor, kept) for tensor, kept in zip((q, *caches), before, strict=True))
+
+    def test_over_another_block_table_are_checked(self) -> None:
+        tensors = make(attention.Problem("", ((1, 20), (1, 9))), CPU)
+        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=1, max_seqlen_k=20)
+        paged.paged_attention(**vars(tensors), max_seqlen_q=1, plan=plan)
+        for block in (-1, len(tensors.k_cache), 2**30):
+            table = tensors.block_table.clone()
+            table[0, 0] = block
+            with pytest.raises(paged.InvalidInputError, match="block_table"):
+                paged.paged_attention(**{**vars(tensors), "block_table": table}, max_seqlen_q=1, plan=plan)
+
+    def test_of_other_options_are_others(self) -> None:
+        """What a launch holds as numbers is in its key."""
+        tensors = make(attention.Problem("", ((1, 20), (2, 9))), CPU)
+        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=2, max_seqlen_k=20)
+        for options in (
+            {},
+            {"softmax_scale": 0.5},
+            {"window_size": (3, 0)},
+            {"attention_chunk_size": 4},
+            {"causal": False},
+        ):
+            for _ in range(2):
+                got = paged.paged_attention(**vars(tensors), **options, max_seqlen_q=2, plan=plan)
+                assert_close(got, reference.paged_attention(**vars(tensors), **options)[0])
+        for eps in (1e-6, 1.0):
+            x, weight = torch.randn(3, 64), torch.randn(64)
+            assert_close(paged.rms_norm(x, weight, eps), layer_reference.rms_norm(x, weight, eps))
+
+
+@needs_numba
+def test_vectors_are_what_floats_are() -> None:
+    """exp2 of each kind, over its whole range, and sums of each length."""
+    import numba
+    import numpy as np
+    from numba import types
+
+    from paged.kernels.common.numba_ops import kernel, vectors
+
+    @numba.cfunc(types.void(types.CPointer(types.float32), types.CPointer(types.float32)))
+    def both(x, out):
+        out_of_vector = vectors.exp2_of(vectors.load_vector(x, np.int64(0)))
+        vectors.store_vector(out, np.int64(0), out_of_vector)
+        for i in range(16):
+            out[16 + i] = kernel.exp2(x[i])
+        out[32], out[33] = vectors.sum_of(out_of_vector), vectors.largest_of(out_of_vector)
+
+    steps = torch.linspace(-150, 123.9, 160).tolist() + [-torch.inf] * 16
+    for start in range(0, len(steps), 16):
+        x, out = torch.tensor(steps[start : start + 16]), torch.empty(34)
+        both.ctypes(*(ctypes.cast(each.data_ptr(), ctypes.POINTER(ctypes.c_float)) for each in (x, out)))
+        want = torch.exp2(x.double())
+        for got in (out[:16], out[16:32]):
+            torch.testing.assert_close(got.double(), want, rtol=3e-7, atol=2.0**-126)
+        torch.testing.assert_close(out[32].double(), want.sum(), rtol=1e-6, atol=2.0**-120)
+        assert out[33] == out[:16].max()
 
 
 @needs_numba
