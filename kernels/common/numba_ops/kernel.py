@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import struct
+import zlib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numba
@@ -22,18 +24,24 @@ _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
 
 
-class Kernel:
-    """A function of one array of int64, see `LoopLaunch`, as machine code, which all threads of a
-    call run side by side.
+@cache
+def _sources() -> str:
+    """A number of what the files say that kernels take device functions from."""
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in sorted(Path(__file__).parent.glob('*.py')))):08x}"
 
-    numba keeps the code beside the file or in the user's cache, and compiles anew once the file has changed; what a
-    kernel takes from other files does not count.
+
+class Kernel:
+    """A function of one array of int64, see `LoopLaunch`, as machine code that all threads of a call run side by side.
+
+    numba keeps the code beside the file or in the user's cache, and compiles anew once that file, or one of this
+    folder, has changed.
     """
 
     made: ClassVar[list[Kernel]] = []
 
     def __init__(self, body: Callable[[Any], None]) -> None:
         self._body = body
+        body.__qualname__ += f"_{_sources()}"  # numba keeps code by that, and looks at the function's own file alone
         self.made.append(self)
 
     @cached_property

@@ -4,10 +4,13 @@ they are not asked for or not there."""
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,6 +188,25 @@ def test_vectors_are_what_floats_are() -> None:
             torch.testing.assert_close(got.double(), want, rtol=3e-7, atol=2.0**-126)
         torch.testing.assert_close(out[32].double(), want.sum(), rtol=1e-6, atol=2.0**-120)
         assert out[33] == out[:16].max()
+
+
+@needs_numba
+def test_compiled_code_is_kept_by_what_it_was_made_of(tmp_path: Path) -> None:
+    """A change of a device function compiles kernels of other files anew; without one they are read."""
+    kernels, copy = Path(paged.__file__).parent / "kernels", tmp_path / "paged" / "kernels"
+    shutil.copytree(kernels, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy.parent / "__init__.py").touch()
+    code = "import paged.kernels.layers.numba_ops.silu_and_mul as module; module._silu_and_mul.address"
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+
+    def kept() -> int:
+        subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+        return len(list(tmp_path.rglob("*.nbc")))
+
+    assert [kept(), kept()] == [1, 1]
+    with (copy / "common" / "numba_ops" / "rms_norm.py").open("a") as file:
+        file.write("# changed")
+    assert [kept(), kept()] == [2, 2]
 
 
 @needs_numba
