@@ -10,34 +10,31 @@ Forward only. A row of queries that sees no key gives 0 and, unlike there, lse -
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paged.errors import InvalidInputError
 from paged.interop.attention import Attention, attend, attend_with_cache
+from paged.interop.ordered import ordered
 
-Window = Sequence[int | None] | None
 # What a function of packed sequences needs.
 PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
+_OPTIONS: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
 
 
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered("q k v", _OPTIONS)
+def flash_attn_func(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_func`: attention of sequences of one length.
 
     Args:
@@ -47,61 +44,23 @@ def flash_attn_func(
     The others, the result and the errors are those of `flash_attn_varlen_func`, with the log-sum-exp
     [batch, num_q_heads, seqlen_q].
     """
-    return _result(attend("flash_attn_func", given_arguments(locals())))
+    return _result(attend("flash_attn_func", given))
 
 
-def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered("q kv", _OPTIONS)
+def flash_attn_kvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_func` with kv [batch, seqlen_k, 2, num_kv_heads, head_dim]."""
-    return _result(attend("flash_attn_kvpacked_func", given_arguments(locals()), "kv"))
+    return _result(attend("flash_attn_kvpacked_func", given, "kv"))
 
 
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered("qkv", _OPTIONS)
+def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]."""
-    return _result(attend("flash_attn_qkvpacked_func", given_arguments(locals()), "qkv"))
+    return _result(attend("flash_attn_qkvpacked_func", given, "qkv"))
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-    **others: Any,
-) -> Result:
+@ordered("q k v", {**dict.fromkeys(PACKED), **_OPTIONS, "block_table": None})
+def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_varlen_func`: attention of sequences of different lengths.
 
     Args:
@@ -136,74 +95,30 @@ def flash_attn_varlen_func(
         InvalidInputError: an argument does not fit, by its name.
         UnsupportedError: an argument that cannot be honoured, by its name; or one that requires a gradient.
     """
-    given = given_arguments(locals())
     _need_key_lengths(given)
     return _result(attend("flash_attn_varlen_func", given, "cu_seqlens_q", "max_seqlen_q"))
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered(f"q kv {' '.join(PACKED)}", _OPTIONS)
+def flash_attn_varlen_kvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
-    return _result(attend("flash_attn_varlen_kvpacked_func", given_arguments(locals()), "kv", *PACKED))
+    return _result(attend("flash_attn_varlen_kvpacked_func", given, "kv", *PACKED))
 
 
-def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered("qkv cu_seqlens max_seqlen", _OPTIONS)
+def flash_attn_varlen_qkvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
-    return _result(
-        attend("flash_attn_varlen_qkvpacked_func", given_arguments(locals()), "qkv", "cu_seqlens", "max_seqlen")
-    )
+    return _result(attend("flash_attn_varlen_qkvpacked_func", given, "qkv", "cu_seqlens", "max_seqlen"))
 
 
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float | None = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    **others: Any,
-) -> Result:
+@ordered(
+    "q k_cache v_cache",
+    dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad"))
+    | {"block_table": None}
+    | {name: _OPTIONS[name] for name in ("softmax_scale", "causal", "window_size", "softcap")}
+    | {"rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False},
+)
+def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_with_kvcache`: new keys and values go to the cache, and the queries attend to all of it.
 
     Args:
@@ -231,13 +146,7 @@ def flash_attn_with_kvcache(
             fit, by its name. The cache is as before.
         UnsupportedError: as in `flash_attn_varlen_func`.
     """
-    return _result(attend_with_cache("flash_attn_with_kvcache", given_arguments(locals())))
-
-
-def given_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A function's locals at its start, with those behind ** among them."""
-    others: dict[str, Any] = arguments.pop("others")
-    return arguments | others
+    return _result(attend_with_cache("flash_attn_with_kvcache", given))
 
 
 def _need_key_lengths(given: dict[str, Any]) -> None:

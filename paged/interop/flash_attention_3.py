@@ -7,127 +7,57 @@ from typing import Any
 import torch
 
 from paged.interop.attention import Attention, attend, attend_with_cache
-from paged.interop.flash_attention import PACKED, Window, given_arguments
+from paged.interop.flash_attention import PACKED
+from paged.interop.ordered import ordered
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None, None]
+_SCALE = {"softmax_scale": None, "causal": False}
+_DESCALE: dict[str, Any] = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+_LIMITS = {"window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0}
+_LAST = {"sm_margin": 0, "return_attn_probs": False}
+_OPTIONS = (
+    _SCALE | {"qv": None} | _DESCALE | _LIMITS | {"num_splits": 1, "pack_gqa": None, "deterministic": False} | _LAST
+)
 
 
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float | None = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered("q k v", _OPTIONS)
+def flash_attn_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of one length; with return_attn_probs (out, lse)."""
-    return _result(attend("flash_attn_func", given_arguments(locals())))
+    return _result(attend("flash_attn_func", given))
 
 
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float | None = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered("qkv", _SCALE | _DESCALE | _LIMITS | {"deterministic": False, "num_heads_q": None} | _LAST)
+def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     """The same with qkv [batch, seqlen, 3, num_heads, head_dim].
 
     With num_heads_q [batch, seqlen, num_heads_q + 2 * num_kv_heads, head_dim], the queries' heads first.
     """
-    return _result(attend("flash_attn_qkvpacked_func", given_arguments(locals()), "qkv"))
+    return _result(attend("flash_attn_qkvpacked_func", given, "qkv"))
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float | None = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    **others: Any,
-) -> Result:
+@ordered(f"q k v {' '.join(PACKED)}", {"seqused_q": None, "seqused_k": None} | _OPTIONS)
+def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths; with return_attn_probs (out, lse)."""
-    return _result(attend("flash_attn_varlen_func", given_arguments(locals()), *PACKED))
+    return _result(attend("flash_attn_varlen_func", given, *PACKED))
 
 
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    qv: None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float | None = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: torch.Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-    **others: Any,
-) -> Result:
+@ordered(
+    "q k_cache v_cache",
+    dict.fromkeys(("k", "v", "qv", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad"))
+    | dict.fromkeys(("page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens"))
+    | _DESCALE
+    | _SCALE
+    | _LIMITS
+    | {"rotary_interleaved": True, "scheduler_metadata": None, "num_splits": 0, "pack_gqa": None, "sm_margin": 0}
+    | {"return_softmax_lse": False},
+)
+def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
     """Attention to a cache, after new keys are added to it.
 
     Returns:
         out; with return_softmax_lse (out, lse, None, None), as there, where the last two are partial results.
     """
-    attention = attend_with_cache("flash_attn_with_kvcache", given_arguments(locals()))
+    attention = attend_with_cache("flash_attn_with_kvcache", given)
     return attention.out if attention.lse is None else (attention.out, attention.lse, None, None)
 
 

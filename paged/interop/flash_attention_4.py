@@ -10,75 +10,43 @@ from typing import Any
 import torch
 
 from paged.interop.attention import attend
-from paged.interop.flash_attention import Window, given_arguments
+from paged.interop.flash_attention import PACKED
+from paged.interop.ordered import ordered
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+_OPTIONS: dict[str, Any] = {"softmax_scale": None, "causal": False, "window_size": (None, None), "learnable_sink": None}
+_OPTIONS |= {"softcap": 0.0, "num_splits": 1, "pack_gqa": None, "deterministic": False}
+_OPTIONS |= dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod"))
+_AUXILIARY = dict.fromkeys(("aux_tensors", "aux_scalars"))
 
 
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    qv: None = None,
-    gather_kv_indices: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    learnable_sink: torch.Tensor | None = None,
-    softcap: float | None = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: None = None,
-    score_mod_bwd: None = None,
-    mask_mod: None = None,
-    aux_tensors: None = None,
-    aux_scalars: None = None,
-    block_sparse_tensors: None = None,
-    block_sparse_tensors_bwd: None = None,
-    return_lse: bool = False,
-    **others: Any,
-) -> Result:
+@ordered(
+    "q k v",
+    dict.fromkeys(("qv", "gather_kv_indices"))
+    | _OPTIONS
+    | _AUXILIARY
+    | dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd"))
+    | {"return_lse": False},
+)
+def flash_attn_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of one length."""
-    attention = attend("flash_attn_func", given_arguments(locals()))
+    attention = attend("flash_attn_func", given)
     return attention.out, attention.lse
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    qv: None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    gather_kv_indices: None = None,
-    page_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    learnable_sink: torch.Tensor | None = None,
-    softcap: float | None = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: None = None,
-    score_mod_bwd: None = None,
-    mask_mod: None = None,
-    block_sparse_tensors: None = None,
-    aux_tensors: None = None,
-    aux_scalars: None = None,
-    return_lse: bool = False,
-    **others: Any,
-) -> Result:
+@ordered(
+    "q k v",
+    dict.fromkeys(("qv", *PACKED, "min_seqlen_k", "seqused_q", "seqused_k", "gather_kv_indices", "page_table"))
+    | _OPTIONS
+    | {"block_sparse_tensors": None}
+    | _AUXILIARY
+    | {"return_lse": False},
+)
+def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths.
 
     q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. The longest lengths are all rows
     where not given.
     """
-    attention = attend("flash_attn_varlen_func", given_arguments(locals()))
+    attention = attend("flash_attn_varlen_func", given)
     return attention.out, attention.lse
