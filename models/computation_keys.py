@@ -25,17 +25,10 @@ _SWITCHES = (
     *("attention_window_size", "window_size", "local_attention", "global_attn_every_n_layers", "attention_types"),
     *("index_topk", "index_n_heads", "index_head_dim", "num_kv_shared_layers"),
     # positions
-    *(
-        "alibi",
-        "use_alibi",
-        "rope_local_base_freq",
-        "layer_rope_theta",
-        "compress_rope_theta",
-        "no_rope_layer_interval",
-    ),
+    *("alibi", "use_alibi", "rope_local_base_freq", "layer_rope_theta", "compress_rope_theta"),
     *("rope_interleave", "rope_interleaved", "rotary_value", "use_mem_rope", "mrope_section", "use_mrope"),
     *("use_learned_position_embeddings", "learned_pos_emb", "use_dynamic_ntk", "use_logn_attn", "nope_layer_interval"),
-    *("attn_temperature_tuning", "log_scaling_n_floor"),
+    *("no_rope_layer_interval", "attn_temperature_tuning", "log_scaling_n_floor"),
     # norms, the residual stream and what is cut off
     *("use_qk_norm", "qk_norm", "qk_layernorm", "qk_ln", "use_sandwich_norm", "gated_norm_rank", "use_post_norm"),
     *("use_parallel_residual", "parallel_attn", "apply_residual_connection_post_layernorm", "rescale_every"),
@@ -54,13 +47,8 @@ _SWITCHES = (
     *("moe_num_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "first_k_dense_replace"),
     *("num_dense_layers", "mlp_only_layers", "moe_layers", "moe_latent_size", "zero_expert_num", "use_expert_bias"),
-    *(
-        "is_moe",
-        "enable_moe_block",
-        "use_double_wide_mlp",
-        "moe_apply_router_weight_on_input",
-        "moe_normalize_expert_weights",
-    ),
+    *("is_moe", "enable_moe_block", "use_double_wide_mlp", "moe_apply_router_weight_on_input"),
+    *("moe_normalize_expert_weights",),
     # weights that are packed
     *("quantization", "compression_config"),
     # multipliers that are no plain factor of 1
@@ -98,32 +86,18 @@ def _is_known_window(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
     return value is None or reaches_all or hf.values.get("use_sliding_window") is False
 
 
-def _is_known_activation(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    return value is None or (isinstance(value, str) and ACTIVATIONS.get(value) == config.activation)
-
-
-def _are_layer_types(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    return not value or value == ["full_attention" if one is None else "sliding_attention" for one in config.windows]
-
-
-def _are_mlp_types(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    return not value or value == ["dense" if moe is None else "sparse" for moe in config.moe]
-
-
 def _is_scale(value: Any, config: DecoderConfig) -> bool:
     return type(value) in (int, float) and math.isclose(value, config.attention[0].softmax_scale)
 
 
-def _is_off(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    return not value
+def _is_size(name: str) -> _IsNeutral:
+    """null, or what the configuration has under this name."""
+    return lambda value, config, hf: value is None or value == getattr(config, name)
 
 
-def _is_one(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    return value is None or (type(value) in (int, float) and value == 1)
-
-
-def _is_head_dim(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    return value is None or value == config.head_dim
+def _is_list(entries: Callable[[DecoderConfig], list[Any]]) -> _IsNeutral:
+    """Absent or empty, or an entry for each layer that says what the configuration says."""
+    return lambda value, config, hf: not value or value == entries(config)
 
 
 def _is_one_of(words: tuple[Any, ...]) -> _IsNeutral:
@@ -131,20 +105,26 @@ def _is_one_of(words: tuple[Any, ...]) -> _IsNeutral:
 
 
 _NEUTRAL: dict[str, _IsNeutral] = {
-    **dict.fromkeys(_SWITCHES, _is_off),
-    **dict.fromkeys(_FACTORS, _is_one),
+    **dict.fromkeys(_SWITCHES, lambda value, config, hf: not value),
+    **dict.fromkeys(_FACTORS, lambda value, config, hf: value is None or (type(value) in (int, float) and value == 1)),
     **{key: _is_one_of(words) for key, words in _WORDS.items()},
-    **dict.fromkeys(_HEAD_DIMS, _is_head_dim),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn"), _is_known_activation),
-    "embedding_size": lambda value, config, hf: value is None or value == config.hidden_size,
-    "word_embed_proj_dim": lambda value, config, hf: value is None or value == config.hidden_size,
-    "num_kv_heads": lambda value, config, hf: value is None or value == config.num_kv_heads,
+    **dict.fromkeys(_HEAD_DIMS, _is_size("head_dim")),
+    **dict.fromkeys(
+        ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn"),
+        lambda value, config, hf: (
+            value is None or (isinstance(value, str) and ACTIVATIONS.get(value) == config.activation)
+        ),
+    ),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), _is_size("hidden_size")),
+    "num_kv_heads": _is_size("num_kv_heads"),
     "is_causal": lambda value, config, hf: value is True,  # null is false in transformers
     "sliding_window": _is_known_window,
-    "layer_types": _are_layer_types,
-    "mlp_layer_types": _are_mlp_types,
-    "layers_block_type": lambda value, config, hf: not value or value == ["attention"] * config.num_layers,
-    "no_rope_layers": lambda value, config, hf: not value or value == [1] * config.num_layers,
+    "layer_types": _is_list(
+        lambda config: ["full_attention" if one is None else "sliding_attention" for one in config.windows]
+    ),
+    "mlp_layer_types": _is_list(lambda config: ["dense" if moe is None else "sparse" for moe in config.moe]),
+    "layers_block_type": _is_list(lambda config: ["attention"] * config.num_layers),
+    "no_rope_layers": _is_list(lambda config: [1] * config.num_layers),
     "attention_multiplier": lambda value, config, hf: value is None or _is_scale(value, config),
     "query_pre_attn_scalar": lambda value, config, hf: (
         value is None or (type(value) in (int, float) and value > 0 and _is_scale(float(value) ** -0.5, config))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import isfunction
 from typing import Any
 
-from paged.batch import UnifiedBatchItem
 from paged.seq_id import SeqId
 
 Lengths = dict[SeqId, int]
@@ -43,47 +42,19 @@ def _counted(method: Callable[..., Any], count: Callable[..., Lengths]) -> Calla
     return run
 
 
-# What a call leaves of the sequences it names. Parameters that a class adds are none of theirs.
-
-
-def _prefill(before: Lengths, cache_id: SeqId, tokens: Sequence[int], **_: Any) -> Lengths:
-    return {cache_id: before.get(cache_id, 0) + len(tokens)}
-
-
-def _decode(before: Lengths, cache_id: SeqId, token: int, pos: int, **_: Any) -> Lengths:
-    return {cache_id: pos + 1}
-
-
-def _decode_batch(before: Lengths, items: Sequence[tuple[SeqId, int, int]], **_: Any) -> Lengths:
-    return {cache_id: pos + 1 for cache_id, _token, pos in items}
-
-
-def _unified_forward(before: Lengths, items: Sequence[UnifiedBatchItem], **_: Any) -> Lengths:
-    return {
+# What a call of each method leaves of the sequences it names. Parameters that a class adds are none of theirs.
+_COUNTS: Mapping[str, Callable[..., Lengths]] = {
+    "prefill": lambda before, cache_id, tokens, **_: {cache_id: before.get(cache_id, 0) + len(tokens)},
+    "decode": lambda before, cache_id, token, pos, **_: {cache_id: pos + 1},
+    **dict.fromkeys(
+        ("decode_batch", "decode_batch_with_full_logits"),
+        lambda before, items, **_: {cache_id: pos + 1 for cache_id, _token, pos in items},
+    ),
+    "unified_forward": lambda before, items, **_: {
         item.seq_id if item.kv_cache is None else item.kv_cache.cache_id: item.pos_offset + len(item.q_tokens)
         for item in items
-    }
-
-
-def _truncate_kv(before: Lengths, cache_id: SeqId, new_len: int, **_: Any) -> Lengths:
-    return {cache_id: new_len}
-
-
-def _release(before: Lengths, cache_id: SeqId, **_: Any) -> Lengths:
-    return {cache_id: 0}
-
-
-def _reset(before: Lengths, **_: Any) -> Lengths:
-    return dict.fromkeys(before, 0)
-
-
-_COUNTS: Mapping[str, Callable[..., Lengths]] = {
-    "prefill": _prefill,
-    "decode": _decode,
-    "decode_batch": _decode_batch,
-    "decode_batch_with_full_logits": _decode_batch,
-    "unified_forward": _unified_forward,
-    "truncate_kv": _truncate_kv,
-    "release": _release,
-    "reset": _reset,
+    },
+    "truncate_kv": lambda before, cache_id, new_len, **_: {cache_id: new_len},
+    "release": lambda before, cache_id, **_: {cache_id: 0},
+    "reset": lambda before, **_: dict.fromkeys(before, 0),
 }

@@ -22,7 +22,7 @@ from paged.kernels.common.compilation import run_compiled
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
-from paged.models.decoder_network import DecoderNetwork
+from paged.models.families.llama import Llama
 from paged.models.loading.packed_tensors import num_weights
 from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
@@ -53,7 +53,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def __init__(
         self,
-        network: DecoderNetwork,
+        network: Llama,
         kv_manager: PagedKvCacheManager,
         *,
         max_loras: int = 8,

@@ -41,34 +41,13 @@ from paged.models.parallel.config import ParallelConfig
 from paged.models.parallel.ranks import Ranks
 from paged.models.quantization.modelopt import read_config
 
-ARCHITECTURES: dict[str, type[Llama]] = {
-    "Cohere2ForCausalLM": Cohere2,
-    "Gemma2ForCausalLM": Gemma2,
-    "Gemma3ForCausalLM": Gemma3,
-    "Gemma4ForCausalLM": Gemma4,
-    "GlmForCausalLM": Glm,
-    "Glm4ForCausalLM": Glm4,
-    "Glm4MoeForCausalLM": Glm4Moe,
-    "GptOssForCausalLM": GptOss,
-    "GraniteForCausalLM": Granite,
-    "GraniteMoeForCausalLM": GraniteMoe,
-    "GraniteMoeSharedForCausalLM": GraniteMoeShared,
-    "Llama4ForCausalLM": Llama4,
-    "LlamaForCausalLM": Llama,
-    "MiniMaxM2ForCausalLM": MiniMaxM2,
-    "MinistralForCausalLM": Ministral,
-    "Ministral3ForCausalLM": Ministral3,
-    "MistralForCausalLM": Mistral,
-    "MixtralForCausalLM": Mixtral,
-    "Olmo2ForCausalLM": Olmo2,
-    "Olmo3ForCausalLM": Olmo3,
-    "Phi3ForCausalLM": Phi3,
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen2MoeForCausalLM": Qwen2Moe,
-    "Qwen3ForCausalLM": Qwen3,
-    "Qwen3MoeForCausalLM": Qwen3Moe,
-    "SmolLM3ForCausalLM": SmolLM3,
-}
+_FAMILIES: tuple[type[Llama], ...] = (
+    *(Cohere2, Gemma2, Gemma3, Gemma4, Glm, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeShared, Llama4),
+    *(Llama, MiniMaxM2, Ministral, Ministral3, Mistral, Mixtral, Olmo2, Olmo3, Phi3, Qwen2, Qwen2Moe, Qwen3),
+    *(Qwen3Moe, SmolLM3),
+)
+# As config.json names them.
+ARCHITECTURES = {f"{family.__name__}ForCausalLM": family for family in _FAMILIES}
 
 # Models of text and more, whose text_config says by its model_type which of the above their text part is.
 WRAPPERS = (

@@ -15,7 +15,7 @@ from paged.forward_step import ForwardStep
 from paged.kernels.common.device import use_triton
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
-from paged.models.decoder_network import DecoderNetwork
+from paged.models.families.llama import Llama
 from paged.models.graph_recorder import GraphRecorder, graph_recorder
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
@@ -92,7 +92,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        network: DecoderNetwork,
+        network: Llama,
         cache: PagedKvCacheConfig,
         adapters: LoraAdapters,
         *,

@@ -17,7 +17,7 @@ from paged.kernels.common.launch import ROW_COUNTS
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import AttentionMetadata
-from paged.models.decoder_network import DecoderNetwork
+from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.staging import to_device
@@ -44,7 +44,7 @@ def load_loops() -> None:
             _ = kernel.address
 
 
-def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
     every way, and copy a block. Needs no block of the cache, changes none, and waits for no result.
     """
@@ -56,13 +56,13 @@ def run_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longe
     kv_manager.warm_up()
 
 
-def run_packed(network: DecoderNetwork, longest: int) -> None:
+def run_packed(network: Llama, longest: int) -> None:
     """Multiply with packed weights of every kind in every way that up to `longest` rows take: the steps are too few, as
     in small layers tiles depend on many more rows.
     """
     dtype = next(network.parameters()).dtype
     kinds = {}
-    for _, linear in network.named_modules():
+    for linear in network.modules():
         if isinstance(linear, Linear) and (packed := linear.packed) is not None:
             kinds[packed.layout, packed.in_features, packed.sizes, len(packed.runs), linear.bias is None] = (
                 linear,
@@ -73,7 +73,7 @@ def run_packed(network: DecoderNetwork, longest: int) -> None:
             linear(torch.zeros(count, packed.in_features, dtype=dtype, device=packed.values.device))
 
 
-def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
+def run_adapted_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """The same for what loaded adapters add to a step."""
     for num_blocks, size in product(ROW_COUNTS, (FEW_ROWS, MANY_ROWS)):
         if num_blocks <= _MOST_BLOCKS:
@@ -82,9 +82,9 @@ def run_adapted_steps(network: DecoderNetwork, kv_manager: PagedKvCacheManager, 
             _run(network, kv_manager, 1, longest=longest, lora=batch)
 
 
-def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
+def _step_sizes(network: Llama, longest: int) -> list[int]:
     sizes = set(step_sizes((layer.num_heads // layer.num_kv_heads for layer in network.own_config.attention), longest))
-    moes = (module for _, module in network.named_modules() if isinstance(module, SparseMoe))
+    moes = (module for module in network.modules() if isinstance(module, SparseMoe))
     dtype = next(network.parameters()).dtype
     for moe in {moe.config: moe for moe in moes}.values():
         sizes.update(moe.token_counts(min(longest, _MOST_TOKENS), dtype))
@@ -92,7 +92,7 @@ def _step_sizes(network: DecoderNetwork, longest: int) -> list[int]:
 
 
 def _run(
-    network: DecoderNetwork,
+    network: Llama,
     kv_manager: PagedKvCacheManager,
     num_tokens: int,
     *,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from paged import LlmExecutor
 from paged.bench.limits import Cost
 from paged.models.paged_lm import PagedCausalLM
@@ -24,14 +22,12 @@ class Weights(NamedTuple):
 def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -> Weights:
     """Those of a step of so many tokens, of which experts count that these reach when they are spread evenly."""
     assert isinstance(executor.model, PagedCausalLM)
-    network = executor.model.network
-    assert isinstance(network, torch.nn.Module)
     num_experts, top_k = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
     reached = 1 - (1 - top_k / num_experts) ** num_tokens
     head_name = "embed_tokens" if config["tie_word_embeddings"] else "lm_head.weight"
     num_bytes = products = 0.0
     head_bytes = head_products = 0
-    for name, weight in network.named_parameters():
+    for name, weight in executor.model.network.named_parameters():
         size = weight.numel() * weight.element_size()
         is_expert = name.endswith((".w1", ".w2"))
         if name == head_name:

@@ -19,7 +19,7 @@ class QueryGrowth:
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """A layer's attention: grouped queries over a KV cache.
 
@@ -44,19 +44,19 @@ class AttentionConfig:
     head_dim: int
     v_head_dim: int
     rope: RopeConfig | None
-    window: int | None
-    shares_kv_with: int | None
+    window: int | None = None
+    shares_kv_with: int | None = None
     softmax_scale: float
-    softcap: float
+    softcap: float = 0.0
     qkv_bias: bool
     o_bias: bool
-    qk_norm: str | None
-    v_norm: bool
-    k_eq_v: bool
-    query_growth: QueryGrowth | None
-    chunk_size: int | None
-    fused: bool
-    sinks: bool
+    qk_norm: str | None = None
+    v_norm: bool = False
+    k_eq_v: bool = False
+    query_growth: QueryGrowth | None = None
+    chunk_size: int | None = None
+    fused: bool = False
+    sinks: bool = False
 
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None]:
@@ -64,7 +64,7 @@ class AttentionConfig:
         return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NormConfig:
     """The norms on the residual stream.
 
@@ -73,12 +73,12 @@ class NormConfig:
     """
 
     eps: float
-    zero_centred: bool
-    subtracts_mean: bool
-    before_attention: str | None
-    after_attention: str | None
-    before_mlp: str | None
-    after_mlp: str | None
+    zero_centred: bool = False
+    subtracts_mean: bool = False
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class MoeConfig:
         return range(first, first + count)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """A Llama-like decoder: norms, rotary grouped-query attention, gated MLP or a mixture of them.
 
@@ -157,20 +157,20 @@ class DecoderConfig:
     attention: tuple[AttentionConfig, ...]
     norms: NormConfig
     moe: tuple[MoeConfig | None, ...]
-    mlp_name: str
-    mlp_bias: bool
-    fused_mlp: bool
+    mlp_name: str = "mlp"
+    mlp_bias: bool = False
+    fused_mlp: bool = False
     activation: str
-    embedding_scale: float
-    residual_scale: float
-    logits_scale: float
-    logits_softcap: float
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
     tie_word_embeddings: bool
     dtype: torch.dtype
     quantization: Quantization | None
-    num_mtp_layers: int
-    layer_input_size: int
-    layer_input_vocab_size: int
+    num_mtp_layers: int = 0
+    layer_input_size: int = 0
+    layer_input_vocab_size: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
         fields["quantization"] = None
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
-    values.setdefault("v_head_dim", values["head_dim"])
-    norms = NormConfig(**{field.name: values.pop(field.name) for field in fields_of(NormConfig)})
-    layers = {field.name: _per_layer(values.pop(field.name), num_layers) for field in fields_of(AttentionConfig)}
+    values = {"v_head_dim": values["head_dim"], "moe": None, **values}
+    norms = NormConfig(**_taken(values, NormConfig))
+    layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
     attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
     for name in ("moe", "intermediate_size"):
         values[name] = _per_layer(values[name], num_layers)
@@ -59,6 +60,11 @@ def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: A
                 f"expected {own}"
             )
     return config
+
+
+def _taken(values: dict[str, Any], kind: type[AttentionConfig | NormConfig]) -> dict[str, Any]:
+    """Those of the values that are fields of a kind, which `values` loses."""
+    return {field.name: values.pop(field.name) for field in fields_of(kind) if field.name in values}
 
 
 def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
@@ -216,53 +222,23 @@ def read_head_dim(hf: HfConfig) -> int:
     return head_dim
 
 
-# Field -> how it is read where the family does not give it. Without biases of its own, a family has none but for
-# `attention_bias`.
+# Field -> how it is read where the family does not give it; others then have their defaults. Without biases of its own,
+# a family has none but for `attention_bias`.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
+    **{name: partial(HfConfig.integer, key=name) for name in ("hidden_size", "intermediate_size", "vocab_size")},
     "model_type": lambda hf: hf.text("model_type"),
-    "hidden_size": lambda hf: hf.integer("hidden_size"),
-    "intermediate_size": lambda hf: hf.integer("intermediate_size"),
-    "vocab_size": lambda hf: hf.integer("vocab_size"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
-    "moe": lambda hf: None,
-    "mlp_name": lambda hf: "mlp",
-    "mlp_bias": lambda hf: False,
-    "fused_mlp": lambda hf: False,
-    "embedding_scale": lambda hf: 1.0,
-    "residual_scale": lambda hf: 1.0,
-    "logits_scale": lambda hf: 1.0,
-    "logits_softcap": lambda hf: 0.0,
     "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
     "quantization": read_quantization,
-    "num_mtp_layers": lambda hf: 0,
-    "layer_input_size": lambda hf: 0,
-    "layer_input_vocab_size": lambda hf: 0,
     # of attention
     "num_heads": lambda hf: hf.integer("num_attention_heads"),
     "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
     "head_dim": read_head_dim,
     "rope": rope_config,
-    "window": lambda hf: None,
-    "shares_kv_with": lambda hf: None,
     "softmax_scale": lambda hf: read_head_dim(hf) ** -0.5,
-    "softcap": lambda hf: 0.0,
-    "qkv_bias": lambda hf: hf.flag("attention_bias"),
-    "o_bias": lambda hf: hf.flag("attention_bias"),
-    "qk_norm": lambda hf: None,
-    "query_growth": lambda hf: None,
-    "v_norm": lambda hf: False,
-    "k_eq_v": lambda hf: False,
-    "chunk_size": lambda hf: None,
-    "fused": lambda hf: False,
-    "sinks": lambda hf: False,
+    **dict.fromkeys(("qkv_bias", "o_bias"), lambda hf: hf.flag("attention_bias")),
     # of norms
     "eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
-    "zero_centred": lambda hf: False,
-    "subtracts_mean": lambda hf: False,
-    "before_attention": lambda hf: "input_layernorm",
-    "after_attention": lambda hf: None,
-    "before_mlp": lambda hf: "post_attention_layernorm",
-    "after_mlp": lambda hf: None,
 }

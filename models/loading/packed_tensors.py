@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import nn
@@ -37,16 +37,10 @@ class PackedModule(nn.Module, ABC):
         return self
 
 
-class HasModules(Protocol):
-    """A network."""
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
-
-
-def num_weights(network: HasModules) -> int:
+def num_weights(network: nn.Module) -> int:
     """Weights and biases, a tied head once; scales and zero points are none."""
     count = 0
-    for _, module in network.named_modules():
+    for module in network.modules():
         if isinstance(module, PackedModule):
             count += module.num_weights
         else:
