@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from paged.kernels.common.launch import forget_launches
 
 
 def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -25,21 +28,31 @@ def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPa
     return copy
 
 
-def faulty_copies(
-    modules: Sequence[ModuleType], folder: Path, text: str, replacement: str, monkeypatch: pytest.MonkeyPatch
-) -> ModuleType:
-    """Copies of modules, each of which may import those before it, in which `text` is replaced; the last of them."""
-    sources = [Path(module.__file__ or "").read_text() for module in modules]
-    assert any(text in source for source in sources), "the kernels have changed: this mutation no longer applies"
-    copies = {module.__name__: "faulty_" + module.__name__.rpartition(".")[2] for module in modules}
-    for source, name in zip(sources, copies.values(), strict=True):
-        faulty = replaced(source, text, replacement)
-        for original, copied in copies.items():
-            faulty = faulty.replace(original, copied)
-        copy = load_copy(name, folder, faulty, monkeypatch)
-    return copy
+@contextmanager
+def planted(
+    modules: Sequence[ModuleType], users: Sequence[ModuleType], folder: Path, text: str, replacement: str
+) -> Iterator[None]:
+    """Let copies of modules in which `text` is replaced stand in for them: wherever these modules, or `users`, name a
+    function of theirs. Each module may import those before it; an empty text is no fault."""
+    sources = {module: Path(module.__file__ or "").read_text() for module in modules}
+    assert any(text in source for source in sources.values()), "the kernels have changed: this fault no longer applies"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGED_BACKEND", "triton")
+        for module, source in sources.items():
+            if text not in source:
+                continue
+            faulty = source.replace(text, replacement) if text else source
+            own = {name: each for name, each in vars(module).items() if _home_of(each) == module.__name__}
+            copy = load_copy("faulty_" + module.__name__.rpartition(".")[2], folder, faulty, patch)
+            for user in (*modules, *users):
+                for name, each in own.items():
+                    if vars(user).get(name) is each:
+                        patch.setattr(user, name, getattr(copy, name))
+        forget_launches()
+        yield
+    forget_launches()
 
 
-def replaced(source: str, text: str, replacement: str) -> str:
-    """The source with a fault, or as it is where `text` is empty."""
-    return source.replace(text, replacement) if text else source
+def _home_of(value: object) -> str | None:
+    """The module of a function, or of the one that a kernel was made of."""
+    return getattr(getattr(value, "fn", value), "__module__", None)

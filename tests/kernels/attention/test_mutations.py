@@ -13,7 +13,7 @@ import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
 from paged.bench.attention.problem import Problem
 from tests.kernels.attention.problem import check
-from tests.kernels.faulty import faulty_copies
+from tests.kernels.faulty import planted
 
 attention = paged.kernels.attention
 MODULES = (attention.mask, attention.online_softmax, attention.tile_kernels)  # each imports those before it
@@ -89,12 +89,7 @@ def _first_failure(device: torch.device) -> str | None:
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_checks_see_the_fault(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
-    faulty = faulty_copies(MODULES, tmp_path, *MUTATIONS[fault], monkeypatch)
-    for kernel in ("_attention_kernel", "_merge_splits_kernel"):
-        monkeypatch.setattr(paged.kernels.attention.launches, kernel, getattr(faulty, kernel))
-    failed = _first_failure(device)
+def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    with planted(MODULES, [paged.kernels.attention.launches], tmp_path, *MUTATIONS[fault]):
+        failed = _first_failure(device)
     assert (failed is None) == (fault == "no fault"), failed

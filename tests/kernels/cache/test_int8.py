@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,10 +11,9 @@ import paged.kernels.cache.reshape_and_cache
 import paged.kernels.cache.write
 import paged.kernels.common.cache_kinds
 from paged import InvalidInputError, qk_norm_rope_and_cache
-from paged.kernels.common.launch import forget_launches
 from paged.kernels.layers import reference as layers_reference
 from tests.kernels.cache.int8_rows import assert_holds_rows
-from tests.kernels.faulty import faulty_copies
+from tests.kernels.faulty import planted
 from tests.tolerance import dtypes
 
 cache_kernels = paged.kernels.cache
@@ -41,14 +38,6 @@ MUTATIONS = {
 }
 
 
-@pytest.fixture
-def _fresh_launches() -> Iterator[None]:
-    """No launch of another module's kernel, neither before nor after."""
-    forget_launches()
-    yield
-    forget_launches()
-
-
 def _caches(layout: str, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """k_cache, v_cache and their scales [..., 3 heads]."""
     shape = NUM_BLOCKS, BLOCK_SIZE, 3, head_dim
@@ -70,13 +59,13 @@ def _rows(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def _check(module: ModuleType, layout: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def _check(layout: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     key, value = _rows(head_dim, dtype), _rows(head_dim, dtype)
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:7]
     slots[1] = -1
     caches = _caches(layout, head_dim, device)
     k_cache, v_cache, k_scale, v_scale = caches
-    module.reshape_and_cache(
+    cache_kernels.reshape_and_cache.reshape_and_cache(
         key.to(device), value.to(device), k_cache, v_cache, slots.to(device), k_scale=k_scale, v_scale=v_scale
     )
     written = slots[slots >= 0]
@@ -93,21 +82,17 @@ def _check(module: ModuleType, layout: str, head_dim: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(("layout", "head_dim"), [("one storage", 80), ("apart", 128), ("apart", 7)])
 def test_rows_and_scales(layout: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    _check(cache_kernels.reshape_and_cache, layout, head_dim, dtype, device)
+    _check(layout, head_dim, dtype, device)
 
 
-@pytest.mark.usefixtures("_fresh_launches")
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_checks_see_the_fault(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
-    faulty = faulty_copies(MODULES, tmp_path, *MUTATIONS[fault], monkeypatch)
-    try:
-        _check(faulty, "apart", 80, torch.float32, device)
-        failed = False
-    except AssertionError:
-        failed = True
+def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    failed = False
+    with planted(MODULES, [], tmp_path, *MUTATIONS[fault]):
+        try:
+            _check("apart", 80, torch.float32, device)
+        except AssertionError:
+            failed = True
     assert failed == (fault != "no fault")
 
 

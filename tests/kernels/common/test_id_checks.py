@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
 from paged.kernels.common import id_checks
 from paged.kernels.common.id_checks import Ids, Sequences, check_ids, check_ids_on_device, check_sequences_on_device
+from tests.kernels.faulty import planted
 from tests.tolerance import assert_close
 
 PROBLEM = Problem("", ((1, 40), (3, 3), (0, 5), (9, 30)), block_size=8)
@@ -171,21 +171,9 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_comparison_sees_the_fault(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    source = Path(paged.kernels.common.id_check_kernels.__file__ or "").read_text()
-    text, replacement = MUTATIONS[fault]
-    assert text in source, "the kernel has changed: this mutation no longer applies"
-    path = tmp_path / "faulty_id_check_kernels.py"
-    path.write_text(source.replace(text, replacement) if text else source)
-    spec = importlib.util.spec_from_file_location("faulty_id_check_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(id_checks, "_check_sequences_kernel", module._check_sequences_kernel)
-    difference = _first_difference(device)
+def test_comparison_sees_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    with planted([paged.kernels.common.id_check_kernels], [id_checks], tmp_path, *MUTATIONS[fault]):
+        difference = _first_difference(device)
     id_checks._recorded(device).ticket.zero_()  # a copy that records nothing may have taken it
     assert (difference is None) == (fault == "no fault"), difference
 

@@ -11,9 +11,8 @@ import paged.kernels.common.packed.decode
 import paged.kernels.moe.gemm
 import paged.kernels.moe.gemm_kernel
 from paged import fused_moe
-from paged.kernels.common.launch import forget_launches
 from paged.kernels.moe import reference
-from tests.kernels.faulty import faulty_copies
+from tests.kernels.faulty import planted
 from tests.kernels.moe.test_fused_moe_quantized import make_quantized
 from tests.tolerance import assert_close
 
@@ -52,18 +51,9 @@ def _first_failure(device: torch.device) -> str | None:
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_checks_see_the_fault(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
-    name, text, replacement = MUTATIONS[fault]
-    faulty = faulty_copies([MODULES[name]], tmp_path, text, replacement, monkeypatch)
-    if name == "decode":
-        for each in ("decode_bytes", "load_zero"):
-            monkeypatch.setattr(paged.kernels.moe.gemm_kernel, each, getattr(faulty, each))
-    else:
-        monkeypatch.setattr(paged.kernels.moe.gemm, "_expert_gemm_kernel", faulty._expert_gemm_kernel)
-    forget_launches()
-    failed = _first_failure(device)
-    forget_launches()
+def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    name, *change = MUTATIONS[fault]
+    users = [paged.kernels.moe.gemm_kernel, paged.kernels.moe.gemm]
+    with planted([MODULES[name]], users, tmp_path, *change):
+        failed = _first_failure(device)
     assert (failed is None) == (fault == "no fault"), failed

@@ -13,7 +13,7 @@ import paged.kernels.quantization.gemm
 import paged.kernels.quantization.gemm_kernel
 import paged.kernels.quantization.partials
 import paged.kernels.quantization.quantize_rows
-from tests.kernels.faulty import faulty_copies
+from tests.kernels.faulty import planted
 from tests.kernels.quantization.problem import Problem
 
 MODULES = {
@@ -81,26 +81,8 @@ def _first_failure(device: torch.device) -> str | None:
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_checks_see_the_fault(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
-    name, text, replacement = MUTATIONS[fault]
-    faulty = faulty_copies([MODULES[name]], tmp_path, text, replacement, monkeypatch)
-    modules = paged.kernels.quantization
-    users = {
-        "product": (modules.gemm_kernel, ("quantized_product",)),
-        "decode": (
-            paged.kernels.common.packed.product,
-            ("decode_run", "decode_bytes", "run_scale", "as_zero", "load_zero"),
-        ),
-        "gemm_kernel": (modules.gemm, ("_quantized_linear_kernel",)),
-        "quantize_rows": (modules.quantize_rows, ("_quantize_rows_kernel",)),
-    }
-    for each in users[name][1] if name in users else ():
-        monkeypatch.setattr(users[name][0], each, getattr(faulty, each))
-    if name == "partials":
-        monkeypatch.setattr(modules.gemm, "_sum_partials_kernel", faulty._sum_partials_kernel)
-        monkeypatch.setattr(modules.gemm_kernel, "finished", faulty.finished)
-    failed = _first_failure(device)
+def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    name, *change = MUTATIONS[fault]
+    with planted([MODULES[name]], [*MODULES.values(), paged.kernels.quantization.gemm], tmp_path, *change):
+        failed = _first_failure(device)
     assert (failed is None) == (fault == "no fault"), failed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from paged.kernels.sampling import passes, reference, row_functions, thresholds
 from paged.kernels.sampling import sample_tokens as module
 from paged.kernels.sampling.sample_tokens import filter_logits
-from tests.kernels.faulty import load_copy, replaced
+from tests.kernels.faulty import planted
 from tests.kernels.sampling.rows import demanding_rows
 
 PARTS = {part.__name__.rpartition(".")[2]: part for part in (row_functions, passes, thresholds)}
@@ -45,24 +44,10 @@ MUTATIONS = {
 def test_checks_see_the_fault(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
     monkeypatch.setattr(module, "BLOCK_TOKENS", 128)
-    where, text, replacement = MUTATIONS[fault]
-    faulty: dict[str, ModuleType] = {}
-    for name, part in PARTS.items():
-        source = Path(part.__file__ or "").read_text()
-        assert text in source or name != where, "the kernel has changed: this mutation no longer applies"
-        if name == where:
-            source = replaced(source, text, replacement)
-        faulty[name] = load_copy(f"faulty_{name}", tmp_path, source, monkeypatch)
-        for other in [
-            each for each in vars(faulty[name]) if name != "row_functions" and hasattr(faulty["row_functions"], each)
-        ]:
-            if not other.startswith("_"):
-                setattr(faulty[name], other, getattr(faulty["row_functions"], other))
-    monkeypatch.setattr(module, "passes", faulty["passes"])
-    monkeypatch.setattr(module, "thresholds", faulty["thresholds"])
-    assert _is_right(demanding_rows(device)) == (fault == "no fault")
+    name, *change = MUTATIONS[fault]
+    with planted([PARTS[name]], list(PARTS.values()), tmp_path, *change):
+        assert _is_right(demanding_rows(device)) == (fault == "no fault")
 
 
 def _is_right(arguments: dict[str, Any]) -> bool:
