@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-
-class GraphRecorder(Protocol):
-    """Records functions that read and write tensors which stay where they are."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Call `run`, and return what repeats its work on whatever its tensors then hold."""
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Calls a function that reads and writes tensors which stay where they are, and returns what repeats its work on
+whatever they then hold."""
 
 
 class CudaGraphRecorder:
@@ -42,14 +38,11 @@ class CudaGraphRecorder:
         return replay
 
 
-class CallRecorder:
-    """The stand-in where there are no graphs: to repeat a function is to call it."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        return run
+def graph_recorder(device: torch.device) -> Record:
+    """The one for tensors on `device`. Where there are no graphs, to repeat a function is to call it."""
+    return CudaGraphRecorder(device).record if device.type == "cuda" else _call
 
 
-def graph_recorder(device: torch.device) -> GraphRecorder:
-    """The one for tensors on `device`."""
-    return CudaGraphRecorder(device) if device.type == "cuda" else CallRecorder()
+def _call(run: Callable[[], None]) -> Callable[[], None]:
+    run()
+    return run

@@ -16,7 +16,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
-from paged.models.graph_recorder import GraphRecorder, graph_recorder
+from paged.models.graph_recorder import Record, graph_recorder
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
 from paged.staging import staged_size, to_device
@@ -115,7 +115,7 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Forget the graphs and give their memory back."""
-        self._recorder: GraphRecorder | None = None
+        self._record: Record | None = None
         self._replays: dict[GraphShape, Callable[[], None]] = {}
         self._num_adapted_layers = 0
         self._inputs = self._table = self._product = torch.empty(0)
@@ -136,9 +136,9 @@ class StepGraphs:
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._table = torch.zeros(table.shape, dtype=torch.int32, device=self._device)
         self._product = torch.empty(most, self._network.num_logits, dtype=dtype, device=self._device)
-        self._recorder = graph_recorder(self._device)
+        self._record = graph_recorder(self._device)
         try:
-            self._record(self._recorder, track(graph_shapes(self._sizes, is_adapted=False)))
+            self._capture(self._record, track(graph_shapes(self._sizes, is_adapted=False)))
             self.capture_adapted(track)
         except BaseException:
             self.clear()
@@ -146,9 +146,9 @@ class StepGraphs:
 
     def capture_adapted(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
         """Capture the graphs of steps with adapters, once others are captured and a layer has adapters."""
-        if self._recorder is None or self._num_adapted_layers == self._adapters.num_layers:
+        if self._record is None or self._num_adapted_layers == self._adapters.num_layers:
             return
-        self._record(self._recorder, track(graph_shapes(self._sizes, is_adapted=True)))
+        self._capture(self._record, track(graph_shapes(self._sizes, is_adapted=True)))
         self._num_adapted_layers = self._adapters.num_layers
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
@@ -189,11 +189,11 @@ class StepGraphs:
             rows = rows[to_device((step.row_ids,), self._device)[0]]
         return rows.to(torch.float32, copy=True)
 
-    def _record(self, recorder: GraphRecorder, shapes: Iterable[GraphShape]) -> None:
+    def _capture(self, record: Record, shapes: Iterable[GraphShape]) -> None:
         self._loaded = None  # each begins with padding in the static inputs
         with torch.no_grad():
             for shape in shapes:
-                self._replays[shape] = recorder.record(self._forward(shape))
+                self._replays[shape] = record(self._forward(shape))
         self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
 
     def _forward(self, shape: GraphShape) -> Callable[[], None]:

@@ -11,18 +11,17 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
-from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged import LlmExecutor
 from paged.bench.engine import vllm_process
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
-from paged.bench.engine.rows import Row, check_same_texts
+from paged.bench.engine.rows import Row, Run, check_same_texts, run_engine
 from paged.bench.goal import at_least
 from paged.bench.limits import Ceilings, speed
 from paged.bench.timing import measured_ceilings, timed
@@ -57,14 +56,6 @@ WORKLOADS = (
     Workload("prompts", [512] * 32, 1),
     Workload("single", [32], 128),
 )
-
-
-class Run(NamedTuple):
-    """seconds: of all. first_seconds: until each prompt's first token."""
-
-    seconds: float
-    first_seconds: list[float]
-    tokens: list[list[int]]
 
 
 class _Peer:
@@ -121,21 +112,9 @@ class _Contest:
         self.executor.warmup()
         self.peer = _Peer(self._folder.name, str(dtype).removeprefix("torch."))
         prompts = WORKLOADS[0].prompts(self.config["vocab_size"], -1)
-        ours, theirs = self.ours(prompts, 1).tokens, self.peer.run(prompts, 1).tokens
+        ours, theirs = run_engine(self.executor, prompts, 1).tokens, self.peer.run(prompts, 1).tokens
         # In 16 bits the two largest of some thousand logits are often closer than their errors.
         check_same_texts(ours, theirs, 1, 0.9 if dtype == torch.float32 else 0.5)
-
-    def ours(self, prompts: list[list[int]], new_tokens: int) -> Run:
-        manager = self.executor.kv_manager
-        assert manager is not None
-        manager.clear_prefix_cache()
-        params = SamplingParams(temperature=0, max_tokens=new_tokens)
-        start = perf_counter()
-        engine = Engine(self.executor, EngineConfig(token_budget=2048), eos_token_ids=())
-        outputs = engine.generate(prompts, params, progress=False)
-        seconds = perf_counter() - start
-        first = [output.metrics.first_token_s or 0.0 for output in outputs]
-        return Run(seconds, first, [list(output.outputs[0].token_ids) for output in outputs])
 
 
 # The one in use: the rows of a model follow each other.
@@ -152,7 +131,7 @@ def beside_vllm(
     and after every round, over as many bytes as a step reads.
     """
     contest = _contest(model, dtype)
-    engines = {"ours": contest.ours, "theirs": contest.peer.run}
+    engines = {"ours": partial(run_engine, contest.executor), "theirs": contest.peer.run}
     vocab_size = contest.config["vocab_size"]
     cost = generation(contest.executor, contest.config, workload.lengths, workload.new_tokens)
     step_bytes = cost.num_bytes // workload.new_tokens

@@ -33,7 +33,7 @@ def _config(architecture: str, model_type: str, *sizes: int, **rest: Any) -> dic
     return {**named, **shared, **dict(zip(_SIZES, sizes, strict=True)), **rest}
 
 
-_LLAMA: dict[str, Any] = {"vocab_size": 8000, "tie_word_embeddings": True}
+_SMALL: dict[str, Any] = {"vocab_size": 8000, "tie_word_embeddings": True}
 _QWEN3: dict[str, Any] = {"vocab_size": 151_936, "tie_word_embeddings": False, "head_dim": 128, "rope_theta": 1e6}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _8B = (4096, 12_288, 36, 32, 8)
@@ -41,22 +41,10 @@ _FEW_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_s
 # What config.json says of them: of the larger Qwens as published, as far as it matters here; Llama-8B is Qwen3-8B
 # without its norms of queries and keys, and with a small vocabulary.
 MODELS = {
-    "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_LLAMA),
-    "Llama-100M": _config("Llama", "llama", 768, 2304, 13, 12, 3, **_LLAMA),
-    "Llama-8B": _config("Llama", "llama", *_8B, **_LLAMA),
-    "Qwen3-MoE-110M": _config(
-        "Qwen3Moe",
-        "qwen3_moe",
-        512,
-        1024,
-        8,
-        8,
-        2,
-        vocab_size=8000,
-        tie_word_embeddings=True,
-        head_dim=64,
-        **_FEW_EXPERTS,
-    ),
+    "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_SMALL),
+    "Llama-100M": _config("Llama", "llama", 768, 2304, 13, 12, 3, **_SMALL),
+    "Llama-8B": _config("Llama", "llama", *_8B, **_SMALL),
+    "Qwen3-MoE-110M": _config("Qwen3Moe", "qwen3_moe", 512, 1024, 8, 8, 2, head_dim=64, **_SMALL, **_FEW_EXPERTS),
     "Qwen2.5-0.5B": _config(
         "Qwen2", "qwen2", 896, 4864, 24, 14, 2, vocab_size=151_936, tie_word_embeddings=True, rope_theta=1e6
     ),

@@ -7,11 +7,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+from paged import Engine, SamplingParams
 from paged.bench.check import WrongResultError
 from paged.bench.goal import Goal
+from paged.executors.model_executor import ModelExecutor
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,27 @@ class Row:
         found = asdict(self)
         times: dict[str, Any] = found.pop("times")
         return found | times
+
+
+class Run(NamedTuple):
+    """seconds: of all. first_seconds: until each prompt's first token."""
+
+    seconds: float
+    first_seconds: list[float]
+    tokens: list[list[int]]
+
+
+def run_engine(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
+    """The best tokens after each prompt, with nothing in the prefix cache."""
+    manager = executor.kv_manager
+    assert manager is not None
+    manager.clear_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=new_tokens)
+    start = perf_counter()
+    outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
+    seconds = perf_counter() - start
+    first = [output.metrics.first_token_s or 0.0 for output in outputs]
+    return Run(seconds, first, [list(output.outputs[0].token_ids) for output in outputs])
 
 
 def check_same_texts(

@@ -6,22 +6,20 @@ import logging
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from paged import Engine, LlmExecutor, SamplingParams
+from paged import LlmExecutor
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
-from paged.bench.engine.rows import Row, check_same_texts
+from paged.bench.engine.rows import Row, check_same_texts, run_engine
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import speed
 from paged.bench.timing import measured_ceilings, timed
-from paged.executors.model_executor import ModelExecutor
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
 
@@ -72,12 +70,12 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         max_batch_tokens=2048,
         use_cuda_graph=False,
     )
-    _ours(executor, prompts, 2)
+    run_engine(executor, prompts, 2)
     theirs(sized, 2)
     rounds = []
     for _ in range(_ROUNDS[device.type]):
         with timed():
-            our_seconds, our_tokens = _ours(executor, prompts, _NEW_TOKENS)
+            our_seconds, _, our_tokens = run_engine(executor, prompts, _NEW_TOKENS)
             sized_seconds, their_tokens = theirs(sized, _NEW_TOKENS)
             plain_seconds = theirs(None, _NEW_TOKENS)[0]
         # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
@@ -97,14 +95,3 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
     }
     goals = [at_least(f"{least:g}x", ratio, least)]
     return Row(f"throughput.{size}", ratio, "times the peer", goals, detail, times)
-
-
-def _ours(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds, and the texts."""
-    manager = executor.kv_manager
-    assert manager is not None
-    manager.clear_prefix_cache()
-    params = SamplingParams(temperature=0, max_tokens=new_tokens)
-    start = perf_counter()
-    outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
-    return perf_counter() - start, [output.outputs[0].token_ids for output in outputs]

@@ -94,9 +94,7 @@ CASES = (
     Case("sample_tokens", partial(work.sample_tokens, top_p=0.95), _SAMPLING, "top_p"),
     Case("sample_tokens", partial(work.sample_tokens, top_k=50, top_p=0.95), _SAMPLING, "top_k_top_p"),
     Case("route_tokens", work.route_tokens, {"tokens": _TOKENS, **_EXPERTS}),
-    Case(
-        "moe_align_block_size", work.moe_align_block_size, {"tokens": _TOKENS, **_EXPERTS, "block_size": (128, 16, 16)}
-    ),
+    Case("moe_align_block_size", work.moe_align_block_size, _ALIGN),
     Case("route_and_align", work.route_and_align, {"tokens": (256, 64, 19), **_EXPERTS, "block_size": (16, 16, 16)}),
     Case("fused_moe", work.fused_moe, {"tokens": (16, 16, 6), **_MOE}, "decode"),
     Case("fused_moe", work.fused_moe, {"tokens": (4096, 256, 600), **_MOE}, "prefill"),

@@ -171,7 +171,7 @@ class Gemma4(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, "use_bidirectional_attention", "vision")  # between parts of a picture, and there are none
+        require(hf, use_bidirectional_attention="vision")  # between parts of a picture, and there are none
         windows = layer_windows(hf, hf.integer("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)
         windows = (*windows[:-1], None)  # the last layer sees everything whatever its type, as in transformers
         if hf.section("rope_parameters") is None:

@@ -40,8 +40,7 @@ class GptOss(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        for key, known in _BUILT_IN.items():
-            require(hf, key, known)
+        require(hf, **_BUILT_IN)
         moe = moe_config(
             hf,
             # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.

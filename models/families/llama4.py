@@ -17,7 +17,7 @@ class Llama4(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, "num_experts_per_tok", 1)
+        require(hf, num_experts_per_tok=1)
         rotates, rope = rotating_layers(hf), rope_config(hf, theta=5e5, interleaved=True)
         growth = QueryGrowth(hf.number("attn_scale", 0.1), hf.integer("floor_scale", 8192), offset=1)
         tuning = hf.value("attn_temperature_tuning")  # published as a number, too

@@ -27,8 +27,7 @@ class MiniMaxM2(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        for key, known in _BUILT_IN.items():
-            require(hf, key, known)
+        require(hf, **_BUILT_IN)
         moe = moe_config(
             hf,
             renormalize=True,

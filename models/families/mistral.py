@@ -76,7 +76,7 @@ class Mixtral(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, "norm_topk_prob", True)
+        require(hf, norm_topk_prob=True)
         return decoder_config(
             hf,
             window=hf.optional_integer("sliding_window"),

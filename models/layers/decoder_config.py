@@ -132,15 +132,16 @@ def _count_experts(hf: HfConfig, published_key: str) -> int:
     return local or published or 0
 
 
-def require(hf: HfConfig, key: str, known: float | str | bool) -> None:
-    """See that a key has the one value that is known here, where it is given.
+def require(hf: HfConfig, **known_values: float | str | bool) -> None:
+    """See that each key has the one value that is known here, where it is given.
 
     Raises:
-        UnsupportedError: it has another.
+        UnsupportedError: one has another.
     """
-    value = hf.value(key)
-    if value is not None and (value != known or isinstance(value, bool) != isinstance(known, bool)):
-        raise UnsupportedError(f"{hf.source}: {key} {shown(value)}, only {known} is known")
+    for key, known in known_values.items():
+        value = hf.value(key)
+        if value is not None and (value != known or isinstance(value, bool) != isinstance(known, bool)):
+            raise UnsupportedError(f"{hf.source}: {key} {shown(value)}, only {known} is known")
 
 
 def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:

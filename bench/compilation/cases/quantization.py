@@ -139,26 +139,14 @@ def _around(target: str) -> list[CompileCase]:
             "BLOCK_K": 128 if group == FP8_BLOCK else 1024,
         }
         pointers = {"x_ptr": "*bf16", "given_scale_ptr": "", "q_ptr": q, "scale_ptr": "*fp32"}
-        found.append(
-            _case(
-                f"quantize_rows {kind} groups of {group} for {target}",
-                _quantize_rows_kernel,
-                pointers,
-                constexprs,
-                target,
-            )
-        )
-    pointers = {
-        "partials_ptr": "*fp32",
-        "x_scale_ptr": "*fp32",
-        "scale_ptr": "*fp32",
-        "tensor_scale_ptr": "",
-        "bias_ptr": "",
-    }
+        name = f"quantize_rows {kind} groups of {group} for {target}"
+        found.append(_case(name, _quantize_rows_kernel, pointers, constexprs, target))
+    pointers = dict.fromkeys(("partials_ptr", "x_scale_ptr", "scale_ptr"), "*fp32")
+    pointers |= {"tensor_scale_ptr": "", "bias_ptr": "", "out_ptr": "*bf16"}
     for splits in (2, 8):
         constexprs = {"GROUP_N": 1, "NUM_SPLITS": splits, "BLOCK_N": SUM_COLUMNS}
         name = f"quantized_linear sum of {splits} partials for {target}"
-        found.append(_case(name, _sum_partials_kernel, pointers | {"out_ptr": "*bf16"}, constexprs, target))
+        found.append(_case(name, _sum_partials_kernel, pointers, constexprs, target))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.fuzz.children import call_in_child
 from tests.fuzz.files.checkpoint_folders import load_changed, load_changed_adapter, num_layers_of
+from tests.fuzz.files.odd_files import put
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import value
 from tests.models.families import FAMILIES, save_checkpoint
@@ -181,20 +181,12 @@ def test_files_that_are_none(name: str, folder: Path, tmp_path: Path) -> None:
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     assert call_in_child(num_layers_of, str(snapshot)).result == 2
     file = snapshot / name
-    for kind in ("pipe", "folder", "sparse", name, "/dev/zero", "/dev/stdin", "/proc/self/pagemap", "/proc/kmsg"):
+    for kind in ("pipe", "folder", "sparse", "itself", "/dev/zero", "/dev/stdin", "/proc/self/pagemap", "/proc/kmsg"):
         if file.is_dir():
             file.rmdir()
         else:
             file.unlink()
-        if kind == "pipe":
-            os.mkfifo(file)
-        elif kind == "folder":
-            file.mkdir()
-        elif kind == "sparse":
-            file.touch()
-            os.truncate(file, 1 << 40)
-        else:
-            file.symlink_to(kind)
+        put(file, kind)
         outcome = call_in_child(num_layers_of, str(snapshot))
         assert "CheckpointError" in str(outcome.error), kind
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tokenizers.models import BPE, Unigram, WordPiece
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError, PagedError
 from tests.fuzz.children import call_in_child
+from tests.fuzz.files.odd_files import put
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.values import JSON, Hostile
 
@@ -225,27 +225,13 @@ def read_odd_files(name: str, kinds: list[str]) -> list[str | None]:
             file.parent.mkdir(exist_ok=True)
             if kind != "as it is":
                 file.unlink(missing_ok=True)
-                _put(file, kind)
+                put(file, kind)
             try:
                 ChatTokenizer.from_folder(folder)
                 found.append(None)
             except CheckpointError as error:
                 found.append(str(error))
     return found
-
-
-def _put(file: Path, kind: str) -> None:
-    if kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "sparse":
-        file.touch()
-        os.truncate(file, 1 << 40)
-    elif kind == "utf-16":
-        file.write_bytes("{}".encode("utf-16"))
-    else:
-        file.symlink_to(file.name if kind == "itself" else kind)
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FILES)
