@@ -155,10 +155,10 @@ def forward_step(
         OutOfBlocksError: the pool cannot supply the room.
     """
     made: list[KvCacheHandle | None] = [None] * len(items)  # assigning to it cannot fail
-    room: KvSlotReservation | None = None
+    reservation: KvSlotReservation | None = None
     try:
         if prepared is not None:
-            step, room = prepared.take(items)
+            step, reservation = prepared.take(items)
         else:
             handles = []
             for i, item in enumerate(items):
@@ -168,13 +168,13 @@ def forward_step(
                 handles.append(handle)
             counts = [len(item.q_tokens) for item in items]
             tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
-            step, room = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
+            step, reservation = _reserve(manager, handles, counts, tokens, _sample_rows(items, counts))
         yield step
         known_ids = [item.q_tokens for item in items] if step.device_ids is None else None
-        room.commit(known_ids)  # last, as nothing takes that back
+        reservation.commit(known_ids)  # last, as nothing takes that back
     except BaseException:
-        if room is not None:
-            room.rollback()
+        if reservation is not None:
+            reservation.rollback()
         for new in made:
             if new is not None:
                 manager.free(new)

@@ -50,14 +50,14 @@ class Channel:
             header += [_DTYPES.index(array.dtype), array.ndim, *array.shape]
         size = header[0] = len(header) * _INT64 + sum(array.nbytes for array in arrays)
         whole = self._first if size <= _FIRST_BYTES else torch.empty(size, dtype=torch.uint8)
-        room, start = whole.numpy(), 0
+        buffer, start = whole.numpy(), 0
         for array in (np.array(header, np.int64), *arrays):
-            room[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             start += array.nbytes
         self._ranks.broadcast(whole[:_FIRST_BYTES])
         if size > _FIRST_BYTES:
             self._ranks.broadcast(whole[_FIRST_BYTES:])
-        self._count(room[:size])
+        self._count(buffer[:size])
 
     def receive(self) -> tuple[Kind, list[NDArray[Any]]]:
         """What rank 0 sends next."""
@@ -66,17 +66,17 @@ class Channel:
         rest = torch.empty(max(0, size - _FIRST_BYTES), dtype=torch.uint8)
         if len(rest):
             self._ranks.broadcast(rest)
-        room = torch.cat((self._first[: min(size, _FIRST_BYTES)], rest)).numpy()
-        self._count(room)
-        return _unpacked(room)
+        buffer = torch.cat((self._first[: min(size, _FIRST_BYTES)], rest)).numpy()
+        self._count(buffer)
+        return _unpacked(buffer)
 
     def _count(self, message: NDArray[np.uint8]) -> None:
         self.state[0] += 1
         self.state[1] = zlib.crc32(message.tobytes(), int(self.state[1]))
 
 
-def _unpacked(room: NDArray[np.uint8]) -> tuple[Kind, list[NDArray[Any]]]:
-    words = room[: len(room) // _INT64 * _INT64].view(np.int64)
+def _unpacked(buffer: NDArray[np.uint8]) -> tuple[Kind, list[NDArray[Any]]]:
+    words = buffer[: len(buffer) // _INT64 * _INT64].view(np.int64)
     _, kind, count = words[:3].tolist()
     layouts, start = [], 3
     for _ in range(count):
@@ -86,6 +86,6 @@ def _unpacked(room: NDArray[np.uint8]) -> tuple[Kind, list[NDArray[Any]]]:
     arrays, first = [], start * _INT64
     for dtype, shape in layouts:
         end = first + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        arrays.append(room[first:end].copy().view(dtype).reshape(shape))
+        arrays.append(buffer[first:end].copy().view(dtype).reshape(shape))
         first = end
     return Kind(kind), arrays

@@ -28,7 +28,7 @@ class Filters:
     min_p: torch.Tensor | None = None
 
 
-class Extras(NamedTuple):
+class RowDrafts(NamedTuple):
     """Drafts before the next token of each row: the first `counts`, int64 [n] on the host, of `token_ids`, int64
     [n, width] on the device, which may be all that knows them.
     """
@@ -79,10 +79,10 @@ class SamplingRows:
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
         return not (has_rules or self.penalised or self.with_minimum)
 
-    def positions(self, extras: Extras | None) -> NDArray[np.int64]:
+    def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
         """Where each row's next token stands, behind drafts where there are some."""
         lengths = self.prompt_lengths + np.fromiter(map(len, self.outputs), np.int64, len(self.outputs))
-        return lengths if extras is None else lengths + extras.counts
+        return lengths if row_drafts is None else lengths + row_drafts.counts
 
 
 def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.device) -> SamplingRows:

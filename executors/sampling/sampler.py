@@ -15,7 +15,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.executors.sampling.operations import apply_rules_, rejection_sample
-from paged.executors.sampling.rows import Extras, SamplingRows, index_tensor, row_pairs, sampling_rows
+from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs, sampling_rows
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
@@ -91,9 +91,9 @@ class Sampler:
         probabilities [n, V] unless all are certain.
         """
         rows = self._rows(completions)
-        extras = Extras(drafts, np.full(len(completions), drafts.shape[1], np.int64))
-        ruled = self._ruled(logits, rows, extras)
-        tokens = self._choose(ruled, rows, extras, Stream.DRAFT)
+        row_drafts = RowDrafts(drafts, np.full(len(completions), drafts.shape[1], np.int64))
+        ruled = self._ruled(logits, rows, row_drafts)
+        tokens = self._choose(ruled, rows, row_drafts, Stream.DRAFT)
         return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
@@ -116,8 +116,8 @@ class Sampler:
             ),
             self._device,
         )
-        extras = Extras(ids[owners], np.concatenate([*map(np.arange, sizes)]))
-        filtered = self._filtered(self._ruled(logits, rows, extras), rows)
+        row_drafts = RowDrafts(ids[owners], np.concatenate([*map(np.arange, sizes)]))
+        filtered = self._filtered(self._ruled(logits, rows, row_drafts), rows)
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
@@ -134,14 +134,14 @@ class Sampler:
             self._last = sampling_rows(completions, self._vocab_size, self._device)
         return self._last
 
-    def _ruled(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None) -> _Ruled:
-        return _Ruled(self._allowed(logits, rows, extras), self._penalties(rows, extras))
+    def _ruled(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> _Ruled:
+        return _Ruled(self._allowed(logits, rows, row_drafts), self._penalties(rows, row_drafts))
 
-    def _choose(self, ruled: _Ruled, rows: SamplingRows, extras: Extras | None, stream: Stream) -> torch.Tensor:
+    def _choose(self, ruled: _Ruled, rows: SamplingRows, row_drafts: RowDrafts | None, stream: Stream) -> torch.Tensor:
         """Tokens int64 [n]."""
         if rows.is_plain:
             return greedy_argmax(ruled.logits)
-        keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(extras), stream))
+        keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(row_drafts), stream))
         (halves,) = to_device((keys,), self._device)
         return sample_tokens(ruled.logits, halves, **vars(rows.filters), penalties=ruled.penalties)
 
@@ -155,12 +155,12 @@ class Sampler:
             logits = logits.index_copy(0, index, apply_penalties(logits[index], counts, seen, weights))
         return filter_logits(logits, **vars(rows.filters))
 
-    def _allowed(self, logits: torch.Tensor, rows: SamplingRows, extras: Extras | None) -> torch.Tensor:
+    def _allowed(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> torch.Tensor:
         """The logits, or a copy with the rules applied where any row has some."""
         rules, banned = rows.rules, []
         for row in rows.with_minimum:
             one = rows.completions[row]
-            if len(one.token_ids) + (0 if extras is None else extras.counts[row]) < one.params.min_tokens:
+            if len(one.token_ids) + (0 if row_drafts is None else row_drafts.counts[row]) < one.params.min_tokens:
                 banned.append((row, one.request.end_ids))
         if banned:
             rules = replace(rules, banned=row_pairs(banned, self._device))
@@ -168,16 +168,16 @@ class Sampler:
             return logits
         return apply_rules_(logits.clone(), rules)
 
-    def _penalties(self, rows: SamplingRows, extras: Extras | None) -> Penalties | None:
+    def _penalties(self, rows: SamplingRows, row_drafts: RowDrafts | None) -> Penalties | None:
         if not rows.penalised:
             return None
         index = rows.penalised_rows
         counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
         outputs, seen = self._counts.outputs, self._counts.seen
-        if extras is not None:
+        if row_drafts is not None:
             outputs, seen = outputs[counted], seen[counted]
-            counted, drafted = torch.arange(len(counted), device=self._device), extras.token_ids[index]
-            is_before = np.arange(drafted.shape[1]) < extras.counts[rows.penalised][:, None]
+            counted, drafted = torch.arange(len(counted), device=self._device), row_drafts.token_ids[index]
+            is_before = np.arange(drafted.shape[1]) < row_drafts.counts[rows.penalised][:, None]
             (ones,) = to_device((is_before.astype(np.int32),), self._device)
             outputs.index_put_((counted[:, None], drafted), ones, accumulate=True)
             seen |= outputs > 0

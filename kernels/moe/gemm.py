@@ -1,4 +1,12 @@
-"""The launch of the grouped GEMM of the fused MoE."""
+"""The launch of the grouped GEMM of the fused MoE, whose algorithm `gemm_kernel.py` tells.
+
+`fused_moe.py` calls `expert_gemm` twice: for the gate and up projections, and for the down projection. A launch has a
+program for every block of entries that there could be (`alignment.py`) and every block_n columns; the tile is from
+`config.py`, of quantised weights no deeper than the columns that share a scale. Weights of 16 bits go by a tensor
+descriptor where the tile asks for Hopper's copy engine and their strides let it, all others by pointers; for e4m3
+weights x is rounded first (`quantize_token_groups.py`). What depends on no tensor's address is worked out once, in
+`_prepare`, and kept by the caller as a `Launch`.
+"""
 
 from __future__ import annotations
 

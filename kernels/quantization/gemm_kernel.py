@@ -1,4 +1,10 @@
-"""The kernel that multiplies rows with quantised weights."""
+"""The kernel that multiplies rows with quantised weights, which are decoded in registers on their way.
+
+A program computes BLOCK_M rows by BLOCK_N columns over one split of the input: few rows with a deep input have several
+splits, so that every SM has work, and their partial sums are added up in `partials.py`. The loop along K, in
+`kernels/common/packed/product.py`, is shared with the fused MoE; scales that span K are applied once, at its end.
+`gemm.py` launches it with the tile of `config.py`.
+"""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ class Gptq(Layout):
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         qzeros: torch.Tensor | None = tensors["qzeros"]
         if not self.has_zero_points:
-            # The middle code in every place, less 1 in version 1, as an int32.
-            place = 2 ** (self.num_bits - 1) - (2 - self.version)
-            middle = int.from_bytes(bytes([place if self.num_bits == 8 else 17 * place] * 4), "little", signed=True)
+            # The middle code in every position, less 1 in version 1, as an int32.
+            code = 2 ** (self.num_bits - 1) - (2 - self.version)
+            middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
                 raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true stands for")
             qzeros = None

@@ -139,10 +139,10 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 class _Projection:
-    """Tensors that wait until all of a projection are there, and are then packed into its place."""
+    """Tensors that wait until all of a projection are there, and are then packed into its weight."""
 
-    def __init__(self, layout: Layout, rows: int, columns: int, place: QuantizedWeight) -> None:
-        self.layout, self.rows, self.place = layout, rows, place
+    def __init__(self, layout: Layout, rows: int, columns: int, weight: QuantizedWeight) -> None:
+        self.layout, self.rows, self.weight = layout, rows, weight
         self.stored = layout.stored(rows, columns)
         self.found: dict[str, torch.Tensor] = {}
 
@@ -152,7 +152,7 @@ class _Projection:
     def take(self, end: str, tensor: torch.Tensor) -> None:
         self.found[end] = tensor.reshape(self.stored[end].shape)
         if len(self.found) == len(self.stored):
-            step = max(_MOST_CODES // self.place.in_features // FP8_BLOCK, 1) * FP8_BLOCK
+            step = max(_MOST_CODES // self.weight.in_features // FP8_BLOCK, 1) * FP8_BLOCK
             if self.layout.form == "mxfp4":  # whose scales are relative to the largest of all
                 step = self.rows
             for start in range(0, self.rows, step):
@@ -161,21 +161,21 @@ class _Projection:
 
     def _pack(self, start: int, end: int) -> None:
         """Fill rows start to end, unpacked on their device."""
-        place, layout = self.place, self.layout
+        weight, layout = self.weight, self.layout
         packed = layout.pack(
-            {name: self._rows_of(name, start, end).to(place.values.device) for name in self.found}, place.in_features
+            {name: self._rows_of(name, start, end).to(weight.values.device) for name in self.found}, weight.in_features
         )
-        place.values[start:end].copy_(packed.values)
+        weight.values[start:end].copy_(packed.values)
         scales = slice(layout.scale_rows(start), layout.scale_rows(end))
-        for mine, theirs in ((place.scale, packed.scale), (place.zero_point, packed.zero_point)):
+        for mine, theirs in ((weight.scale, packed.scale), (weight.zero_point, packed.zero_point)):
             if mine is not None and theirs is not None:
                 mine[scales].copy_(theirs)
-        for mine, theirs in ((place.tensor_scale, packed.tensor_scale), (place.input_scale, packed.input_scale)):
+        for mine, theirs in ((weight.tensor_scale, packed.tensor_scale), (weight.input_scale, packed.input_scale)):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
-        if place.input_order is not None:
-            columns = torch.arange(place.in_features, dtype=torch.int32, device=place.values.device)
-            place.input_order.copy_(columns if packed.input_order is None else packed.input_order)
+        if weight.input_order is not None:
+            columns = torch.arange(weight.in_features, dtype=torch.int32, device=weight.values.device)
+            weight.input_order.copy_(columns if packed.input_order is None else packed.input_order)
         elif packed.input_order is not None:
             raise InvalidInputError("g_idx: columns in an order of their own, expected them in steps of a group")
 

@@ -99,7 +99,7 @@ class PagedKvCacheManager:
             self._sequences.check_length(room)
             state = SequenceState(request_id, namespace)
             if ids is None or not self.config.enable_prefix_cache:
-                state.blocks = self._prefixes.room(-(-room // self.config.block_size))
+                state.blocks = self._prefixes.allocate(-(-room // self.config.block_size))
             else:
                 self._prefixes.begin(state, ids, room)
                 self._window.drop_unseen([state])

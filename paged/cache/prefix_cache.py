@@ -26,8 +26,8 @@ class PrefixCache:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
         self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.undo, are_needed)
         self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.undo)
-        if self.index.companions is not None:
-            self.index.companions.on_withdrawn = self.pool.unpublished
+        if self.index.other_tables is not None:
+            self.index.other_tables.on_withdrawn = self.pool.unpublished
         self.num_hits = 0
         self.num_misses = 0
         self.num_hit_tokens = 0
@@ -37,7 +37,7 @@ class PrefixCache:
         self._num_whole = config.num_whole
         self._is_enabled = config.enable_prefix_cache
 
-    def room(self, count: int) -> tuple[int, ...]:
+    def allocate(self, count: int) -> tuple[int, ...]:
         """New blocks for `count` times block_size positions; zeros where a table has its own when they are written.
 
         Raises:
@@ -73,7 +73,7 @@ class PrefixCache:
             else:
                 self.pool.require(needed)
         self.pool.share(held)
-        state.blocks = (*blocks, *self.room(fresh))
+        state.blocks = (*blocks, *self.allocate(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
         chain.cut(length, length // self._block_size, self._guard.undo)
         state.chain = chain
@@ -86,12 +86,12 @@ class PrefixCache:
         """How many tokens, at most `longest`, published blocks of the first table let a sequence begin with, and the
         blocks of all tables: behind its length one with a window needs those alone that the next token sees.
         """
-        block_size, companions = self._block_size, self.index.companions
-        if companions is None or not found:
+        block_size, other_tables = self._block_size, self.index.other_tables
+        if other_tables is None or not found:
             return min(len(found) * block_size, longest), found
         indices = np.arange(len(found))
         lengths = np.minimum(np.arange(len(found) + 1) * block_size, longest)  # of each number of blocks
-        rows = np.column_stack([found, companions.of(found)])
+        rows = np.column_stack([found, other_tables.of(found)])
         is_usable = np.ones(len(lengths), bool)
         for column, table in enumerate(self._tables):
             if column and table.sliding_window is not None:

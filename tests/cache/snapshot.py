@@ -20,7 +20,7 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
         "free": (list(pool._free), list(pool._cached), dict(pool._extra_references)),
         "host": (list(host._free), manager._swap.num_sequences, manager._swap.num_blocks_out),
         "published": (dict(index._hash_of), dict(index._block_of)),
-        "companions": index.companions and (dict(index.companions.places), index.companions._rows.tolist()),
+        "other_tables": index.other_tables and (dict(index.other_tables.locations), index.other_tables._rows.tolist()),
         "serials": {block: int(index._serials[block]) for block in index.published},
         "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in roots._by_namespace.items()},
         "roots by serial": {serial: one.namespace for serial, one in roots._by_serial.items()},

@@ -11,7 +11,7 @@ import numpy as np
 from paged.cache.blocks.undo_log import UndoLog
 from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
 from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
-from paged.cache.prefix.companions import Companions, Either
+from paged.cache.prefix.other_tables import Either, OtherTables
 from paged.cache.prefix.roots import Root, Roots
 from paged.errors import PagedError
 
@@ -21,7 +21,7 @@ _LOOKUP_GROWTH = 256
 
 
 class PrefixIndex:
-    """Published blocks. Where sequences have several tables, those are of the first, and `companions` has the others.
+    """Published blocks. Where sequences have several tables, those are of the first, and `other_tables` has the others.
 
     A hit compares the token ids again, and the serial number of the block before it, which only
     that publication has, so that two chains whose hashes collide can never serve each other's K/V, nor two namespaces.
@@ -37,7 +37,7 @@ class PrefixIndex:
     ) -> None:
         """undo: where every change says first how to take it back; None where changes are final.
 
-        are_needed: see `Companions`.
+        are_needed: see `OtherTables`.
         """
         self._undo = UndoLog(is_kept=False) if undo is None else undo
         self._block_size = block_size
@@ -50,18 +50,18 @@ class PrefixIndex:
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
         self._roots = Roots(self._undo)
-        self.companions = Companions(num_blocks, are_needed, self._undo) if are_needed else None
+        self.other_tables = OtherTables(num_blocks, are_needed, self._undo) if are_needed else None
 
     @property
     def published(self) -> Set[int]:
         """The published blocks; a view that changes with the index."""
         ours = self._hash_of.keys()
-        return ours if self.companions is None else Either(ours, self.companions.places.keys())
+        return ours if self.other_tables is None else Either(ours, self.other_tables.locations.keys())
 
     def hash_of(self, block: int) -> Hash:
         """The hash under which `block` is published."""
-        if self.companions is not None:
-            block = self.companions.first_of(block)
+        if self.other_tables is not None:
+            block = self.other_tables.first_of(block)
         return self._hash_of[block]
 
     @property
@@ -159,13 +159,13 @@ class PrefixIndex:
         if not first:
             self._roots.drop_unused(root)
         chain.publish(hashes[: len(serials)], serials, self._undo)
-        if self.companions is not None:
+        if self.other_tables is not None:
             for hash_, row in zip(hashes[: len(serials)], others, strict=False):
                 block = self._block_of[hash_]
-                for other, column in self.companions.missing(block, row):
-                    if other in self.companions.places:  # with what it held before
+                for other, column in self.other_tables.missing(block, row):
+                    if other in self.other_tables.locations:  # with what it held before
                         displaced += self.forget([other])
-                    self.companions.add(other, block, column)
+                    self.other_tables.add(other, block, column)
         return displaced
 
     def _publish_new(
@@ -239,15 +239,15 @@ class PrefixIndex:
                 raise PagedError(f"block {block} is published under a hash that leads to {self._block_of.get(hash_)}")
         if len(self._block_of) != len(self._hash_of):
             raise PagedError(f"{len(self._block_of)} hashes lead to {len(self._hash_of)} published blocks")
-        if self.companions is not None:
-            self.companions.check(self._hash_of.keys())
+        if self.other_tables is not None:
+            self.other_tables.check(self._hash_of.keys())
 
     def forget(self, blocks: Sequence[int]) -> list[tuple[int, Hash]]:
         """Withdraw the publications of `blocks`, and what is of no use without them; the first table's, with their
         hashes.
         """
-        if self.companions is not None:
-            blocks = self.companions.withdraw(blocks)
+        if self.other_tables is not None:
+            blocks = self.other_tables.withdraw(blocks)
         hashes = list(map(self._hash_of.__getitem__, blocks))
         self._undo.add((self._restore, blocks, hashes))
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from paged.cache.blocks.undo_log import UndoLog
 from paged.errors import PagedError
 
-_Place = tuple[int, int]
+_Location = tuple[int, int]
 """The block of the first table, and the column of a further one."""
 
 
-class Companions:
+class OtherTables:
     """A publication is of no use without its blocks of tables that see everything: they go together. Others may be
     missing, behind a window.
 
@@ -28,7 +28,7 @@ class Companions:
         self._are_needed = are_needed
         self._undo = undo
         self._rows = np.zeros((num_blocks + 1, len(are_needed)), np.int32)
-        self.places: dict[int, _Place] = {}
+        self.locations: dict[int, _Location] = {}
 
     def of(self, blocks: Sequence[int]) -> NDArray[np.int32]:
         """[len(blocks), further tables], 0 where one is missing."""
@@ -36,7 +36,7 @@ class Companions:
 
     def first_of(self, block: int) -> int:
         """The block of the first table that `block` is published beside, or itself."""
-        return self.places[block][0] if block in self.places else block
+        return self.locations[block][0] if block in self.locations else block
 
     def missing(self, block: int, others: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Of `others`, one of each further table or 0, which `block` has none of: with their columns."""
@@ -48,22 +48,22 @@ class Companions:
         """Publish `other`, which is not, beside `block`."""
         self._undo.add((self._remove, {other: (block, column)}))
         self._rows[block, column] = other
-        self.places[other] = block, column
+        self.locations[other] = block, column
 
     def withdraw(self, blocks: Sequence[int]) -> list[int]:
-        """Of `blocks` and of what is of no use without them, withdraw those in places here; the others are returned."""
+        """Of `blocks` and of what is of no use without them, withdraw those published here; the others are returned."""
         given = set(blocks)
-        firsts = dict.fromkeys(block for block in blocks if block not in self.places)
-        for block in given & self.places.keys():
-            first, column = self.places[block]
+        firsts = dict.fromkeys(block for block in blocks if block not in self.locations)
+        for block in given & self.locations.keys():
+            first, column = self.locations[block]
             if self._are_needed[column]:
                 firsts[first] = None
-        gone = given & self.places.keys()
+        gone = given & self.locations.keys()
         if firsts:
             gone.update(block for block in self.of(list(firsts)).ravel().tolist() if block)
-        places = {block: self.places[block] for block in gone}
-        self._undo.add((self._restore, places))
-        self._remove(places)
+        locations = {block: self.locations[block] for block in gone}
+        self._undo.add((self._restore, locations))
+        self._remove(locations)
         for block in (*firsts, *gone):
             if block not in given:
                 self.on_withdrawn(block)
@@ -75,25 +75,25 @@ class Companions:
         Raises:
             PagedError: names the first contradiction.
         """
-        for block, (first, column) in self.places.items():
+        for block, (first, column) in self.locations.items():
             if first not in published or self._rows[first, column] != block:
                 raise PagedError(f"block {block} is published beside block {first}, which does not know of it")
-        if np.count_nonzero(self._rows) != len(self.places):
-            raise PagedError(f"{np.count_nonzero(self._rows)} blocks beside others, {len(self.places)} published")
+        if np.count_nonzero(self._rows) != len(self.locations):
+            raise PagedError(f"{np.count_nonzero(self._rows)} blocks beside others, {len(self.locations)} published")
         for first in published:
             if not all(block for block, needed in zip(self._rows[first], self._are_needed, strict=True) if needed):
                 raise PagedError(f"block {first} is published without those that belong to it")
 
-    def _remove(self, places: dict[int, _Place]) -> None:
-        for block, place in places.items():
-            if self.places.pop(block, None) is not None:
-                self._rows[place] = 0
+    def _remove(self, locations: dict[int, _Location]) -> None:
+        for block, location in locations.items():
+            if self.locations.pop(block, None) is not None:
+                self._rows[location] = 0
 
-    def _restore(self, places: dict[int, _Place]) -> None:
+    def _restore(self, locations: dict[int, _Location]) -> None:
         """Undo `withdraw`."""
-        for block, place in places.items():
-            self._rows[place] = block
-        self.places.update(places)
+        for block, location in locations.items():
+            self._rows[location] = block
+        self.locations.update(locations)
 
 
 class Either(Set[int]):
