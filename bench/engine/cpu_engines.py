@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -131,6 +131,7 @@ def beside_vllm(
     and after every round, over as many bytes as a step reads.
     """
     contest = _contest(model, dtype)
+    engines: dict[str, Callable[[list[list[int]], int], Run]]
     engines = {"ours": partial(run_engine, contest.executor), "theirs": contest.peer.run}
     vocab_size = contest.config["vocab_size"]
     cost = generation(contest.executor, contest.config, workload.lengths, workload.new_tokens)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paged.executors.requests.request import Completion
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import hash_seeds
-from paged.executors.sampling.operations import TokenRules
+from paged.executors.sampling.token_rules import TokenRules
 from paged.staging import to_device
 
 

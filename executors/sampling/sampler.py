@@ -14,8 +14,9 @@ from paged.batch import DrawToken
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
-from paged.executors.sampling.operations import apply_rules_, rejection_sample
+from paged.executors.sampling.rejection_sampling import rejection_sample
 from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs, sampling_rows
+from paged.executors.sampling.token_rules import apply_rules_
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens

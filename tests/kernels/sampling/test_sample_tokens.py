@@ -11,6 +11,7 @@ from paged import InvalidInputError, Penalties, sample_tokens
 from paged.kernels.sampling import reference
 from paged.kernels.sampling import sample_tokens as module
 from paged.kernels.sampling.sample_tokens import filter_logits
+from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from tests.kernels.sampling.rows import NAN, SPECIAL, random_rows
 from tests.tolerance import dtypes
 
@@ -145,3 +146,12 @@ def test_rejects_what_does_not_fit(device: torch.device, monkeypatch: pytest.Mon
     ):
         with pytest.raises(InvalidInputError, match=message):
             sample_tokens(**{**given, name: wrong})
+
+
+def test_penalties_beyond_float32_leave_a_token() -> None:
+    """Finite ones, times counts: several tokens are favoured without a bound, and the first of them is best."""
+    counts, weights = torch.tensor([[0, 9, 9, 1]]), torch.tensor([[1e-37, -3e38, -3e38]])
+    logits = apply_penalties(torch.tensor([[1.0, -torch.inf, 5.0, 5.0]]), counts, counts > 0, weights)
+    assert not logits.isnan().any()
+    assert logits.argmax() == 2
+    assert logits.isfinite()[0].tolist() == [True, False, True, True]

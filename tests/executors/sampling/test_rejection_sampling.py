@@ -1,4 +1,4 @@
-"""Operations on logits: rejection sampling keeps the distribution, and penalties leave a token."""
+"""Rejection sampling keeps the distribution of the target."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
-from paged.executors.sampling.operations import rejection_sample
+from paged.executors.sampling.rejection_sampling import rejection_sample
 from paged.kernels.sampling.sample_tokens import sample_tokens
-from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from tests.executors.sampling.statistics import chi_square_p
 
 NUM, VOCAB, WIDTH = 8_000, 6, 3
@@ -68,12 +67,3 @@ def test_rejection_keeps_the_distribution(
     rejected = (accepted == 0) & (num_drafts > 0)
     unlike[rejected, 0] = draw(logits[0].expand(NUM, -1), keys[:, 0])[rejected]
     assert fit(unlike, accepted, 0) < 1e-6
-
-
-def test_penalties_beyond_float32_leave_a_token() -> None:
-    """Finite ones, times counts: several tokens are favoured without a bound, and the first of them is best."""
-    counts, weights = torch.tensor([[0, 9, 9, 1]]), torch.tensor([[1e-37, -3e38, -3e38]])
-    logits = apply_penalties(torch.tensor([[1.0, -torch.inf, 5.0, 5.0]]), counts, counts > 0, weights)
-    assert not logits.isnan().any()
-    assert logits.argmax() == 2
-    assert logits.isfinite()[0].tolist() == [True, False, True, True]
