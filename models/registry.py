@@ -17,7 +17,7 @@ from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
-from paged.models.computation_keys import refuse_unread, unread_keys
+from paged.models.config_keys import refuse_unread, unread_keys
 from paged.models.families.cohere import Cohere2
 from paged.models.families.gemma import Gemma2, Gemma3
 from paged.models.families.gemma4 import Gemma4

@@ -152,14 +152,12 @@ def check_sequences_on_host(sequences: Sequences) -> None:
     left, keys_at_once, chunk_size = reach
     width = table.shape[1]
     check_ids_on_host("cu_seqlens_q", cu_seqlens_q, 0, num_tokens)
+    if first := _value(cu_seqlens_q[0]):
+        _refuse("cu_seqlens_q", [0], first, 0, 0)
     if seq_lens.numel() == 0:
-        if _value(cu_seqlens_q[0]) != 0:
-            _refuse("cu_seqlens_q", [0], _value(cu_seqlens_q[0]), 0, 0)
         return
     q_lens = cu_seqlens_q.diff()
     shortest, longest = q_lens.aminmax()
-    if _value(cu_seqlens_q[0]) != 0:
-        _refuse("cu_seqlens_q", [0], _value(cu_seqlens_q[0]), 0, 0)
     if _value(shortest) < 0:
         seq = _value(q_lens.argmin())
         _refuse("cu_seqlens_q", [seq + 1], _value(cu_seqlens_q[seq + 1]), _value(cu_seqlens_q[seq]), num_tokens)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged.errors import UnsupportedError
-from paged.models.computation_keys import COMPUTATION_KEYS, refuse_unread
+from paged.models.config_keys import COMPUTATION_KEYS, refuse_unread
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, config_of, load_model, network_class_of
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
