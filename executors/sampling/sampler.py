@@ -20,7 +20,7 @@ from paged.executors.sampling.token_rules import apply_rules_
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
-from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
+from paged.kernels.sampling.torch_ops.sample_tokens import penalised
 from paged.staging import to_device
 
 
@@ -150,10 +150,7 @@ class Sampler:
         """Logits of the distributions that tokens are drawn from: -inf for all that cannot come."""
         logits, penalties = ruled
         if penalties is not None:
-            index = rows.penalised_rows
-            tables = penalties.rows[index]
-            counts, seen, weights = penalties.counts[tables], penalties.seen[tables], penalties.weights[index]
-            logits = logits.index_copy(0, index, apply_penalties(logits[index], counts, seen, weights))
+            logits = penalised(logits, penalties, rows.penalised_rows)
         return filter_logits(logits, **vars(rows.filters))
 
     def _allowed(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> torch.Tensor:

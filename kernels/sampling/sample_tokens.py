@@ -75,7 +75,7 @@ def sample_tokens(
     if use_triton(logits):
         return _launch(logits, keys, temperature, top_k, top_p, log_min_p, penalties)[0]
     if penalties is not None:
-        logits = _penalised(logits.float(), penalties)
+        logits = torch_op.penalised(logits.float(), penalties)
     return torch_op.sample_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
 
 
@@ -148,15 +148,6 @@ def _check(
         check_tensor("penalties.counts", penalties.counts, ("num_tables", vocab_size), (torch.int32,), device)
         check_tensor("penalties.seen", penalties.seen, penalties.counts.shape, (torch.bool,), device)
         check_tensor("penalties.weights", penalties.weights, (num_rows, 3), (torch.float32,), device)
-
-
-def _penalised(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
-    (rows,) = (penalties.rows >= 0).nonzero(as_tuple=True)
-    tables = penalties.rows[rows]
-    changed = torch_op.apply_penalties(
-        logits[rows], penalties.counts[tables], penalties.seen[tables], penalties.weights[rows]
-    )
-    return logits.index_copy(0, rows, changed)
 
 
 def _launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.torch_ops.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.torch_ops.noise import exponential
 
@@ -36,6 +37,15 @@ def sample_tokens(
         filters = [None if each is None else each[rows] for each in (top_k, top_p, log_min_p)]
         tokens[rows] = sample_tokens(logits[rows], keys[rows], temperature[rows], *filters)
     return tokens
+
+
+def penalised(logits: torch.Tensor, penalties: Penalties, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of float32 logits with penalties. rows: int64, those that have any; looked for where not given."""
+    if rows is None:
+        (rows,) = (penalties.rows >= 0).nonzero(as_tuple=True)
+    tables = penalties.rows[rows]
+    counts, seen, weights = penalties.counts[tables], penalties.seen[tables], penalties.weights[rows]
+    return logits.index_copy(0, rows, apply_penalties(logits[rows], counts, seen, weights))
 
 
 def apply_penalties(
