@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter, Signature
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.kernels.common.scalars import as_int, shown
+
+R = TypeVar("R")
 
 # Other spellings of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
 _SPELLINGS = {
@@ -213,3 +217,27 @@ def _scalar(value: Any) -> Any:
         return value.item() if getattr(value, "ndim", None) == 0 else value
     except Exception:
         return value
+
+
+def ordered(required: str, optional: Mapping[str, Any]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
+    """Make a function of arguments by name one that takes them in an order, and any others by name.
+
+    required: names that have no default, which come first. optional: those behind them, with their defaults.
+    """
+    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in required.split()]
+    rest = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in optional.items()]
+    signature = Signature([*first, *rest, Parameter("others", Parameter.VAR_KEYWORD)])
+    order, needed = (*required.split(), *optional), set(required.split())
+
+    def decorate(function: Callable[[dict[str, Any]], R]) -> Callable[..., R]:
+        @wraps(function)
+        def call(*args: Any, **named: Any) -> R:
+            placed = dict(zip(order, args, strict=False))
+            if len(args) > len(order) or placed.keys() & named.keys() or needed - placed.keys() - named.keys():
+                signature.bind(*args, **named)  # raises TypeError, which says why
+            return function({**optional, **placed, **named})
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate

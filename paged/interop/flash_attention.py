@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from paged.errors import InvalidInputError
+from paged.interop.arguments import ordered
 from paged.interop.attention import Attention, attend, attend_with_cache
-from paged.interop.ordered import ordered
 
 # What a function of packed sequences needs.
 PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"

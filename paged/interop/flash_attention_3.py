@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from paged.interop.arguments import ordered
 from paged.interop.attention import Attention, attend, attend_with_cache
 from paged.interop.flash_attention import PACKED
-from paged.interop.ordered import ordered
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None, None]
 _SCALE = {"softmax_scale": None, "causal": False}

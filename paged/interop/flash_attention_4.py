@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from paged.interop.arguments import ordered
 from paged.interop.attention import attend
 from paged.interop.flash_attention import PACKED
-from paged.interop.ordered import ordered
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 _OPTIONS: dict[str, Any] = {"softmax_scale": None, "causal": False, "window_size": (None, None), "learnable_sink": None}
