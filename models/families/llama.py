@@ -165,6 +165,8 @@ class Llama(nn.Module):
         self.ranks = ranks
         for layer in self.layers:
             layer.ranks = ranks
+            if ranks.size > 1:
+                layer.self_attn.mean_of_ranks = ranks.mean
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""

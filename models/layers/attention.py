@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
@@ -45,7 +47,10 @@ class HeldCaches:
 
 class Attention(nn.Module):
     """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1; those of
-    int8 stand beside the cache, a scale for each row."""
+    int8 stand beside the cache, a scale for each row.
+
+    mean_of_ranks: of a tensor in its place, where several ranks have equal parts of the heads.
+    """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -55,6 +60,7 @@ class Attention(nn.Module):
     cos_sin_cache: torch.Tensor
     unit_weight: torch.Tensor | None = None
     query_factors: torch.Tensor | None = None
+    mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -97,16 +103,17 @@ class Attention(nn.Module):
         layer = self.config
         block_table, slot_mapping = metadata.table(self.table)
         q, *kv = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
-        q, q_weight = self._norm(self.q_norm, q)
-        q = q.unflatten(-1, (-1, layer.head_dim))
-        if kv:
-            k, k_weight = self._norm(self.k_norm, kv[0])
-            v = kv[-1].unflatten(-1, (-1, layer.v_head_dim))
+        keys, values = kv[:1], kv[-1:]
+        if layer.qk_norm == "width":
+            q, *keys = self._norm_width(q, *keys)
+        q, q_weight = q.unflatten(-1, (-1, layer.head_dim)), self._head_weight(self.q_norm)
+        if keys:
+            v = values[0].unflatten(-1, (-1, layer.v_head_dim))
             if layer.v_norm and self.unit_weight is not None:
                 v = rms_norm(v, self.unit_weight, self.eps)
             q = qk_norm_rope_and_cache(
                 q,
-                k.unflatten(-1, (-1, layer.head_dim)),
+                keys[0].unflatten(-1, (-1, layer.head_dim)),
                 v,
                 self.k_cache,
                 self.v_cache,
@@ -114,7 +121,7 @@ class Attention(nn.Module):
                 positions,
                 self.cos_sin_cache,
                 q_weight=q_weight,
-                k_weight=k_weight,
+                k_weight=self._head_weight(self.k_norm),
                 eps=self.eps,
                 interleaved=self.interleaved,
                 k_scale=self.k_scale,
@@ -147,11 +154,23 @@ class Attention(nn.Module):
         projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)
         return projected
 
-    def _norm(self, norm: RmsNorm | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries or keys, normalised where that is over all heads, and else the weight that every head's takes."""
-        if norm is None:
-            return x, self.unit_weight if self.config.qk_norm == "unit" else None
-        return (norm(x)[0], None) if self.config.qk_norm == "width" else (x, norm.weight)
+    def _head_weight(self, norm: RmsNorm | None) -> torch.Tensor | None:
+        """The weight that every head of queries or keys takes in a norm of its own."""
+        if self.config.qk_norm == "unit":
+            return self.unit_weight
+        return None if norm is None or self.config.qk_norm == "width" else norm.weight
+
+    def _norm_width(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, and keys where there are some, normalised over all heads; of several ranks' all in one sum."""
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        if self.mean_of_ranks is None:
+            return [norm(x)[0] for norm, x in zip(norms, parts, strict=True)]
+        wide = [x.float() for x in parts]
+        means = self.mean_of_ranks(torch.stack([x.square().mean(-1, keepdim=True) for x in wide]))
+        return [
+            (x * (mean + self.eps).rsqrt() * norm.weight).to(part.dtype)
+            for x, mean, norm, part in zip(wide, means, norms, parts, strict=True)
+        ]
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)

@@ -77,6 +77,10 @@ class Ranks:
                 dist.all_reduce(x, group=self._data)
         return x
 
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of all ranks' x, in its place."""
+        return self.sum(x).div_(self.size)
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 all ranks' rows [n, m], each behind the other's, [n, size * m]; on others x."""
         if self.size == 1:

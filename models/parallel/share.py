@@ -157,7 +157,7 @@ class Share:
 
         query = of(layer.num_heads, self.rank * per_rank, per_rank, layer.head_dim)
         key, value = (of(layer.num_kv_heads, first, count, size) for size in (layer.head_dim, layer.v_head_dim))
-        return {"k_proj": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
+        return {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
 
     def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
         """The first KV head of this rank, and how many there are."""
@@ -182,8 +182,6 @@ class Share:
         return size // self.size
 
     def _attention(self, layer: AttentionConfig) -> AttentionConfig:
-        if layer.qk_norm == "width":
-            raise UnsupportedError(f"tensor_parallel_size {self.size}: norms over the width of all heads")
         heads = layer.num_kv_heads
         if max(heads, self.size) % min(heads, self.size):
             raise UnsupportedError(

@@ -10,12 +10,14 @@ def step_bytes(
 ) -> dict[str, int]:
     """Bytes that a rank gives to collectives in a step, by their kind, as `Ranks.num_bytes` counts them.
 
-    num_sums: all-reduces of the network, see `Llama.num_sums`. size: ranks. itemsize: of activations. num_rows: those
+    num_sums: all-reduces of hidden states, see `Llama.num_sums`. size: ranks. itemsize: of activations. num_rows: those
     whose logits are gathered.
     """
     logits = -(-config.vocab_size // size)
+    # Norms over all heads add up a float32 each, of queries and of keys.
+    norms = sum(1 if one.shares_kv_with is not None else 2 for one in config.attention if one.qk_norm == "width")
     return {
-        "sum": num_sums * num_tokens * config.hidden_size * itemsize,
+        "sum": num_tokens * (num_sums * config.hidden_size * itemsize + 4 * norms),
         "gather": num_rows * logits * itemsize,
     }
 

@@ -54,7 +54,7 @@ def test_messages_arrive_as_they_were_sent(rows: int) -> None:
     assert sender.state.tolist() == receiver.state.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "cohere2", "gemma4_moe"])
+@pytest.mark.parametrize("name", ["llama", "cohere2", "gemma4_moe", "olmo2"])
 def test_bytes_of_a_step(name: str, followers: Followers, tmp_path: Path) -> None:
     save_checkpoint(FAMILIES[name], tmp_path)
     with followers.load(tmp_path, 2, dtype="bfloat16", **OPTIONS | {"cuda_graphs": False}) as spread:
