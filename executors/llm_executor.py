@@ -194,7 +194,7 @@ class LlmExecutor(UnifiedExecutor):
             InvalidInputError: it is not loaded, or sequences hold it.
             UnsupportedError: the model takes no adapters.
         """
-        with self._call():
+        with self._call(), nullcontext() if self._driver is None else self._driver.lock:
             self._adapters().unload(name)
             with self._alike(Kind.UNLOAD_LORA, name):
                 pass

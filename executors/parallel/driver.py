@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, RLock, Thread
@@ -23,8 +24,11 @@ _LOG = logging.getLogger("paged")
 
 
 class Driver:
-    """Tells the other ranks of every step and every move of blocks, before this one makes it; so one cache manager
-    decides for all. Where nothing is to be told for a while it asks whether all are there. Thread-safe.
+    """Tells the other ranks of every step before this one makes it, and before that of every move of blocks; so one
+    cache manager decides for all. Where nothing is to be told for a while it asks whether all are there. Thread-safe.
+
+    lock: held by whoever tells the others something until that is done, so that all ranks do everything in one order.
+    Whoever has it may call the cache, so nothing that the cache calls may wait for it.
 
     Raises, in every method:
         RankFailedError: a rank has ended or does not answer.
@@ -33,13 +37,13 @@ class Driver:
     def __init__(self, model: PagedCausalLM) -> None:
         self._ranks, self._tensors = model.ranks, model.kv_manager.tensors
         self._channel = Channel(model.ranks)
-        self._lock = RLock()
+        self.lock = RLock()
+        self._moves: deque[list[NDArray[Any]]] = deque()  # of which the others are yet to be told
         self._num_steps = 0
-        self._is_alike = False
         self._last_sent = monotonic()
         self._stopped = Event()
         model.lead = self._lead
-        self._tensors.listener = self._tell_moves
+        self._tensors.listener = self._keep_move
         Thread(target=self._watch, name="paged-ranks", daemon=True).start()
 
     @contextmanager
@@ -47,18 +51,14 @@ class Driver:
         """Around what all ranks do of themselves once they are told."""
         with self._running():
             self._send(kind, [np.frombuffer(word.encode(), np.uint8) for word in words])
-            self._is_alike = True
-            try:
-                yield
-            finally:
-                self._is_alike = False
+            yield
 
     def stop(self) -> None:
         """Let the others return from `serve`; a second call is harmless, and so is one after a rank has failed."""
         if self._stopped.is_set():
             return
         self._stopped.set()
-        with self._lock:
+        with self.lock:
             try:
                 self._send(Kind.STOP, [])
                 self._ranks.compare(self._channel.state)
@@ -78,16 +78,15 @@ class Driver:
             if self._num_steps % self._ranks.config.check_steps == 0:
                 self._compare()
 
-    def _tell_moves(self, name: str, arguments: tuple[Any, ...]) -> None:
-        with self._lock:
-            if not self._is_alike:
-                numbers = [np.array(argument, np.int64) for argument in arguments]
-                self._send(Kind.MOVE_BLOCKS, [np.frombuffer(name.encode(), np.uint8), *numbers])
+    def _keep_move(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Tell of it with the next message: no other rank uses a block before."""
+        numbers = [np.array(argument, np.int64) for argument in arguments]
+        self._moves.append([np.frombuffer(name.encode(), np.uint8), *numbers])
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Around what the other ranks wait in: where this one leaves it, they cannot go on."""
-        with self._lock:
+        with self.lock:
             try:
                 yield
             except RankFailedError:
@@ -97,6 +96,8 @@ class Driver:
                 raise
 
     def _send(self, kind: Kind, arrays: list[NDArray[Any]]) -> None:
+        while self._moves:
+            self._channel.send(Kind.MOVE_BLOCKS, self._moves.popleft())
         self._channel.send(kind, arrays)
         self._last_sent = monotonic()
 
