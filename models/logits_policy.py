@@ -15,12 +15,41 @@ from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from paged.staging import to_device
 
+# More than there are tokens.
+_ALL = int(np.iinfo(np.int64).max)
+
 
 class Draws(NamedTuple):
-    """Of rows whose tokens alone are wanted, temperature float32 [n] and key int64 [n, 2]."""
+    """Of rows whose tokens alone are wanted what `sample_tokens` takes, whose shapes and dtypes these are."""
 
-    temperature: NDArray[np.float32]
     keys: NDArray[np.int64]
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, rows: Sequence[DrawToken]) -> Draws:
+        """What policies ask for."""
+        return cls(
+            np.array([row.key for row in rows], np.int64).reshape(-1, 2),
+            np.array([row.temperature for row in rows], np.float32),
+            np.array([row.top_k or _ALL for row in rows], np.int64),
+            np.array([row.top_p for row in rows], np.float32),
+            np.array([row.min_p for row in rows], np.float32),
+        )
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the best tokens of a row say which of all the filters keep; 0 without filters."""
+        needed = np.where(self.top_k < _ALL, self.top_k, np.where(self.top_p < 1, _ALL, self.min_p > 0))
+        return int(needed[self.temperature > 0].max(initial=0))
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """A token for each row of logits [n, V], int64 [n]."""
+        keys, temperature, *filters = to_device(self, logits.device)
+        top_k, top_p, min_p = filters if self.num_candidates else (None, None, None)
+        return sample_tokens(logits, keys, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
@@ -28,9 +57,7 @@ def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
     draws = [DrawToken(0.0, (0, 0)) if policy == GreedyArgmax() else policy for policy in policies]
     if not all(isinstance(draw, DrawToken) for draw in draws):
         return None
-    rows = [(draw.temperature, draw.key) for draw in draws if isinstance(draw, DrawToken)]
-    keys = np.array([key for _, key in rows], np.int64).reshape(-1, 2)
-    return Draws(np.array([temperature for temperature, _ in rows], np.float32), keys)
+    return Draws.of([draw for draw in draws if isinstance(draw, DrawToken)])
 
 
 def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
@@ -56,9 +83,8 @@ def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> li
     """
     answers = list(logits)
     drawn = {row: policy for row, policy in enumerate(policies) if isinstance(policy, DrawToken)}
-    if drawn and (draws := draws_of(list(drawn.values()))) is not None:
-        temperature, keys = to_device(draws, logits.device)
-        for row, token in zip(drawn, sample_tokens(logits[list(drawn)], keys, temperature), strict=True):
+    if drawn:
+        for row, token in zip(drawn, Draws.of(list(drawn.values())).choose(logits[list(drawn)]), strict=True):
             answers[row] = token
     greedy = {row: policy for row, policy in enumerate(policies) if isinstance(policy, GreedyArgmax)}
     if greedy:

@@ -26,7 +26,7 @@ from paged.models.families.llama import Llama
 from paged.models.loading.packed_tensors import num_weights
 from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
-from paged.models.parallel.draw import draw_tokens
+from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import load_loops, run_adapted_steps, run_steps
 from paged.seq_id import SeqId
@@ -125,6 +125,8 @@ class PagedCausalLM(DecoderOnlyLLM):
         draws = None
         if self.ranks.size > 1:
             draws = draws_of([item.logits_policy for item in items if item.is_final_chunk])
+            if draws is not None and self._num_candidates(draws) is None:
+                draws = None
         with self._logits(items, draws) as logits:
             if draws is not None:
                 tokens = iter(logits)
@@ -255,12 +257,22 @@ class PagedCausalLM(DecoderOnlyLLM):
         if self.ranks.size == 1 or not len(logits):
             return logits
         if draws is not None:
-            temperature, keys = to_device(draws, self.device)
-            return draw_tokens(self.ranks, logits, self.network.rows.start, temperature, keys)
-        rows = -(-self._config.vocab_size // self.ranks.size)
+            count = self._num_candidates(draws)
+            assert count is not None
+            rest = to_device(draws, self.device)
+            return draw_tokens(self.ranks, logits, self.network.rows.start, *rest, num_candidates=count)
+        rows = self._rows_of_ranks
         padded = functional.pad(logits, (0, rows - logits.shape[1])) if logits.shape[1] < rows else logits
         # In the type that the head has computed them in.
         return self.ranks.gather(padded.to(self.dtype)).float()[:, : self._config.vocab_size]
+
+    @property
+    def _rows_of_ranks(self) -> int:
+        """Rows of the vocabulary that every rank has but the last, which may have fewer."""
+        return -(-self._config.vocab_size // self.ranks.size)
+
+    def _num_candidates(self, draws: Draws) -> int | None:
+        return candidates_of(draws.num_candidates, self.ranks.size, self._rows_of_ranks * self.dtype.itemsize)
 
     def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
         item = UnifiedBatchItem(cache_id, tokens)

@@ -20,6 +20,7 @@ from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.parallel.draw import CANDIDATES
 from paged.staging import to_device
 
 # Where an adapter's rows are twice as many blocks, half as many splits are enough, and one is from 512 blocks on.
@@ -51,7 +52,8 @@ def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) 
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
     run_packed(network, longest)
-    for width in {network.config.vocab_size, network.num_logits}:
+    widths = {network.config.vocab_size, network.num_logits} | ({CANDIDATES} if network.ranks.size > 1 else set())
+    for width in widths:
         launch_all(torch.zeros(1, width, device=kv_manager.device))
     kv_manager.warm_up()
 

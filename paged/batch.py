@@ -39,11 +39,14 @@ class GreedyArgmax:
 class DrawToken:
     """The item returns a token id, an int64 scalar, that `sample_tokens` draws, and no logits leave the device.
 
-    temperature: 0 for the best token. key: of the noise, as two 32-bit halves, the lower first.
+    temperature: 0 for the best token. key: of the noise, as two 32-bit halves, the lower first. top_k: 0 keeps all.
     """
 
     temperature: float
     key: tuple[int, int]
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)

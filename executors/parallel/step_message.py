@@ -30,16 +30,16 @@ class StepMessage(NamedTuple):
         step, host, slots = self.step, self.step.host, self.row_slots
         flags = host.max_seqlen_q, host.max_seqlen_k, self.knows_ids, slots is not None, self.draws is not None
         rows = np.empty(0, np.int32) if slots is None else slots
-        draws = self.draws or Draws(np.empty(0, np.float32), np.empty((0, 2), np.int64))
+        draws = self.draws or Draws.of([])
         return [np.array(flags, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays]
 
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]], device: torch.device) -> StepMessage:
         """What `arrays` returned on rank 0; the step has no sequences of this rank's cache."""
-        flags, token_ids, row_ids, row_slots, temperature, keys, *host = arrays
-        positions, slots, seq_lens, cu_seqlens_q, tables = host
+        flags, token_ids, row_ids, row_slots, *rest = arrays
+        num_draws = len(Draws._fields)
+        draws, (positions, slots, seq_lens, cu_seqlens_q, tables) = Draws(*rest[:num_draws]), rest[num_draws:]
         max_seqlen_q, max_seqlen_k, knows_ids, is_adapted, is_drawn = flags.tolist()
         metadata = HostMetadata(positions, slots, seq_lens, cu_seqlens_q, tables, max_seqlen_q, max_seqlen_k)
         step = ForwardStep(token_ids, metadata, row_ids, (), device)
-        draws = Draws(temperature, keys) if is_drawn else None
-        return cls(step, row_slots if is_adapted else None, draws, bool(knows_ids))
+        return cls(step, row_slots if is_adapted else None, draws if is_drawn else None, bool(knows_ids))

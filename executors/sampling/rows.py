@@ -66,16 +66,11 @@ class SamplingRows:
     @property
     def is_plain(self) -> bool:
         """Whether the best token of every row is all that is wanted."""
-        return not self.is_drawn and self._is_free
+        return not self.is_drawn and self.is_free
 
     @property
-    def is_unfiltered(self) -> bool:
-        """Whether the tokens of every row are drawn with a temperature alone, or not at all."""
-        filters = self.filters
-        return self._is_free and filters.top_k is None and filters.top_p is None and filters.min_p is None
-
-    @property
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
+        """Whether every row takes its logits as they are, but for temperature and filters."""
         has_rules = self.rules.allowed is not None or self.rules.biased is not None
         return not (has_rules or self.penalised or self.with_minimum)
 

@@ -76,14 +76,21 @@ class Sampler:
 
     def draws(self, completions: list[Completion]) -> list[DrawToken] | None:
         """How an executor can choose the next token of each completion as `sample` does; None where that takes more
-        than temperature and noise.
+        than temperature, filters and noise.
         """
         rows = self._rows(completions)
-        if not rows.is_unfiltered or rows.num_logprobs is not None:
+        if not rows.is_free or rows.num_logprobs is not None:
             return None
         keys = split_keys(noise_keys(rows.hashed_seeds, rows.positions(None), Stream.TOKEN)).tolist()
-        heats = [0.0 if one.params.is_greedy else one.params.temperature for one in completions]
-        return [DrawToken(heat, (low, high)) for heat, (low, high) in zip(heats, keys, strict=True)]
+        return [
+            DrawToken(0.0, (low, high))
+            if one.is_greedy
+            else DrawToken(one.temperature, (low, high), self._limit(one.top_k), one.top_p, one.min_p)
+            for one, (low, high) in zip((each.params for each in completions), keys, strict=True)
+        ]
+
+    def _limit(self, top_k: int) -> int:
+        return top_k if 0 < top_k < self._vocab_size else 0
 
     def propose(
         self, logits: torch.Tensor, completions: list[Completion], drafts: torch.Tensor

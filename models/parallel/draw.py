@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
-from paged.kernels.sampling.sample_tokens import sample_tokens
+from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
 from paged.kernels.sampling.torch_ops.noise import TOKEN_FACTOR, exponential
 from paged.models.parallel.ranks import Ranks
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
+# Candidates of a rank are a multiple of this, so that kernels which launched with as many are compiled for all.
+CANDIDATES = 16
+# Of all ranks: what a program of the kernels takes at once.
+_MOST_CANDIDATES = 4096
+
+
+def candidates_of(count: int, num_ranks: int, logits_bytes: int) -> int | None:
+    """How many candidates each of several ranks sends for filters that `count` tokens of a row decide; None where its
+    logits of the row, so many bytes, are less.
+    """
+    padded = -(-count // CANDIDATES) * CANDIDATES
+    sent = (num_ranks - 1) * padded * torch.float32.itemsize
+    return padded if num_ranks * padded <= _MOST_CANDIDATES and sent < logits_bytes else None
 
 
 def draw_tokens(
-    ranks: Ranks, logits: torch.Tensor, first: int, temperature: torch.Tensor, keys: torch.Tensor
+    ranks: Ranks,
+    logits: torch.Tensor,
+    first: int,
+    keys: torch.Tensor,
+    temperature: torch.Tensor,
+    *filters: torch.Tensor,
+    num_candidates: int = 0,
 ) -> torch.Tensor:
     """What `sample_tokens` draws from the logits of all ranks, int64 [n], on rank 0; on others something.
 
@@ -20,9 +40,11 @@ def draw_tokens(
 
     Args:
         logits: float32 [n, m], of the tokens from `first` on.
-        temperature: float32 [n], 0 for the best token.
-        keys: int64 [n, 2], as of `sample_tokens`.
+        keys, temperature, filters: as of `sample_tokens`, filters top_k, top_p and min_p.
+        num_candidates: at least as many of the best tokens as decide what filters keep; 0 where they keep all.
     """
+    if num_candidates:
+        logits = _filtered(ranks, logits, num_candidates, temperature, *filters)
     # The noise of token t of a rank is that of first + t: tokens come into it as multiples of a number, modulo 2^32.
     low, high = keys.unbind(-1)
     own_keys = torch.stack(((low + first * TOKEN_FACTOR) & 0xFFFFFFFF, high), -1)
@@ -40,3 +62,24 @@ def draw_tokens(
     is_best = (scores == scores.amax(1, keepdim=True)) & (ids >= 0)
     chosen = torch.where(is_best, ids, _NO_TOKEN).amin(1)
     return torch.where(chosen == _NO_TOKEN, -1, chosen)
+
+
+def _filtered(
+    ranks: Ranks,
+    logits: torch.Tensor,
+    num_candidates: int,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """The logits, -inf for what filters leave out: all that is below the lowest which they keep of the best tokens of
+    all ranks, or without a top_k below min_p of the best one."""
+    own = logits.topk(min(num_candidates, logits.shape[1])).values
+    best = ranks.gather_everywhere(functional.pad(own, (0, num_candidates - own.shape[1]), value=-torch.inf))
+    kept = filter_logits(best, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(1, keepdim=True)
+    lowest = torch.where(top_k[:, None] <= num_candidates, lowest, min_p.log()[:, None])
+    is_greedy = temperature[:, None] == 0
+    scores = (logits - best.amax(1, keepdim=True)).div_(temperature[:, None].masked_fill(is_greedy, 1.0))
+    return logits.masked_fill((scores < lowest) & ~is_greedy, -torch.inf)

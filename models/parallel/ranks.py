@@ -91,6 +91,13 @@ class Ranks:
             dist.gather(x, parts, dst=self._first, group=self._data)
         return x if parts is None else torch.cat(parts, dim=-1)
 
+    def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
+        """On every rank all ranks' rows [n, m], each behind the other's, [n, size * m]."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with self._counted("gather_everywhere", x):
+            dist.all_gather(parts, x.contiguous(), group=self._data)
+        return torch.cat(parts, dim=-1)
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, which lies on the host, in the place of every rank's."""
         with self._counted("broadcast", x):

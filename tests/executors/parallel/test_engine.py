@@ -82,6 +82,30 @@ def test_plain_requests_send_no_logits(executors: list[LlmExecutor]) -> None:
     assert found[0] == found[1]
 
 
+def test_filters_send_no_logits_where_a_few_candidates_decide(executors: list[LlmExecutor]) -> None:
+    few = [
+        {"top_k": 1 + seed % 5, "top_p": (1.0, 0.7)[seed % 2], "min_p": (0.0, 0.1, 0.0)[seed % 3]} for seed in range(9)
+    ]
+    found = []
+    for executor in executors:
+        engine, sent = Engine(executor, eos_token_ids=()), executor.model.ranks.num_bytes
+        for filters, each in (
+            (few, {"gather": 32, "gather_everywhere": 16 * 4}),
+            ([{"min_p": 0.05}] * 9, {"gather": 32, "gather_everywhere": 16 * 4}),
+            ([*few[:8], {"top_p": 0.7}], {"gather": 64 * 4}),
+            ([*few[:8], {"top_k": 3, "frequency_penalty": 1.0}], {"gather": 64 * 4}),
+        ):
+            before = sent.copy()
+            params = [
+                SamplingParams(temperature=0.5 + i / 9, max_tokens=7, seed=i, **one) for i, one in enumerate(filters)
+            ]
+            outputs = engine.generate([tokens(3 + i, i) for i in range(9)], params, progress=False)
+            found.append(tokens_of(outputs))
+            gathered = {kind: count for kind, count in (sent - before).items() if kind.startswith("gather")}
+            assert gathered == ({kind: 9 * 7 * size for kind, size in each.items()} if len(found) > 4 else {})
+    assert found[:4] == found[4:]
+
+
 def test_a_draft_model_over_processes(executors: list[LlmExecutor]) -> None:
     """Its drafts stay on the device, which alone knows them from step to step."""
     alone, spread = executors
