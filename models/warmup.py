@@ -28,19 +28,20 @@ _MOST_BLOCKS = 512
 # Tuned tables of experts end here.
 _MOST_TOKENS = 4096
 # Operations that numba's loops stand in for.
-_LOOPS = {
-    "attention": "paged_attention",
-    "cache": "qk_norm_rope_and_cache",
-    "common": "rms_norm",
-    "layers": "silu_and_mul",
-}
+_LOOPS = (
+    "attention.numba_ops.paged_attention",
+    "cache.numba_ops.qk_norm_rope_and_cache",
+    "common.numba_ops.linear",
+    "common.numba_ops.rms_norm",
+    "layers.numba_ops.silu_and_mul",
+)
 
 
 def load_loops() -> None:
     """Let operations on a CPU take the loops that numba compiles, where it is, and compile or read them now."""
     if load_numba():
-        for family, operation in _LOOPS.items():
-            import_module(f"paged.kernels.{family}.numba_ops.{operation}")
+        for module in _LOOPS:
+            import_module(f"paged.kernels.{module}")
         for kernel in import_module("paged.kernels.common.numba_ops.kernel").Kernel.made:
             _ = kernel.address
 

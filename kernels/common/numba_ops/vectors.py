@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llvmlite.binding
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, errors
@@ -18,7 +20,11 @@ from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE,
 
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+_VECTOR, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+# Products of pairs of bfloat16 in one instruction, which takes numbers below 2^-126 for 0.
+_HAS_BF16_PRODUCTS = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+# Elements of an operand of `product_tile`, and outputs of each of its rows.
+OPERAND_SIZES, OUTPUTS = {torch.float32: LANES, torch.bfloat16: 2 * LANES}, 4
 _FLAGS = tuple(FASTMATH)
 _Combine = Callable[[Any, ir.Value, ir.Value], ir.Value]
 
@@ -133,6 +139,16 @@ def _reduction(combine: _Combine) -> Any:
 sum_of, largest_of = _reduction(_sum), _reduction(_larger)
 
 
+def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
+    quarters = [_fold(builder, vector, 4, _sum) for vector in vectors]
+    low, high = (
+        _sum(builder, *(_part(builder, a, b, lanes) for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])))
+        for a, b in (quarters[:2], quarters[2:])
+    )
+    sums = _sum(builder, *(_part(builder, low, high, lanes) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])))
+    builder.store(sums, builder.bitcast(builder.gep(pointer, [index]), sums.type.as_pointer()), align=4)
+
+
 @intrinsic
 def store_sums(
     _typing_context: Any,
@@ -146,15 +162,7 @@ def store_sums(
     """Write the sums of four vectors, one behind the other, from an index on."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        quarters = [_fold(builder, vector, 4, _sum) for vector in args[2:]]
-        pairs = [
-            _sum(builder, *(_part(builder, a, b, lanes) for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])))
-            for a, b in (quarters[:2], quarters[2:])
-        ]
-        low, high = pairs
-        sums = _sum(builder, *(_part(builder, low, high, lanes) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])))
-        to = builder.bitcast(builder.gep(args[0], [args[1]]), sums.type.as_pointer())
-        builder.store(sums, to, align=4)
+        _store_sums(builder, args[0], args[1], args[2:])
         return context.get_dummy_value()
 
     return types.void(types.CPointer(types.float32), types.int64, *[_vector] * 4), generate
@@ -186,3 +194,75 @@ def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
         return builder.fmul(result, power, flags=_FLAGS)
 
     return _vector(_vector), generate
+
+
+def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
+    """total + a * b, of pairs of bfloat16 both products."""
+    if a.type == _VECTOR:
+        return _sum(builder, builder.fmul(a, b, flags=_FLAGS), total)
+    if _HAS_BF16_PRODUCTS:
+        kind = ir.FunctionType(_VECTOR, [_VECTOR, _WORDS, _WORDS])
+        multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(multiply, [total, a, b])
+    sixteen, upper = (ir.Constant(_WORDS, [bits] * LANES) for bits in (16, -1 << 16))
+    for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
+        factors = (builder.bitcast(half, _VECTOR) for half in halves)
+        total = _sum(builder, builder.fmul(*factors, flags=_FLAGS), total)
+    return total
+
+
+def product_tile(num_rows: int) -> Any:
+    """An intrinsic: products of so many rows of x, which begin at `starts`, with `OUTPUTS` rows of the weights, from
+    `weights` on and `step` apart. Row r's go to `to` + r * `stride` of out.
+
+    x and w are float32 or bfloat16, `size` elements of each a multiple of `OPERAND_SIZES`; sums are float32.
+    """
+
+    @intrinsic
+    def tile(
+        _typing_context: Any,
+        x: Any,
+        starts: Any,
+        w: Any,
+        weights: Any,
+        step: Any,
+        size: Any,
+        out: Any,
+        to: Any,
+        stride: Any,
+    ) -> Any:
+        element = _FLOAT if x.dtype == types.float32 else _INT
+        index = types.int64
+
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+            x, starts, w, weights, step, size, out, to, stride = args
+            rows = [builder.gep(x, [start]) for start in cgutils.unpack_tuple(builder, starts)]
+            columns = [builder.gep(w, [weights])]
+            while len(columns) < OUTPUTS:
+                columns.append(builder.gep(columns[-1], [step]))
+
+            def operand(row: ir.Value, at: ir.Value) -> ir.Value:
+                kind = ir.VectorType(element, LANES).as_pointer()
+                return builder.load(builder.bitcast(builder.gep(row, [at]), kind), align=2)
+
+            zero = ir.Constant(_VECTOR, [0.0] * LANES)
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
+            for sums in totals:
+                for total in sums:
+                    builder.store(zero, total)
+            begin, lanes = (ir.Constant(size.type, each) for each in (0, LANES if element is _FLOAT else 2 * LANES))
+            with cgutils.for_range_slice(builder, begin, size, lanes, size.type) as (at, _):
+                factors = [operand(column, at) for column in columns]
+                for row, sums in zip(rows, totals, strict=True):
+                    own = operand(row, at)
+                    for factor, total in zip(factors, sums, strict=True):
+                        builder.store(_add_products(builder, own, factor, builder.load(total)), total)
+            for sums in totals:
+                _store_sums(builder, out, to, [builder.load(total) for total in sums])
+                to = builder.add(to, stride)
+            return context.get_dummy_value()
+
+        pointers = types.CPointer(types.float32)
+        return types.void(x, types.UniTuple(index, num_rows), w, index, index, index, pointers, index, index), generate
+
+    return tile

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from paged.kernels.common.device import loops_of
 from paged.kernels.common.packed.torch_ops.product import quantized_product
+from paged.kernels.common.torch_ops import linear as linear_op
 from paged.kernels.common.torch_ops.gated_activation import gated_activation
-from paged.kernels.common.torch_ops.linear import linear as product
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
 from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear, MoeCall
 
@@ -21,6 +23,14 @@ _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
 # Rows an expert from which oneDNN's products, one each, are faster than PyTorch's grouped ones in float32, MKL's: on 2
 # cores of an AMD EPYC 128 rows of 256 x 512 take 112 us instead of 225, some 32 rows 76 instead of 56. On an Intel Xeon
 # MKL takes 0.74 to 0.8 of oneDNN's time for 64 to 256 rows of 512 x 512.
+# In bfloat16 oneDNN compiles a product for every number of rows, in 2 ms, as do PyTorch's grouped ones: 78 ms for 8,192
+# entries of 32 experts in place of 11 where rows are filled up to multiples of the first of these, or beyond as many
+# rows of the second.
+_ROW_STEPS, _FEW_ROWS = (16, 64), 256
+# Rows an expert, on average, up to which numba's loops take them. On 2 cores of a Xeon with AMX 16, 64 and 128 entries
+# of 32 experts of 512 x 512 take 0.29, 0.56 and 0.77 of a batch's time in bfloat16, 256 take 1.2; in float32 16 and
+# 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products'.
+_MAX_ROWS_IN_LOOPS = {torch.float32: 32, torch.bfloat16: 5}
 _CPU_INFO = Path("/proc/cpuinfo")
 _MIN_ROWS_ALONE = math.inf if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO.read_text() else 64
 
@@ -32,11 +42,12 @@ def fused_moe(call: MoeCall) -> torch.Tensor:
     """
     x, topk_ids, expert_map = call.hidden_states, call.topk_ids, call.expert_map
     rows = (topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)).flatten()
-    if len(rows) <= _MAX_UNSORTED[x.dtype] and not call.is_quantized:
+    loops = _loops(call, len(rows))
+    if loops is None and len(rows) <= _MAX_UNSORTED[x.dtype] and not call.is_quantized:
         experts = rows.tolist()
         parts = _vectors(_activated(call, _vectors(x, call.gate_up, experts)), call.down, experts)
     else:
-        parts = _sorted_by_expert(call, rows)
+        parts = _sorted_by_expert(call, rows, loops)
     weighted = torch.bmm(call.topk_weights.unsqueeze(1), parts.float().view(*topk_ids.shape, -1))
     return call.out.copy_(weighted.squeeze(1))
 
@@ -45,7 +56,16 @@ def _activated(call: MoeCall, projected: torch.Tensor) -> torch.Tensor:
     return gated_activation(projected.float(), call.activation, call.interleaved).to(call.hidden_states.dtype)
 
 
-def _sorted_by_expert(call: MoeCall, rows: torch.Tensor) -> torch.Tensor:
+def _loops(call: MoeCall, num_entries: int) -> Any:
+    """Loops that numba compiles, where they are faster; else None."""
+    x, weights = call.hidden_states, (call.gate_up.w, call.down.w)
+    if call.is_quantized or num_entries > _MAX_ROWS_IN_LOOPS.get(x.dtype, 0) * len(weights[0]):
+        return None
+    loops = loops_of(linear_op, x, *weights)
+    return loops if loops is not None and all(map(loops.takes, weights)) else None
+
+
+def _sorted_by_expert(call: MoeCall, rows: torch.Tensor, loops: Any) -> torch.Tensor:
     """What each entry's expert makes of its token, 0 for entries of no expert; rows int32 [num_entries]."""
     x, gate_up, down = call.hidden_states, call.gate_up, call.down
     num_experts, top_k = len(gate_up.w), len(rows) // len(x)
@@ -54,14 +74,18 @@ def _sorted_by_expert(call: MoeCall, rows: torch.Tensor) -> torch.Tensor:
     ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
     tokens, positions = entries // top_k, torch.arange(len(ids), device=ids.device)
     bounds = [0, *ends.tolist()]
-    length = _batch_length(bounds, len(ids), call)
-    if length:
-        # Every expert's entries begin at a multiple of length; what is between them is computed and not read.
-        starts = functional.pad(ends, (1, -1))
-        positions += (torch.arange(num_experts, device=ids.device) * length - starts)[ids]
-        tokens = tokens.new_zeros(num_experts * length).index_copy_(0, positions, tokens).view(num_experts, length)
-    projected = _linear(x[tokens], gate_up, ids, ends)
-    parts = _linear(_activated(call, projected), down, ids, ends).flatten(0, -2)
+    lengths = [] if loops else _padded_lengths(bounds, len(ids), call)
+    if lengths:
+        # Every expert's entries begin where those before end, padded; what is between them is computed and not read.
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], device=ids.device)
+        positions += (starts[:-1] - functional.pad(ends, (1, -1)))[ids]
+        tokens = tokens.new_zeros(sum(lengths)).index_copy_(0, positions, tokens)
+    if loops:
+        projected = _with_bias(loops.grouped_linear(x, gate_up.w, ends, tokens), gate_up, ids)
+        parts = _with_bias(loops.grouped_linear(_activated(call, projected), down.w, ends), down, ids)
+    else:
+        projected = _linear(x[tokens], gate_up, ids, ends, lengths)
+        parts = _linear(_activated(call, projected), down, ids, ends, lengths)
     if bounds[-1] < len(ids):
         parts[bounds[-1] :] = 0
     return parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, positions))
@@ -80,8 +104,9 @@ def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch
     return out
 
 
-def _batch_length(bounds: list[int], num_entries: int, call: MoeCall) -> int:
-    """Rows that every expert gets where one batch of all is better than a product each, else 0.
+def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[int]:
+    """Rows that experts get, with padding: all as many where one batch is better than a product each, in bfloat16 those
+    of few different products; else none.
 
     A batch computes an expert a thread, where a product alone shares out an expert's few rows: on 2 cores 8 rows of 256
     x 512 take 16 us instead of 34 in float32, where 32 gain nothing, and 64 rows 22 instead of 38 in bfloat16. That
@@ -92,23 +117,40 @@ def _batch_length(bounds: list[int], num_entries: int, call: MoeCall) -> int:
     num_experts, is_wide = len(bounds) - 1, call.gate_up.w.dtype == torch.float32
     is_alone = torch.get_num_threads() == 1
     if call.is_quantized or bounds[-1] < num_entries or (is_wide and is_alone):
-        return 0
+        return []
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     longest, num_idle = max(counts), counts.count(0)
     most = 24 if is_wide else 24 + num_entries / num_experts
-    return longest if longest <= most and num_idle * (8 if is_wide or is_alone else 2) <= num_experts else 0
+    if longest == 0:
+        return []
+    if longest <= most and num_idle * (8 if is_wide or is_alone else 2) <= num_experts:
+        return [longest] * num_experts
+    if call.gate_up.w.dtype != torch.bfloat16 or not linear_op.multiplies_bf16():
+        return []
+    steps = (_ROW_STEPS[count > _FEW_ROWS] for count in counts)
+    return [-(-count // step) * step for count, step in zip(counts, steps, strict=True)]
 
 
-def _linear(x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each expert's product with the rows up to its end; rows beyond the last end hold anything. Or with its part of a
-    batch [num_experts, length, in_features]."""
-    if x.dim() == 3:
-        out = torch.bmm(x, linear.w.mT)
-        return out if linear.bias is None else out + linear.bias.unsqueeze(1).to(out.dtype)
+def _linear(
+    x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
+    """Each expert's product with the rows up to its end, or with as many as `lengths` says; rows beyond the last end
+    hold anything."""
+    if lengths and len(set(lengths)) == 1:
+        out = torch.bmm(x.unflatten(0, (len(lengths), -1)), linear.w.mT)
+        return (out if linear.bias is None else out + linear.bias.unsqueeze(1).to(out.dtype)).flatten(0, 1)
+    if lengths:
+        biases = [None] * len(lengths) if linear.bias is None else linear.bias.to(x.dtype)
+        parts = zip(x.split(lengths), linear.w, biases, strict=True)
+        return torch.cat([functional.linear(*part) for part in parts if len(part[0])])
     if linear.format:
         out = _quantized(quantized_token_groups(x) if linear.format == "e4m3" else x.float(), linear, ends)
     else:
         out = _grouped_mm(x, linear.w, ends)
+    return _with_bias(out, linear, ids)
+
+
+def _with_bias(out: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor) -> torch.Tensor:
     return out if linear.bias is None else out + linear.bias[ids.clamp(max=len(linear.w) - 1)].to(out.dtype)
 
 
@@ -151,6 +193,6 @@ def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.T
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            out[start:end] = product(x[start:end], w[expert])
+            out[start:end] = linear_op.linear(x[start:end], w[expert])
         start = end
     return out

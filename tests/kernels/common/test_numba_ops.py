@@ -24,12 +24,14 @@ from paged.kernels.common.launch import forget_launches
 from paged.kernels.common.numba_ops import launch
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 from paged.kernels.layers import reference as layer_reference
+from paged.kernels.moe import reference as moe_reference
 from tests.backends import needs_numba
 from tests.kernels.attention import test_paged_attention as attention
 from tests.kernels.attention.problem import check
 from tests.kernels.cache import test_qk_norm_rope_and_cache as cache
 from tests.kernels.layers import test_rms_norm as norms
 from tests.kernels.layers import test_silu_and_mul as activations
+from tests.kernels.moe import test_fused_moe as experts
 from tests.tolerance import assert_close
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -79,6 +81,45 @@ class TestBfloat16:
         assert torch.equal(out.isnan(), torch.tensor([[True, False, False, True]]))
         assert out[0, 2] == -inf
         assert norms.rms_norm(x, torch.ones(8, dtype=BF16)).isnan().all()
+
+
+class TestExperts:
+    pytestmark = by_numba
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    @pytest.mark.parametrize("num_tokens", [1, 3, 9, 14])
+    def test_match_the_definition(self, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of all numbers of entries an expert, with idle experts, those that are elsewhere, biases and strides."""
+        linear = import_module("paged.kernels.common.numba_ops.linear")
+        runs: list[object] = []
+        monkeypatch.setattr(linear, "LoopLaunch", lambda *given: runs.append(given) or launch.LoopLaunch(*given))
+        sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 6, "top_k": 2}
+        x, w1, w2, weights, ids = experts.make_inputs(CPU, num_tokens=num_tokens, dtype=dtype, **sizes)
+        strided = torch.stack((x, x), 1)[:, 0], torch.cat((w1, w1), 1)[:, :64], w2
+        elsewhere = torch.tensor([0, -1, 1, 2, -1, 3], dtype=torch.int32)
+        biases = {"w1_bias": torch.randn(6, 64, dtype=dtype), "w2_bias": torch.randn(6, 64, dtype=dtype)}
+        for options in ({}, {"expert_map": elsewhere}, biases, {"activation": "gelu_tanh"}, {"interleaved": True}):
+            inputs = x, w1, w2, weights, ids
+            mapped = elsewhere[ids.long()] if "expert_map" in options else ids
+            there = x, w1, w2, weights * (mapped >= 0), mapped.clamp(min=0)
+            rounded = experts.rounded_moe(there, "numba", options)
+            want = moe_reference.fused_moe(*inputs, **options)
+            assert_close(paged.fused_moe(*strided, weights, ids, **options), want, rounded=rounded)
+        assert len(runs) == 2 * 5
+
+    def test_products_of_pairs_on_processors_without_the_instruction(self, tmp_path: Path) -> None:
+        code = """
+import torch
+from paged.kernels.common.numba_ops import vectors
+vectors._HAS_BF16_PRODUCTS = False
+from paged.kernels.common.numba_ops.linear import grouped_linear
+x, weight = torch.randn(7, 96).bfloat16(), torch.randn(2, 8, 96).bfloat16()
+ends = torch.tensor([3, 7], dtype=torch.int32)
+want = torch.cat((x[:3].double() @ weight[0].double().T, x[3:].double() @ weight[1].double().T))
+torch.testing.assert_close(grouped_linear(x, weight, ends).double(), want, rtol=0, atol=1e-4)
+"""
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 class TestRepeatedCalls:
