@@ -43,7 +43,9 @@ def fused_moe(call: MoeCall) -> torch.Tensor:
     x, topk_ids, expert_map = call.hidden_states, call.topk_ids, call.expert_map
     rows = (topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)).flatten()
     loops = _loops(call, len(rows))
-    if loops is None and len(rows) <= _MAX_UNSORTED[x.dtype] and not call.is_quantized:
+    is_few = len(rows) <= _MAX_UNSORTED[x.dtype] and not call.is_quantized
+    # PyTorch's matrix-vector products in bfloat16 are slower, in float32 faster than to sort and run loops.
+    if is_few and (loops is None or x.dtype == torch.float32):
         experts = rows.tolist()
         parts = _vectors(_activated(call, _vectors(x, call.gate_up, experts)), call.down, experts)
     else:

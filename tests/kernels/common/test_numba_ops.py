@@ -105,7 +105,8 @@ class TestExperts:
             rounded = experts.rounded_moe(there, "numba", options)
             want = moe_reference.fused_moe(*inputs, **options)
             assert_close(paged.fused_moe(*strided, weights, ids, **options), want, rounded=rounded)
-        assert len(runs) == 2 * 5
+        is_few = dtype == torch.float32 and num_tokens < 9  # products of their own
+        assert len(runs) == (0 if is_few else 2 * 5)
 
     def test_products_of_pairs_on_processors_without_the_instruction(self, tmp_path: Path) -> None:
         code = """
