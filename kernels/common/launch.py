@@ -96,7 +96,7 @@ def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Ha
     if not (_CONSTANT.issuperset(types) or all(map(_is_constant, types))):
         return None
     try:
-        if not (tensors[0].is_cuda or wants_loops() or interpreting()):  # type: ignore[union-attr]
+        if not (tensors[0].is_cuda or interpreting() or wants_loops()):  # type: ignore[union-attr]
             return None
         return operation, signatures(tensors), types, values, setting("PAGED_BACKEND")
     except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory, as the checks will report

@@ -54,7 +54,7 @@ def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeyp
 def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps half a megabyte for each: the memory of a process must not grow with the shapes that come."""
     given: set[int] = set()
-    multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    multiply = module._multiply
     if multiply is None:
         pytest.skip("PyTorch has no oneDNN")
 
@@ -63,7 +63,7 @@ def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None
         return multiply(x, *args)
 
     monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    monkeypatch.setattr(module, "_multiply", recorded)
     weight, rows = torch.randn(8, 16), torch.randn(200, 16)
     packed = pack(weight)
     for count in range(201):
