@@ -7,8 +7,6 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from paged.kernels.common.device import load_numba
-
 
 class _OfferingCustom(classmethod):  # type: ignore[type-arg]
     """A platform's `get_attn_backend_cls` that answers for CUSTOM as vLLM's GPU platforms do: its path, or why not."""
@@ -25,7 +23,6 @@ class _OfferingCustom(classmethod):  # type: ignore[type-arg]
                 raise ValueError(
                     f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}"
                 )
-            load_numba()  # whose loops read any layout in place
             return selected_backend.get_path()
 
         super().__init__(get_attn_backend_cls)

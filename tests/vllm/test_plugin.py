@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from threading import Event
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 from paged.interop import vllm_cpu_platform, vllm_plugin
 from paged.interop.vllm_engine.backend import PagedBackend, PagedImpl
 from paged.interop.vllm_engine.metadata import PagedMetadataBuilder
-from paged.kernels.common import device
 
 CUSTOM = AttentionBackendEnum.CUSTOM
 
@@ -93,8 +91,7 @@ def _choose_on_cpu(backend: Any, **options: Any) -> str:
 
 
 def test_cpu_platform_gives_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It alone is wrapped, once, and for CUSTOM alone, which takes numba's loops."""
-    monkeypatch.setattr(device, "_NUMBA_IS_WANTED", Event())
+    """It alone is wrapped, once, and for CUSTOM alone."""
     own = vars(CpuPlatform)["get_attn_backend_cls"]
     monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", own)  # as it is again afterwards
     vllm_plugin.register()
@@ -106,9 +103,7 @@ def test_cpu_platform_gives_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     wrapped = vars(CpuPlatform)["get_attn_backend_cls"]
     vllm_plugin.register()
     assert vars(CpuPlatform)["get_attn_backend_cls"] is wrapped
-    assert not device.wants_loops()
     assert _choose_on_cpu(CUSTOM) == CUSTOM.get_path()
-    assert device.wants_loops() == device.has_numba()
     assert _choose_on_cpu(None) == _choose_on_cpu(AttentionBackendEnum.CPU_ATTN) != CUSTOM.get_path()
     with pytest.raises(ValueError, match=r"CUSTOM.* is not valid.*MLA not supported"):
         _choose_on_cpu(CUSTOM, use_mla=True)
