@@ -70,9 +70,10 @@ def rms_norm(
         eps = check_eps(eps)
         _check(x, weight)
         out = output(out, x.shape, x)
+        by_triton = use_triton(x)
         if x.numel() == 0:
             return out
-        if use_triton(x):
+        if by_triton:
             launch = keep(key, _prepare(rows_of(x), eps))
         elif loops := loops_of(torch_op, x, weights=[weight]):
             launch = keep(key, loops.prepare(rows_of(x), weight, eps, has_residual=False))
@@ -109,9 +110,10 @@ def fused_add_rms_norm(
         if not (x.is_contiguous() and residual.is_contiguous()):
             strides = f"{x.stride()}, {residual.stride()}"
             raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
+        by_triton = use_triton(x)
         if x.numel() == 0:
             return x, residual
-        if use_triton(x):
+        if by_triton:
             launch = keep(key, _prepare(rows_of(x), eps))
         elif loops := loops_of(torch_op, x, weights=[weight]):
             launch = keep(key, loops.prepare(rows_of(x), weight, eps, has_residual=True))

@@ -63,9 +63,10 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
         if x.dim() == 0 or x.shape[-1] % 2:
             raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
         out = output(out, (*x.shape[:-1], x.shape[-1] // 2), x)
+        by_triton = use_triton(x)
         if out.numel() == 0:
             return out
-        if use_triton(x):
+        if by_triton:
             launch = keep(key, _prepare(rows_of(x), activation))
         elif activation == "silu" and (loops := loops_of(torch_op, x)):
             launch = keep(key, loops.prepare(rows_of(x)))

@@ -56,8 +56,8 @@ def _multiply(x, w, out, rows, ends, has_rows, sizes):
         stop = np.int64(ends[group])
         if stop > begin:
             for tile in range(max(first - done, 0), min(end - done, tiles)):
-                weights = group * w_group + tile * OUTPUTS * w_stride
                 output = tile * OUTPUTS
+                weights = group * w_group + output * w_stride
                 _multiply_group(
                     x, rows, has_rows, w, weights, w_stride, size, out, begin, stop, num_outputs, output, x_stride
                 )  # fmt: skip

@@ -68,8 +68,7 @@ def load_vector(_typing_context: Any, pointer: types.Type, index: types.Type) ->
         if pointer.dtype == types.float32:
             return builder.load(_at(builder, args[0], args[1], _FLOAT), align=4)
         halves = builder.load(_at(builder, args[0], args[1], ir.IntType(16)), align=2)
-        words = ir.VectorType(_INT, LANES)
-        shifted = builder.shl(builder.zext(halves, words), ir.Constant(words, [16] * LANES))
+        shifted = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
         return builder.bitcast(shifted, _VECTOR)
 
     return _vector(pointer, types.int64), generate
@@ -86,14 +85,18 @@ def store_vector(_typing_context: Any, pointer: types.Type, index: types.Type, v
     return types.void(types.CPointer(types.float32), types.int64, _vector), generate
 
 
+def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.fadd(a, b, flags=_FLAGS)
+
+
+def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
+
+
 @intrinsic
 def multiply_add(_typing_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
     """a * b + c."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        return builder.fadd(builder.fmul(args[0], args[1], flags=_FLAGS), args[2], flags=_FLAGS)
-
-    return _vector(_vector, _vector, _vector), generate
+    return _vector(_vector, _vector, _vector), lambda context, builder, _, args: _multiply_add(builder, *args)
 
 
 def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -117,10 +120,6 @@ def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine
         lanes = range(half), range(half, 2 * half)
         vector = combine(builder, *(_part(builder, vector, vector, each) for each in lanes))
     return vector
-
-
-def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    return builder.fadd(a, b, flags=_FLAGS)
 
 
 def _reduction(combine: _Combine) -> Any:
@@ -176,9 +175,6 @@ def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
         def constant(value: float) -> ir.Constant:
             return ir.Constant(_VECTOR, [value] * LANES)
 
-        def multiply_add(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-            return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
-
         (x,) = args
         for word, bound in (("<", EXP2_RANGE[0]), (">", EXP2_RANGE[1])):
             x = builder.select(builder.fcmp_ordered(word, x, constant(bound)), constant(bound), x)
@@ -187,10 +183,9 @@ def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
         whole = builder.call(floor, [x])
         part, result = builder.fsub(x, whole, flags=_FLAGS), constant(EXP2_COEFFICIENTS[0])
         for coefficient in EXP2_COEFFICIENTS[1:]:
-            result = multiply_add(result, part, constant(coefficient))
-        words = ir.VectorType(_INT, LANES)
-        exponent = builder.add(builder.fptosi(whole, words), ir.Constant(words, [127] * LANES))
-        power = builder.bitcast(builder.shl(exponent, ir.Constant(words, [23] * LANES)), _VECTOR)
+            result = _multiply_add(builder, result, part, constant(coefficient))
+        exponent = builder.add(builder.fptosi(whole, _WORDS), ir.Constant(_WORDS, [127] * LANES))
+        power = builder.bitcast(builder.shl(exponent, ir.Constant(_WORDS, [23] * LANES)), _VECTOR)
         return builder.fmul(result, power, flags=_FLAGS)
 
     return _vector(_vector), generate
@@ -199,15 +194,15 @@ def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
 def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
     """total + a * b, of pairs of bfloat16 both products."""
     if a.type == _VECTOR:
-        return _sum(builder, builder.fmul(a, b, flags=_FLAGS), total)
+        return _multiply_add(builder, a, b, total)
     if _HAS_BF16_PRODUCTS:
         kind = ir.FunctionType(_VECTOR, [_VECTOR, _WORDS, _WORDS])
         multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
         return builder.call(multiply, [total, a, b])
     sixteen, upper = (ir.Constant(_WORDS, [bits] * LANES) for bits in (16, -1 << 16))
     for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
-        factors = (builder.bitcast(half, _VECTOR) for half in halves)
-        total = _sum(builder, builder.fmul(*factors, flags=_FLAGS), total)
+        own, other = (builder.bitcast(half, _VECTOR) for half in halves)
+        total = _multiply_add(builder, own, other, total)
     return total
 
 
@@ -242,8 +237,7 @@ def product_tile(num_rows: int) -> Any:
                 columns.append(builder.gep(columns[-1], [step]))
 
             def operand(row: ir.Value, at: ir.Value) -> ir.Value:
-                kind = ir.VectorType(element, LANES).as_pointer()
-                return builder.load(builder.bitcast(builder.gep(row, [at]), kind), align=2)
+                return builder.load(_at(builder, row, at, element), align=2)
 
             zero = ir.Constant(_VECTOR, [0.0] * LANES)
             totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
