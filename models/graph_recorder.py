@@ -1,10 +1,13 @@
-"""What makes a function repeatable on the same tensors: a CUDA graph, or on a CPU the function itself."""
+"""What makes a function repeatable on the same tensors: a CUDA graph, or on a CPU a recording of its loops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+
+from paged.kernels.common.device import use_triton, wants_loops
+from paged.kernels.common.numba_ops.recording import Recording
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Calls a function that reads and writes tensors which stay where they are, and returns what repeats its work on
@@ -39,8 +42,26 @@ class CudaGraphRecorder:
 
 
 def graph_recorder(device: torch.device) -> Record:
-    """The one for tensors on `device`. Where there are no graphs, to repeat a function is to call it."""
-    return CudaGraphRecorder(device).record if device.type == "cuda" else _call
+    """The one for tensors on `device`. What it returns is the function itself where that can only be called again: on a
+    CPU without loops, and where it does what a `Recording` does not know."""
+    if device.type == "cuda":
+        return CudaGraphRecorder(device).record
+    return _record if records_loops(device) else _call
+
+
+def records_loops(device: torch.device) -> bool:
+    """Whether numba's loops compute on a device, which may be recorded."""
+    return device.type == "cpu" and wants_loops() and not use_triton(device)
+
+
+def _record(run: Callable[[], None]) -> Callable[[], None]:
+    recording = Recording(run)
+
+    def repeat() -> None:
+        if not recording.repeat():  # an error, which is raised where it is found anew
+            run()
+
+    return repeat if recording.is_repeatable else run
 
 
 def _call(run: Callable[[], None]) -> Callable[[], None]:

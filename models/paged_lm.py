@@ -82,8 +82,16 @@ class PagedCausalLM(DecoderOnlyLLM):
         # Rotations of the positions that a cache has room for: 10 million positions of a small model are 2.5 GB.
         network.bind(kv_manager, min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len))
         cache = kv_manager.config
-        sizes = graph_sizes(cuda_graphs, self.device, cache.num_blocks // len(cache.tables))
-        self.graphs = StepGraphs(network, cache, self.adapters, max_seq_len=max_seq_len, sizes=sizes)
+        num_blocks, weight_bytes = cache.num_blocks // len(cache.tables), self.parameter_bytes()
+        sizes = graph_sizes(cuda_graphs, self.device, num_blocks, weight_bytes=weight_bytes)
+        self.graphs = StepGraphs(
+            network,
+            cache,
+            self.adapters,
+            max_seq_len=max_seq_len,
+            sizes=sizes,
+            recorded_only=cuda_graphs is None and self.device.type == "cpu",
+        )
         self.num_graph_replays = 0
         self._preparer = StepPreparer(kv_manager, vocab_size=self._config.vocab_size, max_seq_len=max_seq_len)
 

@@ -26,9 +26,10 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import Sequences, check_sequences, checks_ids
+from paged.kernels.common.id_checks import Sequences, check_sequences, check_sequences_on_host, checks_ids
 from paged.kernels.common.launch import Launch, call_key
 from paged.kernels.common.numba_ops.launch import LoopLaunch
+from paged.kernels.common.numba_ops.recording import Recording, recording
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 
@@ -185,7 +186,8 @@ def paged_attention(
         )
         _check_options(call)
         if not by_triton:
-            loops = torch_op.paged_attention(call, plan)
+            current = recording()
+            loops = torch_op.paged_attention(call, plan) if current is None else _record(current, call, plan)
             if plan is not None and loops is not None and key is not None:
                 plan.launches[key] = loops
             return (out, lse) if lse is not None else out
@@ -201,6 +203,30 @@ def paged_attention(
     else:
         launch(launches, tensors, out, lse)
     return (out, lse) if lse is not None else out
+
+
+def _record(current: Recording, call: AttentionCall, plan: AttentionPlan | None) -> LoopLaunch | None:
+    """`torch_op.paged_attention` in a recording. Decodes are loops whatever their lengths: a repetition looks at these
+    and at the blocks here, for all layers that share the launch.
+    """
+    launch = current.read(lambda: torch_op.paged_attention(call, plan))
+    if launch is None or call.max_seqlen_q > 1:
+        current.note_read()
+        return launch
+    ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
+    sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
+    sequences = Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT)
+    work_of_key = call.q.shape[1] * (call.q.shape[2] + call.v_cache.shape[3])
+
+    def repeat() -> int:
+        check_sequences_on_host(sequences)
+        launch.set_work(int(call.seq_lens.sum()) * work_of_key)
+        call.out.zero_()
+        lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seq_lens": call.seq_lens.contiguous()}
+        return launch({**vars(call), **lengths})
+
+    current.add(repeat)
+    return launch
 
 
 def _check(

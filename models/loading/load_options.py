@@ -104,7 +104,8 @@ class LoadOptions:
     max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
     cuda_graphs: numbers of tokens up to which steps are padded and replayed from graphs, see `graph_shapes`, once they
         are captured by the model's `prepare` or the executor's `warmup`; True for 1 to 256 in 23 sizes, False for none,
-        None for True on a GPU alone. On a CPU, where there are no graphs, the same path runs the layers.
+        None for True on a GPU, and on a CPU for recordings of decode steps where numba's loops compute them, see
+        `RECORDED_SIZES`. What cannot be recorded there, the same path runs as it is.
 
     Raises:
         InvalidInputError: a value is of another kind or out of range, or the device is not there.

@@ -20,6 +20,7 @@ from paged.models.graph_recorder import graph_recorder
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, graph_shapes, graph_sizes
+from tests.backends import needs_numba
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
@@ -363,14 +364,46 @@ def test_no_graphs_of_pytorch_implementations(monkeypatch: pytest.MonkeyPatch) -
     assert graph_sizes([1, 2], torch.device("cpu"), 9) == (1, 2)
 
 
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_recorded_on_a_cpu(llama_folder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes alone, of the sizes that there are by default; drafts run as they do without."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    recorded, eager = (make(llama_folder, graphs, dtype=dtype) for graphs in (None, False))
+    for model in (recorded, eager):
+        begin(model, (7, 3, 12, 1, 18))
+    for number, names in enumerate([(4, 1, 0), (0, 1, 2, 3, 4), (3,), *((4, 2, 0),) * 5]):
+        expected, before = decode(eager, names, number), recorded.num_graph_replays
+        assert_same_logits(decode(recorded, names, number), expected)
+        assert recorded.num_graph_replays == before + 1
+    with pytest.raises(InvalidInputError, match="token id 128"):
+        recorded.decode(3, 128, 3)
+    for model in (recorded, eager):
+        model.forward_verify(3, [1, 2, 3])
+    assert recorded.num_graph_replays == before + 1
+    assert_same_logits(decode(recorded, (3, 0), 9), decode(eager, (3, 0), 9))
+
+
+@needs_numba
+def test_what_is_not_recorded(tmp_path: Path, llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that read values on the host, and steps without loops."""
+    save_checkpoint(FAMILIES["gpt_oss"], tmp_path)
+    without_loops = make(llama_folder, None)
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    for model in (without_loops, make(tmp_path, None)):
+        begin(model, (3,))
+        assert decode(model, (0,), 1).isfinite().all()
+        assert model.num_graph_replays == 0
+
+
 def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     cpu = torch.device("cpu")
     assert graph_sizes(True, cpu, 1000) == (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16)) == DEFAULT_SIZES
     assert graph_sizes(None, torch.device("cuda"), 1000) == DEFAULT_SIZES
-    assert (
-        graph_sizes(None, cpu, 1000) == graph_sizes(False, torch.device("cuda"), 1000) == graph_sizes((), cpu, 9) == ()
-    )
+    assert graph_sizes(False, torch.device("cuda"), 1000) == graph_sizes((), cpu, 9) == ()
+    assert graph_sizes(None, cpu, 10, weight_bytes=1 << 20) == (*range(1, 9), 10)
+    assert graph_sizes(None, cpu, 1000, weight_bytes=1 << 30) == ()
     assert graph_sizes(True, cpu, 5) == (1, 2, 4, 5)
     assert graph_sizes([9, 3, 3], cpu, 1000) == (3, 9)
     for choice in ([0], [4, -1], ["4"]):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+from paged.kernels.common.numba_ops.recording import recording
 
 # Elements, or products of two, that a thread is worth: two threads need 5 us to begin and to meet.
 _WORK_OF_A_THREAD = 16384
@@ -30,13 +33,19 @@ class LoopLaunch:
         tensors, whose addresses they are, or `SCRATCH`: `scratch_size` float32 for each thread.
         """
         self._address = address
-        self._most_threads = max(1, work // _WORK_OF_A_THREAD)
+        self.set_work(work)
         self._scratch_size = scratch_size
         self._values = array("q", [0, *(0 if isinstance(value, str) else value for value in arguments)])
         self._positions = [(at, name) for at, name in enumerate(arguments, 1) if isinstance(name, str)]
 
+    def set_work(self, work: int) -> None:
+        """Say how many products or elements there are from now on."""
+        self._most_threads = max(1, work // _WORK_OF_A_THREAD)
+
     def __call__(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
-        """Run, and return the status, 0 where the kernel does not set it."""
+        """Run, and return the status, 0 where the kernel does not set it; where it does, a repetition ends."""
+        if (current := recording()) is not None:
+            current.add(partial(self, tensors))
         threads = min(torch.get_num_threads(), self._most_threads)
         values = self._values[:]
         scratch = torch.empty(threads * self._scratch_size) if self._scratch_size else None

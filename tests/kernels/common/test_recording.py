@@ -1,0 +1,151 @@
+"""Recordings: what they repeat, on other values, and what they know that they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import paged
+from paged.errors import InvalidInputError
+from paged.kernels.common.launch import forget_launches
+from paged.kernels.common.numba_ops.recording import Recording
+from tests.backends import needs_numba
+
+
+@pytest.fixture(autouse=True)
+def _numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_launches()
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+
+
+def test_operations_are_repeated_on_other_values() -> None:
+    """New results, results in place, views, memory that holds nothing yet, and products with and without a bias."""
+    torch.manual_seed(0)
+    x, weight, bias, out = torch.randn(3, 4), torch.randn(8, 4), torch.randn(8), torch.empty(3, 4)
+
+    def run() -> None:
+        wide = torch.nn.functional.linear(x, weight, bias)
+        left, right = wide.split_with_sizes([4, 4], -1)
+        left += right.exp()
+        kept = torch.empty_like(left).copy_(left)
+        out.copy_(torch.nn.functional.linear(kept.unflatten(-1, (2, 2)).flatten(-2), weight[:4]).bfloat16())
+
+    recording = Recording(run)
+    for _ in range(2):
+        x.normal_()
+        run()
+        expected = out.clone()
+        out.zero_()
+        assert recording.is_repeatable
+        assert recording.repeat()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.nonzero, bool, float,
+        lambda x: torch.equal(x, x), lambda x: x.clone().uniform_(), lambda x: x.reshape(1, 1).topk(1),
+    ],
+)  # fmt: skip
+def test_what_reads_values_is_not_repeatable(read: Callable[[torch.Tensor], object]) -> None:
+    """Nor what is drawn, nor results that are several tensors."""
+    x = torch.ones(())
+    recording = Recording(lambda: read(x))  # type: ignore[arg-type,return-value]
+    assert not recording.is_repeatable
+    assert Recording(lambda: x.add_(1)).is_repeatable  # type: ignore[arg-type,return-value]
+
+
+def test_a_recording_that_raises_is_over() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Recording(fail)
+    assert Recording(lambda: None).repeat()
+
+
+@needs_numba
+class TestAttention:
+    """A decode step of one layer over 4 sequences: norm, cache write, attention."""
+
+    def setup_method(self) -> None:
+        torch.manual_seed(1)
+        self.x, self.weight, self.out = torch.randn(4, 64), torch.randn(64), torch.zeros(4, 4, 16)
+        self.caches = torch.randn(9, 8, 2, 16), torch.randn(9, 8, 2, 16)
+        self.angles = torch.randn(64, 16)
+        self.slots, self.positions = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+        self.table, self.lengths = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+        self.offsets = torch.zeros(5, dtype=torch.int32)
+
+    def run(self) -> None:
+        plan = paged.AttentionPlan(self.offsets, self.lengths, max_seqlen_q=1, max_seqlen_k=16)
+        for _ in range(2):  # layers
+            normed = paged.rms_norm(self.x, self.weight)
+            q, k, v = normed.view(4, 4, 16), normed[:, :32].view(4, 2, 16), normed[:, 32:].view(4, 2, 16)
+            paged.qk_norm_rope_and_cache(q, k, v, *self.caches, self.slots, self.positions, self.angles)
+            paged.paged_attention(
+                q, *self.caches, block_table=self.table, cu_seqlens_q=self.offsets, seq_lens=self.lengths,
+                max_seqlen_q=1, plan=plan, out=self.out,
+            )  # fmt: skip
+
+    def fill(self, lengths: list[int]) -> None:
+        """A query of each sequence that has a length; the others are padding."""
+        self.x.normal_()
+        table = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]], dtype=torch.int32)
+        self.table.copy_(table)
+        self.lengths.copy_(torch.tensor(lengths))
+        self.offsets[1:] = (self.lengths > 0).cumsum(0)
+        self.positions.copy_(self.lengths.long() - 1).clamp_(min=0)
+        slots = table[torch.arange(4), self.positions // 8].long() * 8 + self.positions % 8
+        self.slots.copy_(slots.masked_fill(self.lengths == 0, -1))
+
+    def test_a_step_of_any_lengths_is_repeated(self) -> None:
+        recording = Recording(self.run)  # over padding alone
+        assert recording.is_repeatable
+        for lengths in ([5, 9, 16, 1], [3, 0, 0, 0], [16, 16, 0, 0]):
+            self.fill(lengths)
+            before = [cache.clone() for cache in self.caches]
+            self.run()
+            expected = [x.clone() for x in (self.out, *self.caches)]
+            for cache, old in zip(self.caches, before, strict=True):
+                cache.copy_(old)
+            assert recording.repeat()
+            assert all(map(torch.equal, (self.out, *self.caches), expected))
+
+    @pytest.mark.parametrize("wrong", ["block", "length", "slot", "position"])
+    def test_ids_are_checked_in_every_repetition(self, wrong: str) -> None:
+        recording = Recording(self.run)
+        self.fill([5, 9, 16, 1])
+        assert recording.repeat()
+        before = [cache.clone() for cache in self.caches]
+        if wrong == "block":
+            self.table[1, 1] = 9
+        elif wrong == "length":
+            self.lengths[2] = 17
+        elif wrong == "slot":
+            self.slots[0] = 72
+        else:
+            self.positions[3] = 64
+        if wrong in ("slot", "position"):
+            assert not recording.repeat()
+            assert all(map(torch.equal, self.caches, before))
+        else:
+            with pytest.raises(InvalidInputError, match=r"block_table|seq_lens"):
+                recording.repeat()
+        with pytest.raises(InvalidInputError):
+            self.run()
+
+    def test_longer_queries_are_not_repeatable(self) -> None:
+        """How long they are decides between loops and products."""
+        q, offsets = torch.randn(4, 4, 16), torch.tensor([0, 4], dtype=torch.int32)
+        lengths, table = torch.tensor([4], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+        recording = Recording(
+            lambda: paged.paged_attention(  # type: ignore[arg-type,return-value]
+                q, *self.caches, block_table=table, cu_seqlens_q=offsets, seq_lens=lengths, max_seqlen_q=4,
+                plan=paged.AttentionPlan(offsets, lengths, max_seqlen_q=4, max_seqlen_k=8),
+            )
+        )  # fmt: skip
+        assert not recording.is_repeatable
