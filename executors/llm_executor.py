@@ -290,7 +290,6 @@ class LlmExecutor(UnifiedExecutor):
     def _memory_bytes(self) -> int:
         needed = self._memory
         if self.kv_manager is not None:
-            stats = self.kv_manager.stats()
-            return needed.weight_bytes + stats.used_blocks * stats.bytes_per_block
+            return needed.weight_bytes + self.kv_manager.used_bytes
         num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
         return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer

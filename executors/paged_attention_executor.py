@@ -190,5 +190,4 @@ class PagedAttentionExecutor(UnifiedExecutor):
             self.kv_manager.free(handle)
 
     def _memory_bytes(self) -> int:
-        stats = self.kv_manager.stats()
-        return stats.used_blocks * stats.bytes_per_block
+        return self.kv_manager.used_bytes

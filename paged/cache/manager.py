@@ -311,6 +311,12 @@ class PagedKvCacheManager:
             self._prefixes.index.forget_root(namespace)
 
     @property
+    def used_bytes(self) -> int:
+        """Memory of the blocks in use: of `stats` what every step asks for, without a look at every sequence."""
+        with self._guard:
+            return (self._pool.num_blocks - self._pool.num_free) * self._tensors.bytes_per_block
+
+    @property
     def pressure(self) -> MemoryPressure:
         """How much of the pool can still be handed out, evictable blocks included."""
         with self._guard:

@@ -53,7 +53,12 @@ class Recording:
 
     def repeat(self) -> bool:
         """Do it all again, on what the tensors hold by now; False where a call has ended it."""
-        return not any(call() for call in self._calls)
+        for call in self._calls:
+            if call():
+                break
+        else:
+            return True
+        return False
 
     def read(self, call: Callable[[], _T]) -> _T:
         """Call what reads values, and record nothing of it: something that is added does the same."""

@@ -16,12 +16,19 @@ def greedy_argmax(
     values = logits.float()
     if repetition_penalty is not None:
         values = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
-    values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if token_mask is not None:
-        values.masked_fill_(~token_mask, -torch.inf)
+        values = values.masked_fill(~token_mask, -torch.inf)
+    tokens, best = _largest(values)
+    if best.isnan().any():  # a copy of all logits without them takes as long as the rest
+        tokens, best = _largest(values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf))
+    return tokens.masked_fill_(best == -torch.inf, -1)
+
+
+def _largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of the largest values of each row and that value; NaN is larger than all."""
     if rest := -values.shape[1] % _GROUP:
         values = torch.nn.functional.pad(values, (0, rest), value=-torch.inf)
     groups = values.unflatten(1, (-1, _GROUP))
     group = groups.amax(-1).argmax(-1)  # the first of equals
     best, within = groups[torch.arange(len(groups), device=groups.device), group].max(-1)
-    return (group * _GROUP + within).masked_fill_(best == -torch.inf, -1)
+    return group * _GROUP + within, best
