@@ -176,9 +176,9 @@ class PagedCausalLM(DecoderOnlyLLM):
         loops that numba compiles, where it is installed: once on a machine that takes seconds. No compiler can look
         into a network that is packed."""
         bound_products()
-        self.network.pack()
         if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
-            load_loops()
+            load_loops(self.network, self.dtype)
+        self.network.pack()
 
     def prepare_adapters(self, track: Track = lambda items, **_: items) -> None:
         """The same for what loaded adapters add to a step; where there are graphs, those of steps with adapters."""

@@ -27,7 +27,7 @@ DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 # Of decode steps on a CPU, where rows cost what they compute. A recording keeps what lies between the operations, of a
 # model of 10M parameters 0.1 MB a row, 21 MB in all. It saves 2 ms a step, which of larger models is nothing.
 RECORDED_SIZES = (*range(1, 9), *range(12, 33, 4))
-_MOST_RECORDED_BYTES = 256 << 20
+_MOST_RECORDED_BYTES = 512 << 20
 # The newest token and 7 drafts. Attention has tiles for 16, 32 and 64 rows of a sequence, tokens times the heads of a
 # group; with 4 or 8 heads the one for 8 tokens is that of 5 as well.
 _VERIFIED_TOKENS = 8

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +28,33 @@ from paged.staging import to_device
 _MOST_BLOCKS = 512
 # Tuned tables of experts end here.
 _MOST_TOKENS = 4096
-# Operations that numba's loops stand in for.
+# Operations that numba's loops stand in for, of every network and of those with experts.
 _LOOPS = (
-    "attention.numba_ops.paged_attention",
+    "attention.numba_ops.few_queries",
     "cache.numba_ops.qk_norm_rope_and_cache",
-    "common.numba_ops.linear",
     "common.numba_ops.rms_norm",
     "layers.numba_ops.silu_and_mul",
 )
+_EXPERT_LOOPS = ("common.numba_ops.linear", "moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
 
 
-def load_loops() -> None:
+def load_loops(network: Llama, dtype: torch.dtype) -> None:
     """Let operations on a CPU take the loops that numba compiles, where it is, and compile or read them now."""
-    if load_numba():
-        for module in _LOOPS:
-            import_module(f"paged.kernels.{module}")
-        for kernel in import_module("paged.kernels.common.numba_ops.kernel").Kernel.made:
-            _ = kernel.address
+    if not load_numba():
+        return
+
+    def module(name: str) -> Any:
+        return import_module(f"paged.kernels.{name}")
+
+    has_experts = any(isinstance(each, SparseMoe) for each in network.modules())
+    kind = module("common.numba_ops.kernel").Kernel
+    names = _LOOPS + _EXPERT_LOOPS * has_experts
+    kernels = [each for name in names for each in vars(module(name)).values() if isinstance(each, kind)]
+    kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
+    if module("common.numba_ops.tiles").has_tiles() if dtype == torch.bfloat16 else has_experts:
+        kernels.append(module("common.numba_ops.tile_linear").kernel_of(dtype))
+    for kernel in kernels:
+        _ = kernel.address
 
 
 def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:

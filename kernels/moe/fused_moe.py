@@ -128,9 +128,14 @@ def fused_moe(
         if hidden_states.numel() == 0:
             return out
         if not use_triton(hidden_states):
-            return torch_op.fused_moe(call)
+            if torch_op.fused_moe(call):
+                keep(key, _Steps(by_triton=False))
+            return out
         num_tokens, top_k = topk_ids.shape
         steps = _Steps(_chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map))
+    elif not steps.by_triton:
+        torch_op.fused_moe(call)
+        return out
     launches = (
         moe_gemv(call, steps.launches) if steps.tiles is None else _grouped(call, aligned, steps.tiles, steps.launches)
     )
@@ -140,10 +145,11 @@ def fused_moe(
 
 
 class _Steps(NamedTuple):
-    """How a call runs: its tiles, None for matrix-vector products, and its launches once there are any."""
+    """How a call runs: its tiles, None for matrix-vector products, and its launches once there are any; or by loops."""
 
-    tiles: MoeTiles | None
+    tiles: MoeTiles | None = None
     launches: tuple[Launch, ...] | None = None
+    by_triton: bool = True
 
 
 def _grouped(

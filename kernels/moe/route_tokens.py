@@ -6,7 +6,7 @@ import torch
 
 from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import use_triton
+from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.launch import Launch, call_key, keep, known
 from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
@@ -93,7 +93,10 @@ def route_tokens(
     if launch is None:
         check_routing(router_logits, routing)
         if not use_triton(router_logits):
-            return torch_op.route_tokens(router_logits, routing)
+            loops = loops_of(torch_op, router_logits, weights=[routing.correction_bias])
+            if loops is None or not loops.takes(routing) or len(router_logits) == 0:
+                return torch_op.route_tokens(router_logits, routing)
+            launch = keep(key, loops.prepare(router_logits, routing))
     weights, ids = new_routes(router_logits, routing)
     if launch is None:
         if len(router_logits) == 0:

@@ -238,7 +238,7 @@ class Llama(nn.Module):
         else:
             tied = self.embed_tokens if self._packed_embedding is None else self._packed_embedding
             weight = tied if self.lm_head is None else self.lm_head.weight
-            if out is not None and not weight.is_mkldnn:
+            if out is not None and not out.is_cpu:
                 logits = torch.mm(hidden, weight.T, out=out)
             else:
                 logits = linear(hidden, weight)

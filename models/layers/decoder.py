@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paged.kernels.common.torch_ops.linear import linear, pack
+from paged.kernels.common.torch_ops.linear import linear, linear_and_silu, pack
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.kernels.lora.add_lora import add_lora
@@ -159,7 +159,11 @@ class GatedMlp(nn.Module):
         return self._project(x, lora)
 
     def _project(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        activated = silu_and_mul(self.gate_up_proj(x, lora), activation=self.activation)
+        gate_up, activated = self.gate_up_proj, None
+        if self.activation == "silu" and lora is None and gate_up.packed is None and gate_up.bias is None:
+            activated = linear_and_silu(x, gate_up.weight)
+        if activated is None:
+            activated = silu_and_mul(gate_up(x, lora), activation=self.activation)
         projected: torch.Tensor = self.down_proj(activated, lora)
         return projected
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,10 +34,10 @@ ONCE_IN_INTERPRETER = [
 
 ON_TORCH = [(name, "torch") for name in FAMILIES]
 on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)
-# Windows, chunks, interleaved and partial rotation, norms of heads.
+# Windows, chunks, interleaved and partial rotation, norms of heads, experts.
 BY_NUMBA = [
     pytest.param(name, "numba", marks=needs_numba)
-    for name in ("cohere2", "gemma3", "glm4", "llama", "llama4", "olmo2", "phi3", "qwen3")
+    for name in ("cohere2", "gemma3", "glm4", "gpt_oss", "llama", "llama4", "minimax_m2", "olmo2", "phi3", "qwen3")
 ]
 all_backends = pytest.mark.parametrize(
     ("loaded", "backend"), ON_TORCH + BY_NUMBA + [(name, "triton") for name in IN_INTERPRETER], indirect=True
@@ -90,6 +92,26 @@ def test_whole_prompt_then_decode(case: Case) -> None:
     assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
     assert_same_logits(case.ours.decode("a", PROMPT[-2], 38), expected[-2])
     assert_same_logits(case.ours.decode("a", PROMPT[-1], 39), expected[-1])
+
+
+@needs_numba
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama", "qwen3_moe_normalised"])
+def test_bfloat16_by_loops_is_as_exact_as_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and decodes, packed, by PyTorch, by loops, and by loops on processors without AMX."""
+    theirs = save_checkpoint((FAMILIES | VARIANTS)[name], tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
+    errors = []
+    for backend, has_tiles in (("torch", tiles.has_tiles), ("numba", tiles.has_tiles), ("numba", lambda: False)):
+        monkeypatch.setenv("PAGED_BACKEND", backend)
+        monkeypatch.setattr(tiles, "has_tiles", has_tiles)
+        model = load_model(tmp_path, block_size=8, num_blocks=64, dtype=torch.bfloat16)
+        model.pack()
+        logits = [*model.forward_verify("a", PROMPT[:36]), *(model.decode("a", PROMPT[at], at) for at in range(36, 40))]
+        errors.append(float((torch.stack(logits).double() - expected).norm() / expected.norm()))
+    assert errors[0] < 0.05
+    assert max(errors[1:]) < 1.25 * errors[0]
 
 
 @all_backends

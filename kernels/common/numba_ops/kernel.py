@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 import numpy as np
@@ -22,27 +22,27 @@ _thread = types.ExternalFunction("omp_get_thread_num", types.int32())
 _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 
 device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
+inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
 
 
 @cache
-def _sources() -> str:
-    """A number of what the files say that kernels take device functions from."""
-    return f"{zlib.crc32(b''.join(path.read_bytes() for path in sorted(Path(__file__).parent.glob('*.py')))):08x}"
+def _sources(folder: Path) -> str:
+    """A number of what the files say that a folder's kernels take device functions from: its own and this one's."""
+    paths = [path for each in (folder, Path(__file__).parent) for path in sorted(each.glob("*.py"))]
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in paths)):08x}"
 
 
 class Kernel:
     """A function of one array of int64, see `LoopLaunch`, as machine code that all threads of a call run side by side.
 
-    numba keeps the code beside the file or in the user's cache, and compiles anew once that file, or one of this
-    folder, has changed.
+    numba keeps the code beside the file or in the user's cache, and compiles anew once a file of its folder or of this
+    one has changed.
     """
-
-    made: ClassVar[list[Kernel]] = []
 
     def __init__(self, body: Callable[[Any], None]) -> None:
         self._body = body
-        body.__qualname__ += f"_{_sources()}"  # numba keeps code by that, and looks at the function's own file alone
-        self.made.append(self)
+        # numba keeps code by that, and looks at the function's own file alone
+        body.__qualname__ += f"_{_sources(Path(body.__code__.co_filename).parent)}"
 
     @cached_property
     def address(self) -> int:

@@ -28,10 +28,20 @@ class LoopLaunch:
     The kernel takes an array of int64: a status, which it may set, then its arguments.
     """
 
-    def __init__(self, address: int, work: int, arguments: Sequence[int | str], *, scratch_size: int = 0) -> None:
+    def __init__(
+        self,
+        address: int,
+        work: int,
+        arguments: Sequence[int | str],
+        *,
+        scratch_size: int = 0,
+        before: LoopLaunch | None = None,
+    ) -> None:
         """address: of the kernel's code. work: products, or elements, there are. arguments: numbers, and names of
-        tensors, whose addresses they are, or `SCRATCH`: `scratch_size` float32 for each thread.
+        tensors, whose addresses they are, or `SCRATCH`: `scratch_size` float32 for each thread. before: what runs
+        first, with the same tensors.
         """
+        self._before = before
         self._address = address
         self.set_work(work)
         self._scratch_size = scratch_size
@@ -44,8 +54,13 @@ class LoopLaunch:
 
     def __call__(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
         """Run, and return the status, 0 where the kernel does not set it; where it does, a repetition ends."""
+        if self._before is not None:
+            self._before(tensors)
         if (current := recording()) is not None:
-            current.add(partial(self, tensors))
+            current.add(partial(self._run, tensors))
+        return self._run(tensors)
+
+    def _run(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
         threads = min(torch.get_num_threads(), self._most_threads)
         values = self._values[:]
         scratch = torch.empty(threads * self._scratch_size) if self._scratch_size else None

@@ -20,12 +20,18 @@ from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE,
 
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
-_VECTOR, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 # Products of pairs of bfloat16 in one instruction, which takes numbers below 2^-126 for 0.
 _HAS_BF16_PRODUCTS = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+# What lies behind floor(x), and a product with 2^floor(x), in one instruction each: `exp2_of` takes half the time.
+_HAS_SCALING = llvmlite.binding.get_host_cpu_features().get("avx512dq", False)
+# Rows of a matrix that `add_outer_products` takes.
+OUTER_ROWS = 8
 # Elements of an operand of `product_tile`, and outputs of each of its rows.
 OPERAND_SIZES, OUTPUTS = {torch.float32: LANES, torch.bfloat16: 2 * LANES}, 4
 _FLAGS = tuple(FASTMATH)
+# e^x = 2^(x LOG2_E).
+LOG2_E = 1.4426950408889634
 _Combine = Callable[[Any, ir.Value, ir.Value], ir.Value]
 
 
@@ -40,15 +46,16 @@ _vector = _VectorType()
 @register_model(_VectorType)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: types.Type) -> None:
-        super().__init__(manager, kind, _VECTOR)
+        super().__init__(manager, kind, VECTOR)
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    lowest = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INT, 0))
+def _splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
+    lowest = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
 
 
-def _at(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+def at(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+    """A pointer to 16 elements from an index on."""
     return builder.bitcast(builder.gep(pointer, [index]), ir.VectorType(element, LANES).as_pointer())
 
 
@@ -66,23 +73,40 @@ def load_vector(_typing_context: Any, pointer: types.Type, index: types.Type) ->
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
         if pointer.dtype == types.float32:
-            return builder.load(_at(builder, args[0], args[1], _FLOAT), align=4)
-        halves = builder.load(_at(builder, args[0], args[1], ir.IntType(16)), align=2)
-        shifted = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
-        return builder.bitcast(shifted, _VECTOR)
+            return builder.load(at(builder, args[0], args[1], _FLOAT), align=4)
+        halves = builder.load(at(builder, args[0], args[1], ir.IntType(16)), align=2)
+        shifted = builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES))
+        return builder.bitcast(shifted, VECTOR)
 
     return _vector(pointer, types.int64), generate
 
 
+def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """16 bfloat16, to the nearest, ties to even."""
+    halves = ir.VectorType(ir.IntType(16), LANES)
+    if _HAS_BF16_PRODUCTS:
+        kind = ir.FunctionType(halves, [VECTOR])
+        return builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"), [vector]
+        )
+    words, sixteen = builder.bitcast(vector, WORDS), ir.Constant(WORDS, [16] * LANES)
+    is_odd = builder.and_(builder.lshr(words, sixteen), ir.Constant(WORDS, [1] * LANES))
+    rounded = builder.add(builder.add(words, ir.Constant(WORDS, [0x7FFF] * LANES)), is_odd)
+    is_nan = builder.fcmp_unordered("uno", vector, vector)
+    rounded = builder.select(is_nan, ir.Constant(WORDS, [0x7FC0 << 16] * LANES), rounded)
+    return builder.trunc(builder.lshr(rounded, sixteen), halves)
+
+
 @intrinsic
 def store_vector(_typing_context: Any, pointer: types.Type, index: types.Type, vector: types.Type) -> Any:
-    """Write 16 float32 from an index on."""
+    """Write 16 float32, or round them to bfloat16, from an index on."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        builder.store(args[2], _at(builder, args[0], args[1], _FLOAT), align=4)
+        value = args[2] if pointer.dtype == types.float32 else _rounded(builder, args[2])
+        builder.store(value, at(builder, args[0], args[1], value.type.element), align=2)
         return context.get_dummy_value()
 
-    return types.void(types.CPointer(types.float32), types.int64, _vector), generate
+    return types.void(pointer, types.int64, _vector), generate
 
 
 def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -167,43 +191,83 @@ def store_sums(
     return types.void(types.CPointer(types.float32), types.int64, *[_vector] * 4), generate
 
 
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    def constant(value: float) -> ir.Constant:
+        return ir.Constant(VECTOR, [value] * LANES)
+
+    def in_one(name: str, *operands: ir.Value) -> ir.Value:
+        rest = ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.IntType(16), -1), ir.Constant(_INT, 4)
+        order = (*operands, *rest)  # of all elements, rounded as others are
+        kind = ir.FunctionType(VECTOR, [each.type for each in order])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.mask.{name}.ps.512")
+        return builder.call(function, order)
+
+    def polynomial(part: ir.Value) -> ir.Value:
+        result = constant(EXP2_COEFFICIENTS[0])
+        for coefficient in EXP2_COEFFICIENTS[1:]:
+            result = _multiply_add(builder, result, part, constant(coefficient))
+        return result
+
+    if _HAS_SCALING:
+        down = ir.Constant(_INT, 9)
+        return in_one("scalef", polynomial(in_one("reduce", x, down)), x)
+    for word, bound in (("<", EXP2_RANGE[0]), (">", EXP2_RANGE[1])):
+        x = builder.select(builder.fcmp_ordered(word, x, constant(bound)), constant(bound), x)
+    kind = ir.FunctionType(VECTOR, [VECTOR])
+    floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
+    whole = builder.call(floor, [x])
+    result = polynomial(builder.fsub(x, whole, flags=_FLAGS))
+    exponent = builder.add(builder.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(WORDS, [23] * LANES)), VECTOR)
+    return builder.fmul(result, power, flags=_FLAGS)
+
+
 @intrinsic
 def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
     """`exp2` of each."""
+    return _vector(_vector), lambda context, builder, _, args: _exp2(builder, *args)
+
+
+@intrinsic
+def silu(_typing_context: Any, gate: types.Type, up: types.Type) -> Any:
+    """gate / (1 + e^-gate) * up."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        def constant(value: float) -> ir.Constant:
-            return ir.Constant(_VECTOR, [value] * LANES)
+        minus_log2_e, one = (ir.Constant(VECTOR, [value] * LANES) for value in (-LOG2_E, 1.0))
+        power = _exp2(builder, builder.fmul(args[0], minus_log2_e, flags=_FLAGS))
+        quotient = builder.fdiv(args[0], _sum(builder, one, power), flags=_FLAGS)
+        return builder.fmul(quotient, args[1], flags=_FLAGS)
 
-        (x,) = args
-        for word, bound in (("<", EXP2_RANGE[0]), (">", EXP2_RANGE[1])):
-            x = builder.select(builder.fcmp_ordered(word, x, constant(bound)), constant(bound), x)
-        kind = ir.FunctionType(_VECTOR, [_VECTOR])
-        floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
-        whole = builder.call(floor, [x])
-        part, result = builder.fsub(x, whole, flags=_FLAGS), constant(EXP2_COEFFICIENTS[0])
-        for coefficient in EXP2_COEFFICIENTS[1:]:
-            result = _multiply_add(builder, result, part, constant(coefficient))
-        exponent = builder.add(builder.fptosi(whole, _WORDS), ir.Constant(_WORDS, [127] * LANES))
-        power = builder.bitcast(builder.shl(exponent, ir.Constant(_WORDS, [23] * LANES)), _VECTOR)
-        return builder.fmul(result, power, flags=_FLAGS)
+    return _vector(_vector, _vector), generate
 
-    return _vector(_vector), generate
+
+def prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+    """Have a line of 64 bytes brought to the cache, if there is memory."""
+    address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [address.type, _INT, _INT, _INT])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [address, *(ir.Constant(_INT, each) for each in (0, 2, 1))])  # to read, to the second level
 
 
 def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
     """total + a * b, of pairs of bfloat16 both products."""
-    if a.type == _VECTOR:
+    if a.type == VECTOR:
         return _multiply_add(builder, a, b, total)
     if _HAS_BF16_PRODUCTS:
-        kind = ir.FunctionType(_VECTOR, [_VECTOR, _WORDS, _WORDS])
+        kind = ir.FunctionType(VECTOR, [VECTOR, WORDS, WORDS])
         multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
         return builder.call(multiply, [total, a, b])
-    sixteen, upper = (ir.Constant(_WORDS, [bits] * LANES) for bits in (16, -1 << 16))
+    sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (16, -1 << 16))
     for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
-        own, other = (builder.bitcast(half, _VECTOR) for half in halves)
+        own, other = (builder.bitcast(half, VECTOR) for half in halves)
         total = _multiply_add(builder, own, other, total)
     return total
+
+
+def round_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Words of two bfloat16 each: of a in their low bits, of b in their high ones."""
+    low, high = (builder.zext(_rounded(builder, each), WORDS) for each in (a, b))
+    return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
 def product_tile(num_rows: int) -> Any:
@@ -236,19 +300,22 @@ def product_tile(num_rows: int) -> Any:
             while len(columns) < OUTPUTS:
                 columns.append(builder.gep(columns[-1], [step]))
 
-            def operand(row: ir.Value, at: ir.Value) -> ir.Value:
-                return builder.load(_at(builder, row, at, element), align=2)
+            def operand(row: ir.Value, index: ir.Value) -> ir.Value:
+                return builder.load(at(builder, row, index, element), align=2)
 
-            zero = ir.Constant(_VECTOR, [0.0] * LANES)
+            ahead = builder.mul(step, ir.Constant(step.type, OUTPUTS))
+            zero = ir.Constant(VECTOR, [0.0] * LANES)
             totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
             for sums in totals:
                 for total in sums:
                     builder.store(zero, total)
             begin, lanes = (ir.Constant(size.type, each) for each in (0, LANES if element is _FLOAT else 2 * LANES))
-            with cgutils.for_range_slice(builder, begin, size, lanes, size.type) as (at, _):
-                factors = [operand(column, at) for column in columns]
+            with cgutils.for_range_slice(builder, begin, size, lanes, size.type) as (i, _):
+                factors = [operand(column, i) for column in columns]
+                for column in columns:  # of the next tile: what is read once comes at 12 to 16 GB/s instead of 9 to 14
+                    prefetch(builder, builder.gep(column, [builder.add(i, ahead)]))
                 for row, sums in zip(rows, totals, strict=True):
-                    own = operand(row, at)
+                    own = operand(row, i)
                     for factor, total in zip(factors, sums, strict=True):
                         builder.store(_add_products(builder, own, factor, builder.load(total)), total)
             for sums in totals:
@@ -260,3 +327,102 @@ def product_tile(num_rows: int) -> Any:
         return types.void(x, types.UniTuple(index, num_rows), w, index, index, index, pointers, index, index), generate
 
     return tile
+
+
+@intrinsic
+def copy_words(_typing_context: Any, source: Any, index: Any, target: Any, to: types.Type) -> Any:
+    """Copy 16 words of 32 bits from an index of one array to that of another."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        source, index, target, to = args
+        builder.store(builder.load(at(builder, source, index, _INT), align=2), at(builder, target, to, _INT), align=2)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, target, types.int64), generate
+
+
+@intrinsic
+def store_pairs(_typing_context: Any, pointer: types.Type, index: types.Type, a: types.Type, b: types.Type) -> Any:
+    """Write pairs of bfloat16, of a in the low bits of words and of b, from an index of float32 on. Rounded to the
+    nearest, ties away from 0, in half the time of `round_pairs`; NaN may become infinite."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        pointer, index, a, b = args
+        half, sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (1 << 15, 16, -1 << 16))
+        low, high = (builder.add(builder.bitcast(each, WORDS), half) for each in (a, b))
+        pairs = builder.or_(builder.lshr(low, sixteen), builder.and_(high, upper))
+        builder.store(pairs, at(builder, pointer, index, _INT), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.CPointer(types.float32), types.int64, _vector, _vector), generate
+
+
+@intrinsic
+def within(
+    _typing_context: Any, vector: Any, position: Any, bounds: types.Type, first: types.Type, end: types.Type
+) -> Any:
+    """Of a vector those elements whose bounds, 16 from each of two indices on, hold a position: first <= it < end. The
+    others are -inf."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        vector, position, bounds, first, end = args
+        first, end = (builder.load(at(builder, bounds, each, _INT), align=4) for each in (first, end))
+        words = _splat(builder, builder.trunc(position, _INT), WORDS)
+        is_within = builder.and_(builder.icmp_signed("<=", first, words), builder.icmp_signed("<", words, end))
+        return builder.select(is_within, vector, ir.Constant(VECTOR, [-float("inf")] * LANES))
+
+    return _vector(_vector, types.int64, types.CPointer(types.int32), types.int64, types.int64), generate
+
+
+@intrinsic
+def add_outer_products(
+    _typing_context: Any,
+    a: Any,
+    first: Any,
+    row_step: Any,
+    column_step: Any,
+    b: Any,
+    begin: Any,
+    count: Any,
+    out: Any,
+    to: Any,
+    is_first: Any,
+) -> Any:
+    """out += a b, or out = a b where `is_first`: of 8 rows of a, `count` columns, and as many rows of 32 of b.
+
+    a's rows and columns are so many elements apart. b and out are 16 x 16 tiles, two for 16 rows.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        a, first, row_step, column_step, b, begin, count, out, to, is_first = args
+        index = to.type
+        tile, lanes = ir.Constant(index, LANES * LANES), ir.Constant(index, LANES)
+        rows, places = [builder.gep(a, [first])], [to]
+        while len(rows) < OUTER_ROWS:
+            rows.append(builder.gep(rows[-1], [row_step]))
+            places.append(builder.add(places[-1], lanes))
+        places = [each for place in places for each in (place, builder.add(place, tile))]
+        pointers = [at(builder, out, place, _FLOAT) for place in places]
+        totals = [cgutils.alloca_once(builder, VECTOR) for _ in pointers]
+        for pointer, total in zip(pointers, totals, strict=True):
+            builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
+            with builder.if_then(builder.not_(is_first)):
+                builder.store(builder.load(pointer, align=4), total)
+        with cgutils.for_range(builder, count) as loop:
+            start = builder.add(begin, builder.mul(loop.index, lanes))
+            start = builder.add(start, builder.mul(builder.lshr(loop.index, ir.Constant(index, 4)), tile))
+            factors = [
+                builder.load(at(builder, b, each, _FLOAT), align=4) for each in (start, builder.add(start, tile))
+            ]
+            column = builder.mul(loop.index, column_step)
+            for number, row in enumerate(rows):
+                own = _splat(builder, builder.load(builder.gep(row, [column])))
+                for factor, total in zip(factors, totals[2 * number :], strict=False):
+                    builder.store(_multiply_add(builder, own, factor, builder.load(total)), total)
+        for pointer, total in zip(pointers, totals, strict=True):
+            builder.store(builder.load(total), pointer, align=4)
+        return context.get_dummy_value()
+
+    pointers, index = types.CPointer(types.float32), types.int64
+    operands = pointers, *[index] * 3, pointers, index, index, pointers, index
+    return types.void(*operands, types.boolean), generate

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -17,8 +18,8 @@ from paged.kernels.common.torch_ops.gated_activation import gated_activation
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
 from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear, MoeCall
 
-# Entries up to which each has products of its own. On 2 cores 4 of 512 x 256 take 86 us instead of 126 sorted, 16 in
-# float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
+# Entries up to which each has products of its own, without loops. On 2 cores 4 of 512 x 256 take 86 us instead of 126
+# sorted, 16 in float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
 _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
 # Rows an expert from which oneDNN's products, one each, are faster than PyTorch's grouped ones in float32, MKL's: on 2
 # cores of an AMD EPYC 128 rows of 256 x 512 take 112 us instead of 225, some 32 rows 76 instead of 56. On an Intel Xeon
@@ -27,70 +28,92 @@ _MAX_UNSORTED = {torch.float32: 16, torch.float16: 8, torch.bfloat16: 8}
 # entries of 32 experts in place of 11 where rows are filled up to multiples of the first of these, or beyond as many
 # rows of the second.
 _ROW_STEPS, _FEW_ROWS = (16, 64), 256
-# Rows an expert, on average, up to which numba's loops take them. On 2 cores of a Xeon with AMX 16, 64 and 128 entries
-# of 32 experts of 512 x 512 take 0.29, 0.56 and 0.77 of a batch's time in bfloat16, 256 take 1.2; in float32 16 and
-# 1,024 take 0.44 and 0.72 of it, 1.15 and 0.64 of the grouped products'.
-_MAX_ROWS_IN_LOOPS = {torch.float32: 32, torch.bfloat16: 5}
 _CPU_INFO = Path("/proc/cpuinfo")
 _MIN_ROWS_ALONE = math.inf if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO.read_text() else 64
 
 
-def fused_moe(call: MoeCall) -> torch.Tensor:
-    """PyTorch implementation of `kernels.moe.fused_moe`: entries sorted by expert, one product an expert in use.
+class SortedEntries(NamedTuple):
+    """Entries of a routing in the order of their experts, those of no expert last.
+
+    ends: int32 [num_experts], where each expert's entries end. rows, experts: int64 [num_entries], of each entry in
+    that order, any of those of no expert. positions: int64 [num_entries], where each entry went, -1 for those.
+    """
+
+    ends: torch.Tensor
+    rows: torch.Tensor
+    experts: torch.Tensor
+    positions: torch.Tensor
+
+
+def fused_moe(call: MoeCall) -> bool:
+    """PyTorch implementation of `kernels.moe.fused_moe`: entries sorted by expert, one product an expert in use; fills
+    `call.out`, and says whether it did so by loops.
 
     Entries are gathered, activated and summed all at once: beside the products, the number of operations is fixed.
     """
-    x, topk_ids, expert_map = call.hidden_states, call.topk_ids, call.expert_map
-    rows = (topk_ids if expert_map is None else expert_rows(topk_ids, expert_map)).flatten()
-    loops = _loops(call, len(rows))
-    is_few = len(rows) <= _MAX_UNSORTED[x.dtype] and not call.is_quantized
-    # PyTorch's matrix-vector products in bfloat16 are slower, in float32 faster than to sort and run loops.
-    if is_few and (loops is None or x.dtype == torch.float32):
-        experts = rows.tolist()
-        parts = _vectors(_activated(call, _vectors(x, call.gate_up, experts)), call.down, experts)
+    x, weights, out = call.hidden_states, call.topk_weights, call.out
+    loops = loops_of(sys.modules[__name__], x)
+    if loops is not None:
+        entries = loops.sort_entries(call.topk_ids, len(call.gate_up.w), call.expert_map)
+        loops.combine_parts(*_parts(call, entries), weights, out)
+        return True
+    experts = call.topk_ids if call.expert_map is None else expert_rows(call.topk_ids, call.expert_map)
+    if experts.numel() <= _MAX_UNSORTED[x.dtype] and not call.is_quantized:
+        ids = experts.flatten().tolist()
+        parts = _vectors(_activated(call, _vectors(x, call.gate_up, ids)), call.down, ids)
     else:
-        parts = _sorted_by_expert(call, rows, loops)
-    weighted = torch.bmm(call.topk_weights.unsqueeze(1), parts.float().view(*topk_ids.shape, -1))
-    return call.out.copy_(weighted.squeeze(1))
+        parts, positions = _parts(call, _sort_entries(experts, len(call.gate_up.w)))
+        parts = functional.pad(parts, (0, 0, 0, 1))[positions]  # those of no expert take what lies at the end
+    weighted = torch.bmm(weights.unsqueeze(1), parts.float().view(*experts.shape, -1))
+    out.copy_(weighted.squeeze(1))
+    return False
 
 
 def _activated(call: MoeCall, projected: torch.Tensor) -> torch.Tensor:
     return gated_activation(projected.float(), call.activation, call.interleaved).to(call.hidden_states.dtype)
 
 
-def _loops(call: MoeCall, num_entries: int) -> Any:
-    """Loops that numba compiles, where they are faster; else None."""
-    x, weights = call.hidden_states, (call.gate_up.w, call.down.w)
-    if call.is_quantized or num_entries > _MAX_ROWS_IN_LOOPS.get(x.dtype, 0) * len(weights[0]):
-        return None
-    loops = loops_of(linear_op, x, *weights)
-    return loops if loops is not None and all(map(loops.takes, weights)) else None
-
-
-def _sorted_by_expert(call: MoeCall, rows: torch.Tensor, loops: Any) -> torch.Tensor:
-    """What each entry's expert makes of its token, 0 for entries of no expert; rows int32 [num_entries]."""
-    x, gate_up, down = call.hidden_states, call.gate_up, call.down
-    num_experts, top_k = len(gate_up.w), len(rows) // len(x)
-    # Entries whose expert is elsewhere come last.
-    ids, entries = torch.where(rows < 0, num_experts, rows).sort(stable=True)
+def _sort_entries(experts: torch.Tensor, num_experts: int) -> SortedEntries:
+    """Sort entries [num_tokens, top_k]; those of no expert come last, at position -1."""
+    flat, top_k = experts.flatten(), experts.shape[1]
+    ids, entries = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat).long().sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True)
-    tokens, positions = entries // top_k, torch.arange(len(ids), device=ids.device)
+    sorted_positions = torch.arange(len(ids), device=ids.device).masked_fill_(ids == num_experts, -1)
+    positions = torch.empty_like(entries).index_copy_(0, entries, sorted_positions)
+    return SortedEntries(ends, entries // top_k, ids.clamp(max=num_experts - 1), positions)
+
+
+def _parts(call: MoeCall, entries: SortedEntries) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the experts make of entries, float32 or of the dtype of hidden_states, and each entry's row of it, -1 for
+    those of no expert."""
+    x, gate_up, down, (ends, rows, experts, positions) = call.hidden_states, call.gate_up, call.down, entries
+    loops = _loops(call, len(rows))
+    if loops is not None:
+        activated = None
+        if gate_up.bias is None and call.activation == "silu":
+            activated = loops.linear_and_silu(x, gate_up.w, ends, rows, interleaved=call.interleaved)
+        if activated is None:
+            activated = _activated(call, _with_bias(loops.grouped_linear(x, gate_up.w, ends, rows), gate_up, experts))
+        return _with_bias(loops.grouped_linear(activated, down.w, ends), down, experts), positions
     bounds = [0, *ends.tolist()]
-    lengths = [] if loops else _padded_lengths(bounds, len(ids), call)
+    lengths = _padded_lengths(bounds, len(rows), call)
     if lengths:
         # Every expert's entries begin where those before end, padded; what is between them is computed and not read.
-        starts = torch.tensor([0, *itertools.accumulate(lengths)], device=ids.device)
-        positions += (starts[:-1] - functional.pad(ends, (1, -1)))[ids]
-        tokens = tokens.new_zeros(sum(lengths)).index_copy_(0, positions, tokens)
-    if loops:
-        projected = _with_bias(loops.grouped_linear(x, gate_up.w, ends, tokens), gate_up, ids)
-        parts = _with_bias(loops.grouped_linear(_activated(call, projected), down.w, ends), down, ids)
-    else:
-        projected = _linear(x[tokens], gate_up, ids, ends, lengths)
-        parts = _linear(_activated(call, projected), down, ids, ends, lengths)
-    if bounds[-1] < len(ids):
-        parts[bounds[-1] :] = 0
-    return parts.index_select(0, torch.empty_like(entries).index_copy_(0, entries, positions))
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], device=ends.device)
+        padded = torch.arange(len(rows), device=ends.device) + (starts[:-1] - functional.pad(ends, (1, -1)))[experts]
+        rows = rows.new_zeros(sum(lengths)).index_copy_(0, padded, rows)
+        positions = padded[positions]
+    projected = _linear(x[rows], gate_up, experts, ends, lengths)
+    return _linear(_activated(call, projected), down, experts, ends, lengths), positions
+
+
+def _loops(call: MoeCall, num_entries: int) -> Any:
+    """Loops that numba compiles for the products, where they are faster; else None."""
+    weights = call.gate_up.w, call.down.w
+    loops = None if call.is_quantized else loops_of(linear_op, call.hidden_states, *weights)
+    if loops is None or num_entries > min(map(loops.max_rows, weights)) * len(weights[0]):
+        return None
+    return loops
 
 
 def _vectors(x: torch.Tensor, linear: ExpertLinear, experts: list[int]) -> torch.Tensor:
@@ -134,7 +157,7 @@ def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[
 
 
 def _linear(
-    x: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor, ends: torch.Tensor, lengths: list[int]
+    x: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor, ends: torch.Tensor, lengths: list[int]
 ) -> torch.Tensor:
     """Each expert's product with the rows up to its end, or with as many as `lengths` says; rows beyond the last end
     hold anything."""
@@ -149,11 +172,11 @@ def _linear(
         out = _quantized(quantized_token_groups(x) if linear.format == "e4m3" else x.float(), linear, ends)
     else:
         out = _grouped_mm(x, linear.w, ends)
-    return _with_bias(out, linear, ids)
+    return _with_bias(out, linear, experts)
 
 
-def _with_bias(out: torch.Tensor, linear: ExpertLinear, ids: torch.Tensor) -> torch.Tensor:
-    return out if linear.bias is None else out + linear.bias[ids.clamp(max=len(linear.w) - 1)].to(out.dtype)
+def _with_bias(out: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor) -> torch.Tensor:
+    return out if linear.bias is None else out + linear.bias[experts].to(out.dtype)
 
 
 def quantized_token_groups(x: torch.Tensor) -> torch.Tensor:

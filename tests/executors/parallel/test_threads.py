@@ -20,7 +20,7 @@ from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 OPTIONS = {"block_size": 4, "num_blocks": 96, "num_swap_blocks": 32, "max_loras": 1, "max_lora_rank": 4}
-STORM_S, LIMIT_S = 2.0, 10.0
+STORM_S, LIMIT_S = 2.0, 60.0
 
 
 @pytest.fixture

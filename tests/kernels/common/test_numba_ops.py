@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +49,16 @@ def _numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
 
 
+def choose_blocks(dtype: torch.dtype, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have products taken in blocks of rows, by AMX or vectors, or by dot products; skip where there is no AMX."""
+    linear = import_module("paged.kernels.common.numba_ops.linear")
+    if in_blocks and dtype == BF16 and not linear.tile_linear.has_tiles():
+        pytest.skip("no tiles")
+    if not in_blocks:
+        monkeypatch.setattr(linear.tile_linear, "has_tiles", lambda: False)
+    monkeypatch.setattr(linear, "_MIN_ROWS_IN_BLOCKS", 0 if in_blocks else 1000)
+
+
 by_numba = [needs_numba, pytest.mark.usefixtures("_numba")]
 
 
@@ -83,16 +95,85 @@ class TestBfloat16:
         assert norms.rms_norm(x, torch.ones(8, dtype=BF16)).isnan().all()
 
 
+def _prompts(seed: int, dtype: torch.dtype) -> attention.Problem:
+    """Few queries beside many, whose every size and limit is drawn."""
+    draw = random.Random(seed)
+    lengths = [(queries, queries + draw.choice((0, draw.randrange(200)))) for queries in (1, draw.randrange(90), 12)]
+    lengths.append((draw.randrange(20, 70), draw.randrange(300)))  # may have queries before the first key
+    kv_heads = draw.choice((1, 2))
+    sizes = (32, 64, 96, 256, 40) if dtype == BF16 else (32, 24, 64, 33)
+    head_dim = draw.choice(sizes)
+    return attention.Problem(
+        "",
+        tuple(lengths),
+        heads=(kv_heads * draw.choice((1, 2, 3, 5)), kv_heads),
+        head_dim=head_dim,
+        v_head_dim=draw.choice((head_dim, 32)),
+        block_size=draw.choice((1, 5, 16, 24, 128)),
+        dtype=dtype,
+        causal=draw.choice((True, False)),
+        window_size=draw.choice(((-1, -1), (draw.randrange(150), -1), (draw.randrange(40), draw.randrange(40)))),
+        chunk_size=draw.choice((0, 0, draw.randrange(1, 200))),
+        softmax_scale=draw.choice((None, 0.0, 0.3)),
+        layout=draw.choice(("separate", "head_major")),
+    )
+
+
+class TestPrompts:
+    pytestmark = by_numba
+
+    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("kind", ["float32", "tiles", "vectors"])
+    def test_match_the_definition(self, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = import_module("paged.kernels.attention.numba_ops.paged_attention")
+        if kind == "tiles" and not module.has_tiles():
+            pytest.skip("no AMX")
+        monkeypatch.setattr(module, "has_tiles", lambda: kind == "tiles")
+        check(_prompts(seed, torch.float32 if kind == "float32" else BF16), CPU, return_lse=False)
+
+    @pytest.mark.parametrize("window", [(-1, -1), (20, -1)])
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    def test_mask_at_every_offset(self, dtype: torch.dtype, window: tuple[int, int]) -> None:
+        """Of a block's first query to the steps of 32 keys."""
+        lengths = tuple((20, 20 + context) for context in range(32))
+        check(attention.Problem("", lengths, (1, 1), dtype=dtype, window_size=window), CPU, return_lse=False)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    def test_read_what_they_see_alone(self, dtype: torch.dtype) -> None:
+        """Keys that no query sees hold NaN, blocks before all windows are not in the table."""
+        problem = attention.Problem("", ((60, 230), (90, 90)), dtype=dtype, window_size=(20, -1))
+        tensors = make(problem, CPU)
+        for both in (tensors.k_cache, tensors.v_cache):
+            both[tensors.block_table[0, 9].long(), :6] = torch.nan  # position 150 is the first that is seen
+        tensors.block_table[0, :9] = 2**30
+        out = paged.paged_attention(**vars(tensors), max_seqlen_q=90, window_size=(20, -1))
+        assert out.isfinite().all()
+
+
 class TestExperts:
     pytestmark = by_numba
 
     @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-    @pytest.mark.parametrize("num_tokens", [1, 3, 9, 14])
-    def test_match_the_definition(self, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("in_blocks", [False, True])
+    @pytest.mark.parametrize("num_tokens", [1, 3, 9, 14, 70])
+    def test_match_the_definition(
+        self, num_tokens: int, in_blocks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Of all numbers of entries an expert, with idle experts, those that are elsewhere, biases and strides."""
+        runs = {"grouped_linear": 0, "linear_and_silu": 0}
         linear = import_module("paged.kernels.common.numba_ops.linear")
-        runs: list[object] = []
-        monkeypatch.setattr(linear, "LoopLaunch", lambda *given: runs.append(given) or launch.LoopLaunch(*given))
+        choose_blocks(dtype, in_blocks, monkeypatch)
+
+        def counted(name: str, product: Callable[..., object]) -> Callable[..., object]:
+            def multiply(*tensors: torch.Tensor, **options: bool) -> object:
+                result = product(*tensors, **options)
+                runs[name] += result is not None
+                return result
+
+            return multiply
+
+        for name in runs:
+            monkeypatch.setattr(linear, name, counted(name, getattr(linear, name)))
         sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 6, "top_k": 2}
         x, w1, w2, weights, ids = experts.make_inputs(CPU, num_tokens=num_tokens, dtype=dtype, **sizes)
         strided = torch.stack((x, x), 1)[:, 0], torch.cat((w1, w1), 1)[:, :64], w2
@@ -105,8 +186,51 @@ class TestExperts:
             rounded = experts.rounded_moe(there, "numba", options)
             want = moe_reference.fused_moe(*inputs, **options)
             assert_close(paged.fused_moe(*strided, weights, ids, **options), want, rounded=rounded)
-        is_few = dtype == torch.float32 and num_tokens < 9  # products of their own
-        assert len(runs) == (0 if is_few else 2 * 5)
+        is_many = dtype == BF16 and num_tokens > 14
+        fused = 3 if in_blocks else 0  # without biases, by SiLU
+        assert runs == {
+            "grouped_linear": 0 if is_many and not in_blocks else 2 * 5 - fused,
+            "linear_and_silu": fused,
+        }
+
+    @pytest.mark.parametrize(
+        ("num_rows", "num_outputs", "size"),
+        [(1, 32, 32), (5, 64, 96), (16, 32, 64), (17, 96, 64), (33, 64, 32), (300, 64, 288), (200, 32, 4096)],
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    def test_blocks_of_all_numbers_of_rows(
+        self, dtype: torch.dtype, num_rows: int, num_outputs: int, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Halves of tiles, odd numbers of steps, several chunks of rows; strides, biases and both orders of gates."""
+        choose_blocks(dtype, True, monkeypatch)
+        tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
+        x = torch.randn(num_rows, size + 7).to(dtype)[:, :size]
+        weight, bias = (torch.randn(num_outputs, size + 3) / size**0.5).to(dtype), torch.randn(num_outputs).to(dtype)
+        weight = weight[:, :size]
+        want = x.double() @ weight.double().T
+        for kind in (dtype, torch.float32):
+            assert_close(tiles.linear(x, weight, dtype=kind), want)
+            assert_close(tiles.linear(x, weight, bias=bias, dtype=kind), want + bias.double())
+        for mode, gate, up in ((tiles.HALVES, *want.chunk(2, 1)), (tiles.IN_TURNS, want[:, ::2], want[:, 1::2])):
+            assert_close(tiles.linear(x, weight, mode=mode), torch.nn.functional.silu(gate) * up)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    @pytest.mark.parametrize("in_blocks", [False, True])
+    def test_groups_of_any_number_of_rows(
+        self, in_blocks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        linear = import_module("paged.kernels.common.numba_ops.linear")
+        choose_blocks(dtype, in_blocks, monkeypatch)
+        generator = random.Random(0)
+        for _ in range(10):
+            lengths = [generator.choice((0, 1, 2, 5, 16, 17, 40)) for _ in range(generator.randint(1, 6))]
+            x, weight = torch.randn(9, 96).to(dtype), (torch.randn(len(lengths), 64, 96) / 10).to(dtype)
+            ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            rows = torch.randint(9, (sum(lengths) + 3,))
+            got, begin = linear.grouped_linear(x, weight, ends, rows), 0
+            for group, end in enumerate(ends.tolist()):
+                assert_close(got[begin:end], x[rows[begin:end]].double() @ weight[group].double().T)
+                begin = end
 
     def test_products_of_pairs_on_processors_without_the_instruction(self, tmp_path: Path) -> None:
         code = """
@@ -133,14 +257,14 @@ class TestRepeatedCalls:
         qkv = [torch.randn(3, heads, 16) for heads in (4, 2, 2)]
         k_cache, v_cache = torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 16)
         where = torch.tensor([1, 9, -1]), torch.tensor([0, 4, 2]), torch.randn(8, 16)
-        tensors = make(attention.Problem("", ((1, 20), (1, 9))), CPU)
-        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=1, max_seqlen_k=20)
+        tensors = make(attention.Problem("", ((1, 20), (40, 49))), CPU)  # loops for few queries and for many
+        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=40, max_seqlen_k=49)
 
         def results() -> list[torch.Tensor]:
             """Of tensors at other addresses."""
             stream, caches = residual.clone(), (k_cache.clone(), v_cache.clone())
             rotated = paged.qk_norm_rope_and_cache(*(part.clone() for part in qkv), *caches, *where)
-            attended = paged.paged_attention(**{**vars(tensors), "q": tensors.q.clone()}, max_seqlen_q=1, plan=plan)
+            attended = paged.paged_attention(**{**vars(tensors), "q": tensors.q.clone()}, max_seqlen_q=40, plan=plan)
             normed = paged.fused_add_rms_norm(x.clone(), stream, weight)
             return [
                 paged.rms_norm(x.clone(), weight),

@@ -1,0 +1,127 @@
+"""What surrounds the products of a mixture of experts, by numba: entries sorted by expert, and sums of their parts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from paged.kernels.common.numba_ops.kernel import (
+    Kernel,
+    bfloats,
+    device_function,
+    floats,
+    int32s,
+    int64s,
+    load,
+    share,
+    store,
+    unpack,
+)
+from paged.kernels.common.numba_ops.launch import LoopLaunch
+from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
+from paged.kernels.moe.torch_ops.fused_moe import SortedEntries
+
+
+@device_function
+def _sort(ids, expert_map, ends, rows, experts, positions, sizes):
+    """A counting sort, which keeps the order within an expert."""
+    num_entries, top_k, num_experts, num_mapped = sizes
+    for i in range(num_experts):
+        ends[i] = 0
+    for entry in range(num_entries):
+        expert: Any = ids[entry]
+        if num_mapped > 0:
+            expert = expert_map[expert] if 0 <= expert < num_mapped else np.int32(-1)
+        positions[entry] = expert if 0 <= expert < num_experts else -1
+        if positions[entry] >= 0:
+            ends[positions[entry]] += 1
+    total = np.int32(0)
+    for i in range(num_experts):
+        count = ends[i]
+        ends[i] = total
+        total += count
+    for i in range(total, num_entries):
+        rows[i], experts[i] = 0, 0
+    for entry in range(num_entries):
+        expert = positions[entry]
+        if expert >= 0:
+            to = np.int64(ends[expert])
+            rows[to], experts[to], positions[entry] = entry // top_k, expert, to
+            ends[expert] += 1
+
+
+@Kernel
+def _sort_entries(arguments):
+    values = unpack(arguments, 11)
+    _, ids, expert_map, ends, rows, experts, positions = values[:7]
+    found = int64s(rows), int64s(experts), int64s(positions)
+    _sort(int32s(ids), int32s(expert_map), int32s(ends), *found, values[7:])
+
+
+@device_function
+def _combine(parts, positions, weights, out, num_rows, top_k, size, stride):
+    first, end = share(num_rows)
+    whole = size // LANES * LANES
+    for row in range(first, end):
+        entry, to = row * top_k, row * stride
+        for i in range(0, whole, LANES):
+            total = fill(np.float32(0))
+            for j in range(entry, entry + top_k):
+                weight = fill(weights[j])
+                if positions[j] >= 0:
+                    total = multiply_add(weight, load_vector(parts, positions[j] * size + i), total)
+                else:  # NaN, too, makes NaN of a row
+                    total = multiply_add(weight, fill(np.float32(0)), total)
+            store_vector(out, to + i, total)
+        for i in range(whole, size):
+            rest: Any = np.float32(0)
+            for j in range(entry, entry + top_k):
+                rest += weights[j] * (load(parts, positions[j] * size + i) if positions[j] >= 0 else np.float32(0))
+            store(out, to + i, rest)
+
+
+@Kernel
+def _combine_parts(arguments):
+    _, has_bf16_parts, is_bf16, parts, positions, weights, out, rows, top_k, size, stride = unpack(arguments, 11)
+    ids, factors = int64s(positions), floats(weights)
+    if has_bf16_parts:
+        _combine(bfloats(parts), ids, factors, bfloats(out), rows, top_k, size, stride)
+    elif is_bf16:
+        _combine(floats(parts), ids, factors, bfloats(out), rows, top_k, size, stride)
+    else:
+        _combine(floats(parts), ids, factors, floats(out), rows, top_k, size, stride)
+
+
+def sort_entries(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> SortedEntries:
+    """Sort the entries of contiguous ids [num_tokens, top_k]; those that name no expert go nowhere."""
+    num_entries, top_k = topk_ids.numel(), topk_ids.shape[1]
+    ends = torch.empty(num_experts, dtype=torch.int32)
+    rows, experts, positions = torch.empty(3, num_entries, dtype=torch.int64)
+    entries = SortedEntries(ends, rows, experts, positions)
+    launch = _sorting(num_entries, top_k, num_experts, 0 if expert_map is None else len(expert_map))
+    launch({"topk_ids": topk_ids, "expert_map": expert_map, **entries._asdict()})
+    return entries
+
+
+@lru_cache(maxsize=1024)
+def _sorting(*sizes: int) -> LoopLaunch:
+    tensors = "topk_ids", "expert_map", *SortedEntries._fields
+    return LoopLaunch(_sort_entries.address, 0, (*tensors, *sizes))
+
+
+def combine_parts(parts: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum over each token's entries of weight * part: parts [num_entries, size], contiguous, float32 or of
+    out's dtype, positions as in `SortedEntries`, weights [num_tokens, top_k], out [num_tokens, size]."""
+    launch = _combining(parts.dtype, out.dtype, *weights.shape, parts.shape[1], out.stride(0))
+    launch({"parts": parts, "positions": positions, "weights": weights, "out": out})
+
+
+@lru_cache(maxsize=1024)
+def _combining(parts: torch.dtype, out: torch.dtype, *sizes: int) -> LoopLaunch:
+    num_rows, top_k, size, _ = sizes
+    are_bf16 = (dtype == torch.bfloat16 for dtype in (parts, out))
+    arguments: tuple[int | str, ...] = *are_bf16, "parts", "positions", "weights", "out", *sizes
+    return LoopLaunch(_combine_parts.address, num_rows * top_k * size, arguments)
