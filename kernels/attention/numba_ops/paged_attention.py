@@ -1,258 +1,110 @@
-"""Paged attention by numba for sequences with few queries, which reads the caches in place."""
+"""Paged attention by numba, which reads the caches in place: launches of its loops."""
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import accumulate
+
 import torch
 
 from paged.kernels.attention.call import AttentionCall
+from paged.kernels.attention.numba_ops import few_queries, tile_products, vector_products
+from paged.kernels.attention.numba_ops.many_queries import KEYS, ROWS
 from paged.kernels.common.numba_ops.kernel import (
     Kernel,
-    as_float,
     bfloats,
     bits,
     device_function,
-    exp2,
     floats,
-    int32s,
-    load,
-    share,
-    store,
-    thread_index,
     unpack,
 )
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
-from paged.kernels.common.numba_ops.vectors import (
-    LANES,
-    exp2_of,
-    fill,
-    larger,
-    largest_of,
-    load_vector,
-    multiply_add,
-    store_sums,
-    store_vector,
-    sum_of,
-)
+from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
+from paged.kernels.common.numba_ops.vectors import LANES
 
-# Keys whose scores a thread holds at once: with 16 rows they and the accumulators of head_dim 128 are 12 KB.
-_KEYS = 64
+# Rows of a head of the cache (queries times heads of a group) up to which a sequence goes to the loops for few queries:
+# they take 0.6 of the time for 3 to 8 rows of bfloat16, 0.9 for 16, 1.1 for 20.
+_FEW_ROWS = 16
 _LOG2_E = 1.4426950408889634
+# The least scale: products of it with -inf are no NaN.
+_LEAST_SCALE = 2.0**-126
+# Rows of a sequence and KV head for which keys are packed once: at most, and as few as give a thread so many shares of
+# such a prompt.
+_ROWS_AT_ONCE, _SHARES = 512, 4
+_attend_by_tiles, _attend_bfloat16 = tile_products.attend, vector_products.attend
+_attend_float32 = vector_products.attend_float32
 
 
 @device_function
-def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
-    """Every sequence with few queries: a thread takes as many keys of heads as the others, sequence by sequence."""
-    block_table, cu_seqlens_q, seq_lens = ids
-    num_seqs, max_queries, num_kv_heads, group, size, v_size, block_size, left, right, chunk_size = sizes
-    total = 0
-    for seq in range(num_seqs):
-        if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
-            total += seq_lens[seq] * num_kv_heads
-    first, end = share(total)
-    begun = np.int64(0)
-    for seq in range(num_seqs):
-        row = np.int64(cu_seqlens_q[seq])
-        num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
-        if num_queries > max_queries:
-            continue
-        for head in range(num_kv_heads):
-            if first <= begun < end and num_queries > 0:
-                _attend_head(
-                    q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length,
-                    head, group, size, v_size, block_size, left, right, chunk_size,
-                )  # fmt: skip
-            begun += length
-
-
-@device_function
-def _run_of_keys(block_table, table, key, most, block_size, stride_block, stride_slot):
-    """Where a key lies, and how many of `most` keys from it on lie in its block."""
-    index = key // block_size
-    offset = key - index * block_size
-    return np.int64(block_table[table + index]) * stride_block + offset * stride_slot, min(most, block_size - offset)
-
-
-@device_function
-def _score(scratch, query, cache, key, size, to):
-    total, whole = np.float32(0), size // LANES * LANES
-    if whole > 0:
-        products = fill(np.float32(0))
-        for i in range(0, whole, LANES):
-            products = multiply_add(load_vector(scratch, query + i), load_vector(cache, key + i), products)
-        total = sum_of(products)
-    for i in range(whole, size):
-        total += scratch[query + i] * load(cache, key + i)
-    scratch[to] = total
-
-
-@device_function
-def _score_4(scratch, query, cache, key, stride, size, to):
-    """Four keys at once read the query once."""
-    zero, whole = fill(np.float32(0)), size // LANES * LANES
-    p0, p1, p2, p3 = zero, zero, zero, zero
-    for i in range(0, whole, LANES):
-        q = load_vector(scratch, query + i)
-        p0 = multiply_add(q, load_vector(cache, key + i), p0)
-        p1 = multiply_add(q, load_vector(cache, key + stride + i), p1)
-        p2 = multiply_add(q, load_vector(cache, key + 2 * stride + i), p2)
-        p3 = multiply_add(q, load_vector(cache, key + 3 * stride + i), p3)
-    store_sums(scratch, to, p0, p1, p2, p3)
-    for i in range(whole, size):
-        for j in range(4):
-            scratch[to + j] += scratch[query + i] * load(cache, key + j * stride + i)
-
-
-@device_function
-def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
-    """sums += the weighted values of keys that are `stride` apart."""
-    whole = size // LANES * LANES
-    for i in range(0, whole, LANES):
-        total = load_vector(scratch, sums + i)
-        for key in range(num_keys):
-            total = multiply_add(fill(scratch[weights + key]), load_vector(cache, value + key * stride + i), total)
-        store_vector(scratch, sums + i, total)
-    for i in range(whole, size):
-        rest = scratch[sums + i]
-        for key in range(num_keys):
-            rest += scratch[weights + key] * load(cache, value + key * stride + i)
-        scratch[sums + i] = rest
-
-
-@device_function
-def _weights(scratch, scores, num_keys, largest):
-    """Make 2^(score - the largest so far) of a row's scores, in place, and of what lies behind them 0: how many are
-    `LANES` in all. Returns the largest and the sum."""
-    most = fill(largest)
-    for j in range(0, num_keys, LANES):
-        most = larger(most, load_vector(scratch, scores + j))
-    most_of_all = largest_of(most)
-    shift = np.float32(0) if most_of_all == np.float32(-np.inf) else most_of_all  # rows that see nothing yet
-    one, below, total = fill(np.float32(1)), fill(-shift), fill(np.float32(0))
-    for j in range(0, num_keys, LANES):
-        weights = exp2_of(multiply_add(one, load_vector(scratch, scores + j), below))
-        store_vector(scratch, scores + j, weights)
-        total = multiply_add(one, weights, total)
-    return most_of_all, exp2(largest - shift), sum_of(total)
-
-
-@device_function
-def _scale(scratch, start, size, factor):
-    whole = size // LANES * LANES
-    for i in range(0, whole, LANES):
-        scaled = multiply_add(load_vector(scratch, start + i), fill(factor), fill(np.float32(0)))
-        store_vector(scratch, start + i, scaled)
-    for i in range(whole, size):
-        scratch[start + i] *= factor
-
-
-@device_function
-def _attend_head(
-    q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, group,
-    size, v_size, block_size, left, right, chunk_size,
-):  # fmt: skip
-    """All queries of a group of heads over the keys of one, by the online softmax (Milakov and Gimelshein, 2018)."""
-    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
-    rows, context, table = num_queries * group, length - num_queries, seq * table_stride
-    queries, scores = at, at + rows * size
-    sums = scores + rows * _KEYS
-    largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
-    for r in range(rows):
-        start = (row + r // group) * q_token + (head * group + r % group) * q_head
-        for i in range(size):
-            scratch[queries + r * size + i] = load(q, start + i) * scale
-        for i in range(v_size):
-            scratch[sums + r * v_size + i] = np.float32(0)
-        scratch[largest + r], scratch[totals + r] = np.float32(-np.inf), np.float32(0)
-    first_key = max(0, context - left)
-    if chunk_size > 0:
-        first_key = max(first_key, context // chunk_size * chunk_size)
-    end_key = min(length, length + right)
-    for tile in range(first_key, end_key, _KEYS):
-        num_keys = min(_KEYS, end_key - tile)
-        j = 0
-        while j < num_keys:
-            start, run = _run_of_keys(block_table, table, tile + j, num_keys - j, block_size, k_block, k_slot)
-            start += head * k_head
-            for key in range(0, run - 3, 4):
-                for r in range(rows):
-                    _score_4(
-                        scratch,
-                        queries + r * size,
-                        k_cache,
-                        start + key * k_slot,
-                        k_slot,
-                        size,
-                        scores + r * _KEYS + j + key,
-                    )
-            for key in range(run // 4 * 4, run):
-                for r in range(rows):
-                    _score(
-                        scratch, queries + r * size, k_cache, start + key * k_slot, size, scores + r * _KEYS + j + key
-                    )
-            j += run
-        for r in range(rows):
-            position = context + r // group
-            first, end = max(0, position - left), min(length, position + right + 1)
-            if chunk_size > 0:
-                first = max(first, position // chunk_size * chunk_size)
-                end = min(end, (position // chunk_size + 1) * chunk_size)
-            at_scores, padded = scores + r * _KEYS, (num_keys + LANES - 1) // LANES * LANES
-            if first > tile or end < tile + padded:
-                for j in range(padded):
-                    if tile + j < first or tile + j >= end:
-                        scratch[at_scores + j] = np.float32(-np.inf)
-            most, rescale, total = _weights(scratch, at_scores, padded, scratch[largest + r])
-            scratch[largest + r] = most
-            scratch[totals + r] = scratch[totals + r] * rescale + total
-            _scale(scratch, sums + r * v_size, v_size, rescale)
-        j = 0
-        while j < num_keys:
-            start, run = _run_of_keys(block_table, table, tile + j, num_keys - j, block_size, v_block, v_slot)
-            start += head * v_head
-            for r in range(rows):
-                _weigh(scratch, sums + r * v_size, v_cache, start, v_slot, run, v_size, scores + r * _KEYS + j)
-            j += run
-    for r in range(rows):
-        start = (row + r // group) * out_token + (head * group + r % group) * out_head
-        total = scratch[totals + r]
-        inverse = np.float32(0) if total == 0 else np.float32(1) / total
-        for i in range(v_size):
-            store(out, start + i, scratch[sums + r * v_size + i] * inverse)
+def _bfloat16_tensors(values):
+    return bfloats(values[1]), bfloats(values[2]), bfloats(values[3]), bfloats(values[4])
 
 
 @Kernel
-def _paged_attention(arguments):
-    values = unpack(arguments, 33)
-    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:11]
-    ids = int32s(block_table), int32s(cu_seqlens_q), int32s(seq_lens)
-    at, scale = thread_index() * scratch_size, as_float(values[11])
-    sizes, strides = values[12:22], values[22:]
-    if is_bf16:
-        tensors = bfloats(q), bfloats(k_cache), bfloats(v_cache), bfloats(out)
-        _attend(*tensors, ids, floats(scratch), sizes, strides, scale, at)
-    else:
-        wide = floats(q), floats(k_cache), floats(v_cache), floats(out)
-        _attend(*wide, ids, floats(scratch), sizes, strides, scale, at)
+def _tiles(arguments):
+    values = unpack(arguments, 43)
+    configure()
+    _attend_by_tiles(_bfloat16_tensors(values), values)
+    release()
 
 
-def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
-    """A launch that fills the rows of calls like this, of the same lengths, that belong to sequences with up to
-    `max_queries` queries, whose ids are checked; it takes contiguous cu_seqlens_q and seq_lens."""
+@Kernel
+def _bfloat16(arguments):
+    values = unpack(arguments, 43)
+    _attend_bfloat16(_bfloat16_tensors(values), values)
+
+
+@Kernel
+def _float32(arguments):
+    values = unpack(arguments, 43)
+    _attend_float32((floats(values[1]), floats(values[2]), floats(values[3]), floats(values[4])), values)
+
+
+def kernel_of_many(dtype: torch.dtype, *sizes: int) -> Kernel:
+    """The kernel for many queries, of keys and values of such sizes."""
+    if dtype == torch.float32:
+        return _float32
+    return _tiles if has_tiles() and all(size % TILE_COLUMNS == 0 for size in sizes) else _bfloat16
+
+
+def prepare(call: AttentionCall) -> LoopLaunch:
+    """A launch that fills the rows of calls like this, of the same lengths, whose ids are checked; it takes contiguous
+    cu_seqlens_q and seq_lens."""
+    max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
+    few = few_queries.prepare(call, max_few) if max_few else None
+    return few if few is not None and call.max_seqlen_q <= max_few else _prepare_many(call, max_few + 1, few)
+
+
+def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None) -> LoopLaunch:
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     (_, num_q_heads, size), (_, block_size, num_kv_heads, v_size) = q.shape, v_cache.shape
-    rows = max_queries * num_q_heads // num_kv_heads
-    # Queries, scores, sums and the softmax's two numbers a row; lines of 64 bytes are of one thread.
-    scratch_size = -(-rows * (size + _KEYS + v_size + 2) // 16) * 16
+    group = num_q_heads // num_kv_heads
+    q_size, sums_size = (-(-each // LANES) * LANES for each in (size, v_size))
+    num_rows = len(q) * num_q_heads // (_SHARES * torch.get_num_threads())
+    num_rows = min(max(num_rows // ROWS * ROWS, ROWS), _ROWS_AT_ONCE)
+    areas = (
+        num_rows * q_size,
+        num_rows * sums_size,
+        num_rows * 2,
+        num_rows * 2,
+        KEYS * q_size,
+        KEYS * sums_size,
+        KEYS * ROWS,
+        KEYS * ROWS // 2,
+        num_rows * 4,
+        KEYS * 4,
+    )
+    *offsets, scratch_size = accumulate(areas, initial=0)
+    offsets[-2:] = (each // 2 for each in offsets[-2:])
     arguments: tuple[int | str, ...] = (
-        q.dtype == torch.bfloat16,
         *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH),
         scratch_size,
-        bits(call.softmax_scale * _LOG2_E),
+        bits(max(call.softmax_scale * _LOG2_E, _LEAST_SCALE)),
+        *offsets,
         len(call.seq_lens),
-        max_queries,
+        min_queries,
         num_kv_heads,
-        num_q_heads // num_kv_heads,
+        group,
+        num_rows,
         size,
         v_size,
         block_size,
@@ -265,4 +117,5 @@ def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
         call.block_table.stride(0),
     )
     work = int(call.seq_lens.sum()) * num_q_heads * (size + v_size)
-    return LoopLaunch(_paged_attention.address, work, arguments, scratch_size=scratch_size)
+    kernel = kernel_of_many(q.dtype, size, v_size)
+    return LoopLaunch(kernel.address, work, arguments, scratch_size=scratch_size, before=few)

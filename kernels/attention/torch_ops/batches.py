@@ -87,24 +87,25 @@ SharedBatches = dict[Hashable, tuple[list[SequenceBatch], tuple[torch.Tensor | N
 
 
 def sequence_batches(
-    call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool, min_queries: int = 0
+    call: AttentionCall, shared: SharedBatches, *, keeps_scores: bool, by_loops: bool = False
 ) -> list[SequenceBatch]:
     """All queries that see keys, in batches, which layers of one step share; ids are checked where they are made.
 
-    keeps_scores: the caller holds those of all heads at once, not only where keys are read in place. min_queries: of a
-    sequence; those with fewer are left out.
+    keeps_scores: the caller holds those of all heads at once, not only where keys are read in place. by_loops: numba's
+    loops take all, and there are none.
     """
     tensors, layout = (call.block_table, call.is_causal, call.mask), row_layout(call)
     max_in_place = _max_queries_in_place(call, layout)
     key: Hashable = (
         *map(_memory, tensors), call.window, call.chunk_size, call.k_cache.shape, call.q.shape, call.deterministic,
-        keeps_scores, min_queries, layout, max_in_place,
+        keeps_scores, by_loops, layout, max_in_place,
     )  # fmt: skip
     if key not in shared:
         ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
         sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
         check_sequences_on_host(Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT))
-        shared[key] = list(_batches(call, keeps_scores, min_queries, layout, max_in_place)), tensors
+        batches = [] if by_loops else list(_batches(call, keeps_scores, layout, max_in_place))
+        shared[key] = batches, tensors
     return shared[key][0]
 
 
@@ -113,12 +114,12 @@ def _memory(tensor: torch.Tensor | None) -> Hashable:
 
 
 def _batches(
-    call: AttentionCall, keeps_scores: bool, min_queries: int, layout: RowLayout | None, max_in_place: int
+    call: AttentionCall, keeps_scores: bool, layout: RowLayout | None, max_in_place: int
 ) -> Iterator[SequenceBatch]:
     _, num_q_heads, head_dim = call.q.shape
     batch: list[QueryChunk] = []
     num_queries = num_keys = pairs = 0
-    chunks = _chunks(call, num_q_heads if keeps_scores else 1, min_queries)
+    chunks = _chunks(call, num_q_heads if keeps_scores else 1)
     for chunk in sorted(chunks, key=lambda chunk: (chunk.num_queries, chunk.num_keys), reverse=True):
         num_queries, num_keys = max(num_queries, chunk.num_queries), max(num_keys, chunk.num_keys)
         pairs += chunk.num_queries * chunk.num_keys
@@ -134,13 +135,11 @@ def _batches(
         yield _batch(call, batch, layout, max_in_place)
 
 
-def _chunks(call: AttentionCall, scores_per_pair: int, min_queries: int) -> Iterator[QueryChunk]:
+def _chunks(call: AttentionCall, scores_per_pair: int) -> Iterator[QueryChunk]:
     starts, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
     left, right = call.window
     is_causal = [False] * len(lengths) if call.is_causal is None else call.is_causal.tolist()
     for seq, (start, end) in enumerate(pairwise(starts)):
-        if end - start < min_queries:
-            continue
         context = lengths[seq] - (end - start)
         longest = min(_MAX_QUERIES, max(1, _MAX_SCORES // max(1, lengths[seq] * scores_per_pair)))
         for row in range(start, end, longest):

@@ -195,7 +195,7 @@ def test_deterministic_results_do_not_depend_on_the_batch(backend: str, device: 
         return differing
 
     assert differing_rows(deterministic=True) == 0
-    assert differing_rows() > 0
+    assert (differing_rows() > 0) == (backend != "numba")  # its loops always are
 
 
 @pytest.mark.usefixtures("backend")

@@ -1,0 +1,199 @@
+"""Paged attention by numba for sequences with many queries: blocks of keys are packed once for blocks of queries.
+
+All is transposed: scores are [keys, rows], rows being queries of the heads that share a KV head, so that a vector holds
+one score of 16 rows and the softmax needs no sums over its elements. Such matrices lie as tiles of 16 x 16, see
+`place`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from paged.kernels.attention.numba_ops.visible import visible
+from paged.kernels.common.numba_ops.kernel import (
+    as_float,
+    bfloats,
+    device_function,
+    floats,
+    inlined,
+    int32s,
+    int64s,
+    share,
+    thread_index,
+)
+from paged.kernels.common.numba_ops.vectors import (
+    LANES,
+    exp2_of,
+    fill,
+    larger,
+    largest_of,
+    load_vector,
+    multiply_add,
+    store_vector,
+    within,
+)
+
+# Rows of a block, in two vectors; keys that are packed at once, and those of a step.
+ROWS, KEYS, STEP = 2 * LANES, 128, 32
+_LOWEST = -3e38  # below every score, but a number: differences are none of infinities
+Step = Callable[..., Any]
+
+
+@device_function
+def place(index, half):
+    """Where 16 rows of such a matrix begin: keys, or elements of a head, lie in tiles of 16, rows in two halves."""
+    return index // LANES * (LANES * ROWS) + half * (LANES * LANES) + index % LANES * LANES
+
+
+@device_function
+def rounded_up(number, step):
+    return (number + step - 1) // step * step
+
+
+@device_function
+def _hide(memory, scores, bounds, chunk, begin, end):
+    """Make -inf of the scores that a block's rows must not see."""
+    floats, _, ints, _ = memory
+    for step in range(begin, end, STEP):
+        if chunk + step < ints[bounds + ROWS - 1] or chunk + step + STEP > ints[bounds + ROWS]:
+            for key in range(step, step + STEP):
+                for half in range(2):
+                    to, first = scores + place(key, half), bounds + half * LANES
+                    visible_scores = within(load_vector(floats, to), chunk + key, ints, first, first + ROWS)
+                    store_vector(floats, to, visible_scores)
+
+
+@device_function
+def _largest(floats, scores, begin, end, half):
+    m0 = load_vector(floats, scores + place(begin, half))
+    m1, m2, m3 = m0, m0, m0
+    for key in range(begin, end, 4):
+        at = scores + place(key, half)
+        m0, m1 = larger(m0, load_vector(floats, at)), larger(m1, load_vector(floats, at + LANES))
+        m2, m3 = larger(m2, load_vector(floats, at + 2 * LANES)), larger(m3, load_vector(floats, at + 3 * LANES))
+    return larger(larger(m0, m1), larger(m2, m3))
+
+
+@device_function
+def _multiply(floats, sums, v_size, half, factor):
+    zero = fill(np.float32(0))
+    for column in range(v_size):
+        at = sums + place(column, half)
+        store_vector(floats, at, multiply_add(load_vector(floats, at), factor, zero))
+
+
+def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add_values: Step, store: Step) -> Any:
+    """Loops over sequences that pack and multiply by these."""
+
+    @device_function
+    def attend_block(memory, areas, block, chunk, begin, end, size, v_size, scale):
+        """A block's rows over keys of a chunk, by the online softmax (Milakov and Gimelshein, 2018)."""
+        queries, sums, state, bounds, keys, values, scores, weights, _, _ = areas
+        floats = memory[0]
+        queries += block * ROWS * rounded_up(size, LANES)
+        sums += block * ROWS * rounded_up(v_size, LANES)
+        state += block * 2 * ROWS
+        score(memory, queries, keys, scores, begin, end, size)
+        _hide(memory, scores, bounds + block * 2 * ROWS, chunk, begin, end)
+        zero, one, minus, factor = fill(np.float32(0)), fill(np.float32(1)), fill(np.float32(-1)), fill(scale)
+        for half in range(2):
+            largest, total = state + half * LANES, state + ROWS + half * LANES
+            before = load_vector(floats, largest)
+            most = larger(before, multiply_add(_largest(floats, scores, begin, end, half), factor, zero))
+            shift = multiply_add(most, minus, zero)
+            weighed = weigh(floats, scores, weights, begin, end, half, factor, shift)
+            fallen = multiply_add(before, one, shift)
+            rescale = exp2_of(fallen)
+            store_vector(floats, largest, most)
+            store_vector(floats, total, multiply_add(load_vector(floats, total), rescale, weighed))
+            if largest_of(multiply_add(fallen, minus, zero)) > np.float32(0):
+                _multiply(floats, sums, v_size, half, rescale)
+        add_values(memory, values, scores, weights, sums, begin, end, v_size)
+
+    @inlined
+    def attend_rows(
+        q, k_cache, v_cache, out, block_table, table, memory, areas, sizes, strides, scale, row, num_queries, length,
+        head, begin_row, end_row,
+    ):  # fmt: skip
+        """Rows of a KV head of a sequence."""
+        _, _, _, group, _, size, v_size, block_size, left, right, chunk_size = sizes
+        q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
+        queries, sums, state, bounds, keys, values, _, _, rows, slots = areas
+        floats, _, ints, longs = memory
+        num_blocks, context = (end_row - begin_row + ROWS - 1) // ROWS, length - num_queries
+        q_size, sums_size = ROWS * rounded_up(size, LANES), ROWS * rounded_up(v_size, LANES)
+        first = end = np.int64(0)
+        for i in range(num_blocks * ROWS):
+            r = min(begin_row + i, end_row - 1)  # a block is filled up with copies of its last row
+            query = r // group
+            q_at, member, token = i // ROWS * 2 * ROWS + i % ROWS, head * group + r - query * group, row + query
+            longs[rows + q_at] = token * q_token + member * q_head
+            longs[rows + q_at + ROWS] = token * out_token + member * out_head
+            low, end = visible(context + query, length, left, right, chunk_size)
+            if i == 0:
+                first = low
+            ints[bounds + q_at], ints[bounds + q_at + ROWS] = np.int32(low), np.int32(end)
+            floats[state + q_at], floats[state + q_at + ROWS] = np.float32(_LOWEST), np.float32(0)
+        for block in range(num_blocks):
+            pack_rows(q, memory, rows + block * 2 * ROWS, queries + block * q_size, size)
+        for i in range(0, num_blocks * sums_size, LANES):
+            store_vector(floats, sums + i, fill(np.float32(0)))
+        for chunk in range(first // KEYS * KEYS, end, KEYS):
+            begin = rounded_up(max(chunk, first - STEP + 1), STEP) - chunk
+            stop = min(KEYS, rounded_up(end - chunk, STEP))
+            for i in range(begin, stop):
+                key = min(max(chunk + i, first), end - 1)  # as are steps, with what all may read
+                index = key // block_size
+                block_id, offset = np.int64(block_table[table + index]), key - index * block_size
+                longs[slots + i] = block_id * k_block + offset * k_slot + head * k_head
+                longs[slots + KEYS + i] = block_id * v_block + offset * v_slot + head * v_head
+            pack_keys(k_cache, v_cache, memory, slots, keys, values, begin, stop, size, v_size)
+            for block in range(num_blocks):
+                at = bounds + block * 2 * ROWS
+                low = max(begin, (ints[at] - chunk) // STEP * STEP)
+                high = min(stop, rounded_up(ints[at + 2 * ROWS - 1] - chunk, STEP))
+                if low < high:
+                    attend_block(memory, areas, block, chunk, low, high, size, v_size, scale)
+        for i in range(num_blocks * 2 * ROWS):
+            floats[state + i] = np.float32(1) / max(floats[state + i], np.float32(1e-30))  # none, where none is seen
+        for block in range(num_blocks):
+            for half in range(2):
+                inverse = load_vector(floats, state + (block * 2 + 1) * ROWS + half * LANES)
+                _multiply(floats, sums + block * sums_size, v_size, half, inverse)
+            store(memory, sums + block * sums_size, out, rows + block * 2 * ROWS + ROWS, v_size)
+
+    @inlined
+    def attend(tensors, values):
+        """Every sequence with many queries: a thread takes as many pairs of rows and keys as the others."""
+        q, k_cache, v_cache, out = tensors
+        block_table, cu_seqlens_q, seq_lens = int32s(values[5]), int32s(values[6]), int32s(values[7])
+        scratch = values[8] + thread_index() * values[9] * 4  # in bytes
+        memory = floats(scratch), bfloats(scratch), int32s(scratch), int64s(scratch)
+        scale, areas, sizes, strides = as_float(values[10]), values[11:21], values[21:32], values[32:]
+        num_seqs, min_queries, num_kv_heads, group, num_rows, _, _, _, left, right, chunk_size = sizes
+        first, end = np.int64(0), np.int64(0)
+        for is_counted in range(2):
+            begun = np.int64(0)
+            for seq in range(num_seqs):
+                row = np.int64(cu_seqlens_q[seq])
+                num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
+                if num_queries < min_queries:
+                    continue
+                for head in range(num_kv_heads):
+                    for begin_row in range(0, num_queries * group, num_rows):
+                        end_row = min(begin_row + num_rows, num_queries * group)
+                        if first <= begun < end:
+                            attend_rows(
+                                q, k_cache, v_cache, out, block_table, seq * strides[10], memory, areas, sizes,
+                                strides, scale, row, num_queries, length, head, begin_row, end_row,
+                            )  # fmt: skip
+                        middle = length - num_queries + (begin_row + end_row) // 2 // group
+                        first_key, end_key = visible(middle, length, left, right, chunk_size)
+                        begun += (end_row - begin_row) * (max(0, end_key - first_key) + STEP)
+            if is_counted == 0:
+                first, end = share(begun)
+
+    return attend

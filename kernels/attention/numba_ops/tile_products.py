@@ -1,0 +1,102 @@
+"""Attention of many queries in bfloat16 by AMX; see `many_queries`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paged.kernels.attention.numba_ops.many_queries import KEYS, STEP, attention_by, place
+from paged.kernels.common.numba_ops.kernel import device_function
+from paged.kernels.common.numba_ops.tiles import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    add_cached_products_of_two,
+    load_sums,
+    pack_tile,
+    store_rows,
+    store_sums,
+    transpose_tile,
+    zero_sums,
+)
+from paged.kernels.common.numba_ops.vectors import (
+    LANES,
+    copy_words,
+    exp2_of,
+    fill,
+    load_vector,
+    multiply_add,
+    store_pairs,
+)
+
+# float32 from one half of a block's packed rows to the other, for every element; keys likewise.
+_HALF = TILE_ROWS // 2
+
+
+@device_function
+def _pack_rows(q, memory, starts, to, size):
+    floats, _, _, longs = memory
+    for half in range(2):
+        for column in range(0, size, TILE_COLUMNS):
+            pack_tile(q, longs, starts + half * TILE_ROWS, column, floats, to + (half * size + column) * _HALF)
+
+
+@device_function
+def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size, v_size):
+    """Keys as rows, values as columns."""
+    _, halves, _, longs = memory
+    for key in range(begin, end):
+        for column in range(0, size, TILE_COLUMNS):
+            copy_words(k_cache, longs[starts + key] + column, halves, 2 * keys + key * size + column)
+    for key in range(begin, end, TILE_COLUMNS):
+        for column in range(0, v_size, TILE_ROWS):
+            to = 2 * values + column * KEYS + key
+            transpose_tile(v_cache, longs, starts + KEYS + key, column, halves, to, KEYS)
+
+
+@device_function
+def _score(memory, queries, keys, scores, begin, end, size):
+    floats, halves, _, _ = memory
+    for key in range(begin, end, STEP):
+        zero_sums()
+        first = 2 * keys + key * size
+        steps = size // TILE_COLUMNS
+        add_cached_products_of_two(halves, first, first + TILE_ROWS * size, size, floats, queries, size * _HALF, steps)
+        store_sums(floats, scores + place(key, 0))
+
+
+@device_function
+def _weigh(floats, scores, weights, begin, end, half, scale, shift):
+    """Weights of neighbouring keys as pairs, and their sum."""
+    one, total = fill(np.float32(1)), fill(np.float32(0))
+    for key in range(begin, end, 2):
+        at = scores + place(key, half)
+        a = exp2_of(multiply_add(load_vector(floats, at), scale, shift))
+        b = exp2_of(multiply_add(load_vector(floats, at + LANES), scale, shift))
+        store_pairs(floats, weights + (half * KEYS + key) * _HALF, a, b)
+        total = multiply_add(one, multiply_add(one, a, b), total)
+    return total
+
+
+@device_function
+def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
+    floats, halves, _, _ = memory
+    for column in range(0, v_size, 2 * TILE_ROWS):
+        to = sums + place(column, 0)
+        load_sums(floats, to)
+        first = 2 * values + column * KEYS + begin
+        add_cached_products_of_two(
+            halves, first, first + TILE_ROWS * KEYS, KEYS, floats, weights + begin * _HALF, KEYS * _HALF,
+            (end - begin) // TILE_COLUMNS,
+        )  # fmt: skip
+        store_sums(floats, to)
+
+
+@device_function
+def _store(memory, sums, out, starts, v_size):
+    floats, _, _, longs = memory
+    for half in range(2):
+        for column in range(0, v_size, 2 * LANES):
+            first, second = sums + place(column, half), sums + place(column + LANES, half)
+            store_rows(floats, first, second, out, longs, starts + half * LANES, column)
+
+
+attend = attention_by(_pack_rows, _pack_keys, _score, _weigh, _add_values, _store)
