@@ -242,6 +242,11 @@ x, weight = torch.randn(7, 96).bfloat16(), torch.randn(2, 8, 96).bfloat16()
 ends = torch.tensor([3, 7], dtype=torch.int32)
 want = torch.cat((x[:3].double() @ weight[0].double().T, x[3:].double() @ weight[1].double().T))
 torch.testing.assert_close(grouped_linear(x, weight, ends).double(), want, rtol=0, atol=1e-4)
+from paged.kernels.moe.numba_ops.fused_moe import combine_parts
+parts, out = torch.randn(5, 40), torch.empty(5, 40).bfloat16()
+parts[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.00390625])
+combine_parts(parts, torch.arange(5), torch.ones(5, 1), out)
+torch.testing.assert_close(out, parts.bfloat16(), rtol=0, atol=0, equal_nan=True)
 """
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
