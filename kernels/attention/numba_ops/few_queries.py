@@ -25,6 +25,7 @@ from paged.kernels.common.numba_ops.kernel import (
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.vectors import (
     LANES,
+    LOG2_E,
     exp2_of,
     fill,
     larger,
@@ -38,7 +39,6 @@ from paged.kernels.common.numba_ops.vectors import (
 
 # Keys whose scores a thread holds at once: with 16 rows they and the accumulators of head_dim 128 are 12 KB.
 _KEYS = 64
-_LOG2_E = 1.4426950408889634
 
 
 @device_function
@@ -246,7 +246,7 @@ def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
         q.dtype == torch.bfloat16,
         *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH),
         scratch_size,
-        bits(call.softmax_scale * _LOG2_E),
+        bits(call.softmax_scale * LOG2_E),
         len(call.seq_lens),
         max_queries,
         num_kv_heads,

@@ -19,12 +19,11 @@ from paged.kernels.common.numba_ops.kernel import (
 )
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
-from paged.kernels.common.numba_ops.vectors import LANES
+from paged.kernels.common.numba_ops.vectors import LANES, LOG2_E
 
 # Rows of a head of the cache (queries times heads of a group) up to which a sequence goes to the loops for few queries:
 # they take 0.6 of the time for 3 to 8 rows of bfloat16, 0.9 for 16, 1.1 for 20.
 _FEW_ROWS = 16
-_LOG2_E = 1.4426950408889634
 # The least scale: products of it with -inf are no NaN.
 _LEAST_SCALE = 2.0**-126
 # Rows of a sequence and KV head for which keys are packed once: at most, and as few as give a thread so many shares of
@@ -98,7 +97,7 @@ def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None)
     arguments: tuple[int | str, ...] = (
         *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH),
         scratch_size,
-        bits(max(call.softmax_scale * _LOG2_E, _LEAST_SCALE)),
+        bits(max(call.softmax_scale * LOG2_E, _LEAST_SCALE)),
         *offsets,
         len(call.seq_lens),
         min_queries,

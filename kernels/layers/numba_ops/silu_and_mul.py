@@ -17,8 +17,9 @@ from paged.kernels.common.numba_ops.kernel import (
     unpack,
 )
 from paged.kernels.common.numba_ops.launch import LoopLaunch
+from paged.kernels.common.numba_ops.vectors import LOG2_E
 
-_LOG2_E = np.float32(1.4426950408889634)
+_LOG2_E = np.float32(LOG2_E)
 
 
 @device_function
