@@ -28,7 +28,7 @@ from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
-from paged.models.warmup import load_loops, run_adapted_steps, run_steps
+from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.staging import to_device
 from paged.step_preparer import StepPreparer
@@ -176,6 +176,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         loops that numba compiles, where it is installed: once on a machine that takes seconds. No compiler can look
         into a network that is packed."""
         bound_products()
+        keep_freed_memory()
         if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
             load_loops(self.network, self.dtype)
         self.network.pack()

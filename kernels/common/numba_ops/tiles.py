@@ -303,6 +303,21 @@ def store_columns(_typing_context: Any, sums: Any, tile: Any, out: Any, offsets:
 
 
 @intrinsic
+def prefetch_rows(_typing_context: Any, out_type: Any, offsets: Any, index: Any, column: types.Type) -> Any:
+    """Have 32 columns of 16 rows brought to the cache, see `store_rows`: to be written, too, a line is read first."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
+        out, offsets, index, column = args
+        line = LANES if out_type.dtype == types.float32 else 2 * LANES
+        for start in _starts(builder, offsets, index):
+            for number in range(0, 2 * LANES, line):
+                prefetch(builder, builder.gep(out, [builder.add(start, builder.add(column, _number(number)))]))
+        return context.get_dummy_value()
+
+    return types.void(out_type, _indices, types.int64, types.int64), generate
+
+
+@intrinsic
 def transpose_tile(
     _typing_context: Any, x: Any, offsets: Any, index: Any, column: types.Type, out: types.Type, to: Any, stride: Any
 ) -> Any:

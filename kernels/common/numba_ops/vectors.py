@@ -27,6 +27,8 @@ _HAS_BF16_PRODUCTS = llvmlite.binding.get_host_cpu_features().get("avx512bf16", 
 _HAS_SCALING = llvmlite.binding.get_host_cpu_features().get("avx512dq", False)
 # Rows of a matrix that `add_outer_products` takes.
 OUTER_ROWS = 8
+# Columns of it in a turn of the loop: the counting of one of four is left.
+_OUTER_COLUMNS = 4
 # Elements of an operand of `product_tile`, and outputs of each of its rows.
 OPERAND_SIZES, OUTPUTS = {torch.float32: LANES, torch.bfloat16: 2 * LANES}, 4
 _FLAGS = tuple(FASTMATH)
@@ -408,17 +410,22 @@ def add_outer_products(
             builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
             with builder.if_then(builder.not_(is_first)):
                 builder.store(builder.load(pointer, align=4), total)
-        with cgutils.for_range(builder, count) as loop:
-            start = builder.add(begin, builder.mul(loop.index, lanes))
-            start = builder.add(start, builder.mul(builder.lshr(loop.index, ir.Constant(index, 4)), tile))
-            factors = [
-                builder.load(at(builder, b, each, _FLOAT), align=4) for each in (start, builder.add(start, tile))
-            ]
-            column = builder.mul(loop.index, column_step)
-            for number, row in enumerate(rows):
-                own = _splat(builder, builder.load(builder.gep(row, [column])))
-                for factor, total in zip(factors, totals[2 * number :], strict=False):
-                    builder.store(_multiply_add(builder, own, factor, builder.load(total)), total)
+        rest = builder.and_(count, ir.Constant(index, -_OUTER_COLUMNS))
+        for low, high, columns in ((ir.Constant(index, 0), rest, _OUTER_COLUMNS), (rest, count, 1)):
+            with cgutils.for_range_slice(builder, low, high, ir.Constant(index, columns), index) as (i, _):
+                start = builder.add(begin, builder.mul(i, lanes))
+                start = builder.add(start, builder.mul(builder.lshr(i, ir.Constant(index, 4)), tile))
+                column = builder.mul(i, column_step)
+                for _ in range(columns):
+                    factors = [
+                        builder.load(at(builder, b, each, _FLOAT), align=4)
+                        for each in (start, builder.add(start, tile))
+                    ]
+                    for number, row in enumerate(rows):
+                        own = _splat(builder, builder.load(builder.gep(row, [column])))
+                        for factor, total in zip(factors, totals[2 * number :], strict=False):
+                            builder.store(_multiply_add(builder, own, factor, builder.load(total)), total)
+                    start, column = builder.add(start, lanes), builder.add(column, column_step)
         for pointer, total in zip(pointers, totals, strict=True):
             builder.store(builder.load(total), pointer, align=4)
         return context.get_dummy_value()
