@@ -164,14 +164,14 @@ def num_sets(num_bytes: int, device: torch.device, most: int) -> tuple[int, bool
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, most_bytes: int = 1 << 30) -> Ceilings:
     """The best rates of a copy and of two ways to read random numbers, far beyond any cache or no more than most_bytes,
-    and of square products in `dtype`: PyTorch's, and that of packed weights."""
-    largest, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 27, 1024)
-    columns = 4096
+    and of products of large matrices in `dtype`: PyTorch's, and that of packed weights."""
+    columns, is_gpu = 4096, device.type == "cuda"
+    largest, num_rows, num_outputs, size = (1 << 30, 8192, 8192, 8192) if is_gpu else (1 << 27, 1024, 4096, 1024)
     rows = max(min(largest, most_bytes) // (4 * columns), 1)
     source = torch.randn(rows, columns, device=device)
     target, vector = torch.empty_like(source), torch.randn(columns, device=device)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    packed = pack(b)
+    x, weight = (torch.randn(count, size, device=device, dtype=dtype) for count in (num_rows, num_outputs))
+    packed = pack(weight)
 
     def seconds(*calls: Call) -> float:
         return min(min(take([call], device, repeats)) for call in calls)
@@ -179,7 +179,7 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, mo
     return Ceilings(
         copy=2 * source.nbytes / seconds(lambda: target.copy_(source)),
         read=source.nbytes / seconds(source.sum, lambda: torch.mv(source, vector)),
-        matmul=2 * size**3 / seconds(lambda: a @ b, lambda: linear(a, packed)),
+        matmul=2 * num_rows * num_outputs * size / seconds(lambda: x @ weight.T, lambda: linear(x, packed)),
     )
 
 

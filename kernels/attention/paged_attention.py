@@ -216,11 +216,10 @@ def _record(current: Recording, call: AttentionCall, plan: AttentionPlan | None)
     ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
     sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
     sequences = Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT)
-    work_of_key = call.q.shape[1] * (call.q.shape[2] + call.v_cache.shape[3])
 
     def repeat() -> int:
         check_sequences_on_host(sequences)
-        launch.set_work(int(call.seq_lens.sum()) * work_of_key)
+        launch.set_work(call.num_products)
         call.out.zero_()
         lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seq_lens": call.seq_lens.contiguous()}
         return launch({**vars(call), **lengths})

@@ -234,33 +234,42 @@ def _paged_attention(arguments):
         _attend(*wide, ids, floats(scratch), sizes, strides, scale, at)
 
 
+# What both loops of attention take first.
+TENSORS = "q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH
+
+
+def sizes_of(call: AttentionCall) -> tuple[int, ...]:
+    """What they take last: sizes, what is visible, and strides."""
+    return (
+        call.q.shape[2],
+        call.v_cache.shape[3],
+        call.k_cache.shape[1],
+        *call.window,
+        call.chunk_size,
+        *call.q.stride()[:2],
+        *call.k_cache.stride()[:3],
+        *call.v_cache.stride()[:3],
+        *call.out.stride()[:2],
+        call.block_table.stride(0),
+    )
+
+
 def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
     """A launch that fills the rows of calls like this, of the same lengths, that belong to sequences with up to
     `max_queries` queries, whose ids are checked; it takes contiguous cu_seqlens_q and seq_lens."""
-    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    (_, num_q_heads, size), (_, block_size, num_kv_heads, v_size) = q.shape, v_cache.shape
-    rows = max_queries * num_q_heads // num_kv_heads
+    (_, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
+    group = num_q_heads // num_kv_heads
     # Queries, scores, sums and the softmax's two numbers a row; lines of 64 bytes are of one thread.
-    scratch_size = -(-rows * (size + _KEYS + v_size + 2) // 16) * 16
+    scratch_size = -(-max_queries * group * (size + _KEYS + v_size + 2) // 16) * 16
     arguments: tuple[int | str, ...] = (
-        q.dtype == torch.bfloat16,
-        *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH),
+        call.q.dtype == torch.bfloat16,
+        *TENSORS,
         scratch_size,
         bits(call.softmax_scale * LOG2_E),
         len(call.seq_lens),
         max_queries,
         num_kv_heads,
-        num_q_heads // num_kv_heads,
-        size,
-        v_size,
-        block_size,
-        *call.window,
-        call.chunk_size,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *call.out.stride()[:2],
-        call.block_table.stride(0),
+        group,
+        *sizes_of(call),
     )
-    work = int(call.seq_lens.sum()) * num_q_heads * (size + v_size)
-    return LoopLaunch(_paged_attention.address, work, arguments, scratch_size=scratch_size)
+    return LoopLaunch(_paged_attention.address, call.num_products, arguments, scratch_size=scratch_size)

@@ -17,7 +17,7 @@ from paged.kernels.common.numba_ops.kernel import (
     floats,
     unpack,
 )
-from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
+from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
 from paged.kernels.common.numba_ops.vectors import LANES, LOG2_E
 
@@ -74,11 +74,9 @@ def prepare(call: AttentionCall) -> LoopLaunch:
 
 
 def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None) -> LoopLaunch:
-    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    (_, num_q_heads, size), (_, block_size, num_kv_heads, v_size) = q.shape, v_cache.shape
-    group = num_q_heads // num_kv_heads
+    (num_tokens, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
     q_size, sums_size = (-(-each // LANES) * LANES for each in (size, v_size))
-    num_rows = len(q) * num_q_heads // (_SHARES * torch.get_num_threads())
+    num_rows = num_tokens * num_q_heads // (_SHARES * torch.get_num_threads())
     num_rows = min(max(num_rows // ROWS * ROWS, ROWS), _ROWS_AT_ONCE)
     areas = (
         num_rows * q_size,
@@ -95,26 +93,16 @@ def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None)
     *offsets, scratch_size = accumulate(areas, initial=0)
     offsets[-2:] = (each // 2 for each in offsets[-2:])
     arguments: tuple[int | str, ...] = (
-        *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens", SCRATCH),
+        *few_queries.TENSORS,
         scratch_size,
         bits(max(call.softmax_scale * LOG2_E, _LEAST_SCALE)),
         *offsets,
         len(call.seq_lens),
         min_queries,
         num_kv_heads,
-        group,
+        num_q_heads // num_kv_heads,
         num_rows,
-        size,
-        v_size,
-        block_size,
-        *call.window,
-        call.chunk_size,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *call.out.stride()[:2],
-        call.block_table.stride(0),
+        *few_queries.sizes_of(call),
     )
-    work = int(call.seq_lens.sum()) * num_q_heads * (size + v_size)
-    kernel = kernel_of_many(q.dtype, size, v_size)
-    return LoopLaunch(kernel.address, work, arguments, scratch_size=scratch_size, before=few)
+    kernel = kernel_of_many(call.q.dtype, size, v_size)
+    return LoopLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size, before=few)

