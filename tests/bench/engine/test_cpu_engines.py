@@ -60,6 +60,7 @@ def _peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o700)
     monkeypatch.setattr(cpu_engines, "PEER_PYTHON", python)
+    monkeypatch.setattr(cpu_engines, "_REST_S", 0)
     monkeypatch.setitem(models.MODELS, "tiny", _TINY)
     cpu_engines._contest.cache_clear()
 
