@@ -276,7 +276,7 @@ def linear(
 
     weight: [out_features, in_features], or for groups one each, [num_groups, out_features, in_features]; then ends
     int32 [num_groups]: where each group's entries end. rows int64 [num_entries]: an entry's row of x, its own if None.
-    bias: [out_features] of x's type, contiguous. What lies beyond the last end is not written.
+    bias: [out_features] of x's type, contiguous, where the mode is PLAIN. What lies beyond the last end is not written.
     """
     *groups, num_outputs, size = weight.shape
     num_entries, columns = len(x if rows is None else rows), num_outputs if mode == PLAIN else num_outputs // 2
