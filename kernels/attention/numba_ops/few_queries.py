@@ -17,6 +17,7 @@ from paged.kernels.common.numba_ops.kernel import (
     floats,
     int32s,
     load,
+    rounded_up,
     share,
     store,
     thread_index,
@@ -195,7 +196,7 @@ def _attend_head(
         for r in range(rows):
             position = context + r // group
             first, end = visible(position, length, left, right, chunk_size)
-            at_scores, padded = scores + r * _KEYS, (num_keys + LANES - 1) // LANES * LANES
+            at_scores, padded = scores + r * _KEYS, rounded_up(num_keys, LANES)
             if first > tile or end < tile + padded:
                 for j in range(padded):
                     if tile + j < first or tile + j >= end:

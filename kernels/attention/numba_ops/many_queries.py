@@ -21,6 +21,7 @@ from paged.kernels.common.numba_ops.kernel import (
     inlined,
     int32s,
     int64s,
+    rounded_up,
     share,
     thread_index,
 )
@@ -46,11 +47,6 @@ Step = Callable[..., Any]
 def place(index, half):
     """Where 16 rows of such a matrix begin: keys, or elements of a head, lie in tiles of 16, rows in two halves."""
     return index // LANES * (LANES * ROWS) + half * (LANES * LANES) + index % LANES * LANES
-
-
-@device_function
-def rounded_up(number, step):
-    return (number + step - 1) // step * step
 
 
 @device_function

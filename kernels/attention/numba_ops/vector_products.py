@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paged.kernels.attention.numba_ops.many_queries import KEYS, ROWS, attention_by, place
-from paged.kernels.common.numba_ops.kernel import device_function, load, store
+from paged.kernels.common.numba_ops.kernel import device_function, load, rounded_up, store
 from paged.kernels.common.numba_ops.tiles import pack_tile, store_rows
 from paged.kernels.common.numba_ops.vectors import (
     LANES,
@@ -55,7 +55,7 @@ def _widen(cache, start, floats, to, size):
 @device_function
 def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size, v_size):
     floats, _, _, longs = memory
-    stride = (v_size + LANES - 1) // LANES * LANES
+    stride = rounded_up(v_size, LANES)
     for key in range(begin, end):
         _widen(k_cache, longs[starts + key], floats, keys + key * size, size)
         _widen(v_cache, longs[starts + KEYS + key], floats, values + key * stride, v_size)
@@ -83,7 +83,7 @@ def _weigh(floats, scores, weights, begin, end, half, scale, shift):
 @device_function
 def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
     floats = memory[0]
-    stride = (v_size + LANES - 1) // LANES * LANES
+    stride = rounded_up(v_size, LANES)
     first, weights = values + begin * stride, scores + place(begin, 0)
     for column in range(0, stride, OUTER_ROWS):
         add_outer_products(

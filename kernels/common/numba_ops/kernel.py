@@ -88,6 +88,11 @@ def share(count):
 
 
 @device_function
+def rounded_up(number, step):
+    return (number + step - 1) // step * step
+
+
+@device_function
 def thread_index():
     return np.int64(_thread())
 

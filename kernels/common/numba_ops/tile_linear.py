@@ -17,6 +17,7 @@ from paged.kernels.common.numba_ops.kernel import (
     int32s,
     int64s,
     load,
+    rounded_up,
     share,
     thread_index,
     unpack,
@@ -73,7 +74,7 @@ def _find_rows(offsets, at, first, stop, rows, has_rows, stride):
 def _pack(x, rows, has_rows, begin, stop, x_stride, scratch, offsets, packing):
     """Rows as tiles of words, one behind the other, or those of 32 rows in turns."""
     steps, columns, step_words, half_words, count = packing
-    for row in range(begin, begin + (stop - begin + count - 1) // count * count, TILE_ROWS):
+    for row in range(begin, begin + rounded_up(stop - begin, count), TILE_ROWS):
         _find_rows(offsets, 0, row, stop, rows, has_rows, x_stride)
         number = (row - begin) // TILE_ROWS
         to = _SUMS + number // 2 * 2 * steps * TILE_WORDS + number % 2 * half_words
