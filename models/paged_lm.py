@@ -261,8 +261,10 @@ class PagedCausalLM(DecoderOnlyLLM):
         else:
             lora = None if row_slots is None else self.adapters.batch(row_slots)
             metadata = replace(step.metadata, lora=lora)
-            hidden = self.network(step.input_ids, metadata.positions, metadata)
-            logits = self.network.logits(hidden[step.sample_rows])
+            # Which adapter changes a row is known for all rows alone.
+            outputs = step.outputs if lora is None else None
+            hidden = self.network(step.input_ids, metadata.positions, metadata, outputs)
+            logits = self.network.logits(hidden if outputs is not None else hidden[step.sample_rows])
         if self.ranks.size == 1 or not len(logits):
             return logits
         if draws is not None:

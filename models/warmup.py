@@ -32,10 +32,11 @@ _MOST_TOKENS = 4096
 _LOOPS = (
     "attention.numba_ops.few_queries",
     "cache.numba_ops.qk_norm_rope_and_cache",
+    "common.numba_ops.linear",
     "common.numba_ops.rms_norm",
     "layers.numba_ops.silu_and_mul",
 )
-_EXPERT_LOOPS = ("common.numba_ops.linear", "moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
+_EXPERT_LOOPS = ("moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
 
 
 # The largest piece that glibc's threshold follows is one of 32 MiB with what it adds.
@@ -62,7 +63,7 @@ def load_loops(network: Llama, dtype: torch.dtype) -> None:
     names = _LOOPS + _EXPERT_LOOPS * has_experts
     kernels = [each for name in names for each in vars(module(name)).values() if isinstance(each, kind)]
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
-    if module("common.numba_ops.tiles").has_tiles() if dtype == torch.bfloat16 else has_experts:
+    if dtype == torch.float32 or module("common.numba_ops.tiles").has_tiles():
         kernels.append(module("common.numba_ops.tile_linear").kernel_of(dtype))
     for kernel in kernels:
         _ = kernel.address

@@ -19,7 +19,8 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
 from paged.errors import InvalidInputError, SequenceTooLongError
-from paged.metadata import AttentionMetadata, HostMetadata
+from paged.kernels.attention.plan import AttentionPlan
+from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
 from paged.staging import to_device
 
 
@@ -54,6 +55,11 @@ class ForwardStep:
     def metadata(self) -> AttentionMetadata:
         return self._moved[2]
 
+    @property
+    def outputs(self) -> OutputRows | None:
+        """`sample_rows` as a network's last layer takes them; None where they are all rows."""
+        return self._moved[3]
+
     def upload(self) -> None:
         """Send the arrays to the device, if that was not done yet."""
         _ = self._moved
@@ -65,9 +71,16 @@ class ForwardStep:
             to_device((token_ids,), self.device, out=self._moved[0].view(torch.uint8))
 
     @cached_property
-    def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        input_ids, sample_rows, *rest = to_device((self.token_ids, self.row_ids, *self.host.arrays), self.device)
-        return input_ids, sample_rows, self.host.over(rest)
+    def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, OutputRows | None]:
+        offsets: NDArray[np.int32] = np.searchsorted(self.row_ids, self.host.cu_seqlens_q).astype(np.int32)
+        arrays: list[NDArray[Any]] = [self.token_ids, self.row_ids, offsets, *self.host.arrays]
+        input_ids, sample_rows, cu_seqlens_q, *rest = to_device(arrays, self.device)
+        metadata = self.host.over(rest)
+        if len(self.row_ids) == len(self.token_ids):
+            return input_ids, sample_rows, metadata, None
+        longest = int(np.diff(offsets).max())
+        plan = AttentionPlan(cu_seqlens_q, metadata.seq_lens, max_seqlen_q=longest, max_seqlen_k=self.host.max_seqlen_k)
+        return input_ids, sample_rows, metadata, OutputRows(sample_rows, cu_seqlens_q, longest, plan)
 
 
 class PreparedStep:

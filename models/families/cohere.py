@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paged.metadata import AttentionMetadata
-from paged.models.families.llama import DecoderLayer, Llama
+from paged.metadata import AttentionMetadata, OutputRows
+from paged.models.families.llama import DecoderLayer, Llama, rows_of
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config, layer_windows
 from paged.models.layers.rope_config import rope_config
@@ -21,10 +21,12 @@ class ParallelLayer(DecoderLayer):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        outputs: OutputRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.before_attention is not None
         hidden, residual = self.before_attention(hidden, residual)
-        attended = self.self_attn(hidden, positions, metadata)
+        attended = self.self_attn(hidden, positions, metadata, outputs)
+        hidden, residual = rows_of(hidden, outputs), rows_of(residual, outputs)
         return self.ranks.sum(attended.add_(self.ffn(hidden, metadata.lora))), residual
 
     @staticmethod

@@ -14,9 +14,9 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.kernels.lora.batch import LoraBatch
-from paged.metadata import AttentionMetadata
+from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.gemma import gemma_fields
-from paged.models.families.llama import DecoderLayer, Llama
+from paged.models.families.llama import DecoderLayer, Llama, rows_of
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, read_head_dim, require
@@ -96,14 +96,15 @@ class Gemma4Layer(DecoderLayer):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        outputs: OutputRows | None,
         own: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """own: this layer's input beside the residual stream, [num_tokens, layer_input_size]."""
-        hidden, residual = super().forward(hidden, residual, positions, metadata)
+        hidden, residual = super().forward(hidden, residual, positions, metadata, outputs)
         assert residual is not None
         residual.add_(hidden)
         if self.own_input is not None and own is not None:
-            residual.add_(self.own_input(residual, own))
+            residual.add_(self.own_input(residual, rows_of(own, outputs)))
         return residual.mul_(self.layer_scalar), None
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:

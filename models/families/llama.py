@@ -13,7 +13,7 @@ from torch.nn import functional
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.kernels.lora.batch import LoraBatch
-from paged.metadata import AttentionMetadata
+from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.attention import Attention, HeldCaches
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
@@ -62,11 +62,13 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        outputs: OutputRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(what is yet to be added to the residual stream, the residual stream), of the layer before and of this; or
-        (the residual stream, None)."""
+        (the residual stream, None). Of `outputs` alone, where given."""
         hidden, residual = _enter(self.before_attention, hidden, residual)
-        hidden = self._leave(self.after_attention, self.ranks.sum(self.self_attn(hidden, positions, metadata)))
+        attended = self.self_attn(hidden, positions, metadata, outputs)
+        hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
         hidden, residual = _enter(self.before_mlp, hidden, residual)
         return self._leave(self.after_mlp, self.run_mlp(hidden, residual, metadata.lora)), residual
 
@@ -91,6 +93,11 @@ class DecoderLayer(nn.Module):
             if norm is not None:
                 slots |= norm.weight_slots(f"{prefix}.{name}")
         return slots
+
+
+def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:
+    """Those of a tensor of all rows that a layer goes on with behind its attention."""
+    return tensor if outputs is None else tensor[outputs.rows]
 
 
 def _enter(
@@ -217,13 +224,21 @@ class Llama(nn.Module):
             hidden = self.ranks.sum(hidden.masked_fill_(is_elsewhere[:, None], 0))
         return hidden if self.embedding_scale == 1 else hidden.mul_(self.embedding_scale)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Hidden states after the final norm, [num_tokens, hidden_size]; the caches gain the tokens' K and V."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, [num_tokens, hidden_size], or of `outputs` alone; the caches gain the
+        tokens' K and V."""
         hidden = self.embed(input_ids)
         inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
-        for layer, own in zip(self.layers, inputs, strict=True):
-            hidden, residual = layer(hidden, residual, positions, metadata, *own)
+        for index, (layer, own) in enumerate(zip(self.layers, inputs, strict=True), 1):
+            wanted = outputs if index == len(self.layers) else None
+            hidden, residual = layer(hidden, residual, positions, metadata, wanted, *own)
         normed: torch.Tensor = self.norm(hidden, residual)[0]
         return normed
 

@@ -12,7 +12,7 @@ from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.metadata import AttentionMetadata
+from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import WeightSlots
@@ -99,8 +99,15 @@ class Attention(nn.Module):
             periods = torch.floor((positions + growth.offset) / growth.period)
             self.query_factors = (1 + growth.weight * torch.log1p(periods))[:, None, None]
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        layer = self.config
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size], or of `outputs` alone; the cache gains the K and V of all."""
+        layer, queries = self.config, metadata if outputs is None else outputs
         block_table, slot_mapping = metadata.table(self.table)
         q, *kv = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
         keys, values = kv[:1], kv[-1:]
@@ -130,6 +137,8 @@ class Attention(nn.Module):
         else:
             q = q if q_weight is None else rms_norm(q, q_weight, self.eps)
             q, _ = rotary_embedding(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
+        if outputs is not None:
+            q, positions = q[outputs.rows], positions[outputs.rows]
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
@@ -138,9 +147,9 @@ class Attention(nn.Module):
             self.k_cache,
             self.v_cache,
             block_table=block_table,
-            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_q=queries.cu_seqlens_q,
             seq_lens=metadata.seq_lens,
-            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_q=queries.max_seqlen_q,
             softmax_scale=layer.softmax_scale,
             window_size=self.window_size,
             attention_chunk_size=layer.chunk_size or 0,
@@ -148,7 +157,7 @@ class Attention(nn.Module):
             sinks=self.sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
-            plan=metadata.plan,
+            plan=queries.plan,
             out=out,
         )
         projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem
+from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError
+from paged.forward_step import ForwardStep
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import VOCAB_SIZE, tokens
@@ -44,6 +45,33 @@ def test_only_items_that_sample_are_projected(model: PagedCausalLM, monkeypatch:
     model.unified_forward([UnifiedBatchItem("a", tokens(9)), UnifiedBatchItem("b", tokens(9), is_final_chunk=False)])
     model.forward_verify("a", tokens(3))
     assert shapes == [(1, 64), (3, 64)]
+
+
+def test_the_last_layer_computes_what_is_read_alone(model: PagedCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, also of sequences whose K and V were written by steps that want none or some rows."""
+    batches = [
+        [UnifiedBatchItem("a", tokens(9, 1), is_final_chunk=False), UnifiedBatchItem("b", tokens(12, 2))],
+        [UnifiedBatchItem("a", tokens(5, 3), pos_offset=9, is_final_chunk=False)],
+        [
+            UnifiedBatchItem("a", tokens(4, 4), pos_offset=14),
+            UnifiedBatchItem("b", tokens(3, 5), pos_offset=12, logits_policy=VerifyLogits()),
+            UnifiedBatchItem("c", tokens(7, 6), is_final_chunk=False),
+        ],
+    ]
+    counts: list[list[int]] = [[], []]
+    for layer, found in zip((model.network.layers[0], model.network.layers[-1]), counts, strict=True):
+        layer.ffn.register_forward_pre_hook(lambda _module, given, found=found: found.append(len(given[0])))
+    got = [model.unified_forward(batch) for batch in batches]
+    assert counts == [[21, 5, 14], [1, 0, 4]]
+    model.reset()
+    monkeypatch.setattr(ForwardStep, "outputs", None)
+    want = [model.unified_forward(batch) for batch in batches]
+    assert counts[1][3:] == [21, 5, 14]
+    for answers, wanted in zip(got, want, strict=True):
+        for answer, one in zip(answers, wanted, strict=True):
+            assert (answer is None) == (one is None)
+            if answer is not None and one is not None:
+                torch.testing.assert_close(answer, one, rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_items_beside_full_ones(model: PagedCausalLM) -> None:

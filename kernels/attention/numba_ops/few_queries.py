@@ -33,20 +33,24 @@ from paged.kernels.common.numba_ops.vectors import (
     largest_of,
     load_vector,
     multiply_add,
-    store_sums,
+    prefetch_row,
+    store_products,
     store_vector,
     sum_of,
 )
 
 # Keys whose scores a thread holds at once: with 16 rows they and the accumulators of head_dim 128 are 12 KB.
 _KEYS = 64
+# Of rows that a thread takes at once: heads lie side by side in the cache, and are read so while this is in the first
+# cache of the processor.
+_SCRATCH_BYTES = 24 << 10
 
 
 @device_function
 def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
     """Every sequence with few queries: a thread takes as many keys of heads as the others, sequence by sequence."""
     block_table, cu_seqlens_q, seq_lens = ids
-    num_seqs, max_queries, num_kv_heads, group, size, v_size, block_size, left, right, chunk_size = sizes
+    num_seqs, max_queries, num_kv_heads, max_rows, group, size, v_size, block_size, left, right, chunk_size = sizes
     total = 0
     for seq in range(num_seqs):
         if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
@@ -58,58 +62,79 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
         num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
         if num_queries > max_queries:
             continue
-        for head in range(num_kv_heads):
-            if first <= begun < end and num_queries > 0:
-                _attend_head(
+        if num_queries > 0:
+            head = min(max(first - begun + length - 1, 0) // length, num_kv_heads)
+            end_head = min(max(end - begun + length - 1, 0) // length, num_kv_heads)
+            at_once = max(1, max_rows // (num_queries * group))
+            while head < end_head:
+                stop = min(head + at_once, end_head)
+                next_seq, next_head = (seq, stop) if stop < end_head else (min(seq + 1, num_seqs - 1), np.int64(0))
+                next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
+                _attend_heads(
                     q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length,
-                    head, group, size, v_size, block_size, left, right, chunk_size,
+                    head, stop, group, size, v_size, block_size, left, right, chunk_size, next_keys,
                 )  # fmt: skip
-            begun += length
+                head = stop
+        begun += length * num_kv_heads
 
 
 @device_function
-def _run_of_keys(block_table, table, key, most, block_size, stride_block, stride_slot):
-    """Where a key lies, and how many of `most` keys from it on lie in its block."""
+def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot):
+    """Where a key lies, and how many from it on lie in its block."""
     index = key // block_size
     offset = key - index * block_size
-    return np.int64(block_table[table + index]) * stride_block + offset * stride_slot, min(most, block_size - offset)
+    return np.int64(block_table[table + index]) * stride_block + offset * stride_slot, block_size - offset
 
 
 @device_function
-def _score(scratch, query, cache, key, size, to):
-    total, whole = np.float32(0), size // LANES * LANES
-    if whole > 0:
+def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, part, num_parts):
+    """Have one of equal parts of keys, or values, that are `stride` apart brought to the cache."""
+    count = (num_keys + num_parts - 1) // num_parts
+    for key in range(part * count, min(part * count + count, num_keys)):
+        for head in range(num_heads):
+            prefetch_row(cache, start + key * stride + head * head_stride, size)
+
+
+@device_function
+def _score(scratch, query, cache, key, stride, num_keys, size, to):
+    """The products of a query with keys that are `stride` apart."""
+    whole, many = size // LANES * LANES, num_keys // LANES * LANES
+    for first in range(0, many, LANES):
+        store_products(scratch, query, cache, key + first * stride, stride, whole, scratch, to + first)
+    for one in range(many, num_keys):
         products = fill(np.float32(0))
         for i in range(0, whole, LANES):
-            products = multiply_add(load_vector(scratch, query + i), load_vector(cache, key + i), products)
-        total = sum_of(products)
-    for i in range(whole, size):
-        total += scratch[query + i] * load(cache, key + i)
-    scratch[to] = total
-
-
-@device_function
-def _score_4(scratch, query, cache, key, stride, size, to):
-    """Four keys at once read the query once."""
-    zero, whole = fill(np.float32(0)), size // LANES * LANES
-    p0, p1, p2, p3 = zero, zero, zero, zero
-    for i in range(0, whole, LANES):
-        q = load_vector(scratch, query + i)
-        p0 = multiply_add(q, load_vector(cache, key + i), p0)
-        p1 = multiply_add(q, load_vector(cache, key + stride + i), p1)
-        p2 = multiply_add(q, load_vector(cache, key + 2 * stride + i), p2)
-        p3 = multiply_add(q, load_vector(cache, key + 3 * stride + i), p3)
-    store_sums(scratch, to, p0, p1, p2, p3)
-    for i in range(whole, size):
-        for j in range(4):
-            scratch[to + j] += scratch[query + i] * load(cache, key + j * stride + i)
+            products = multiply_add(
+                load_vector(scratch, query + i), load_vector(cache, key + one * stride + i), products
+            )
+        scratch[to + one] = sum_of(products)
+    for one in range(num_keys if whole < size else 0):
+        for i in range(whole, size):
+            scratch[to + one] += scratch[query + i] * load(cache, key + one * stride + i)
 
 
 @device_function
 def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
     """sums += the weighted values of keys that are `stride` apart."""
-    whole = size // LANES * LANES
-    for i in range(0, whole, LANES):
+    whole, pairs, one = size // LANES * LANES, size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
+    for i in range(0, pairs, 2 * LANES):  # no sum waits for the one before
+        even, odd = load_vector(scratch, sums + i), fill(np.float32(0))
+        next_even, next_odd = load_vector(scratch, sums + i + LANES), odd
+        start = value + i
+        for key in range(0, num_keys - 1, 2):
+            weight, next_weight = fill(scratch[weights + key]), fill(scratch[weights + key + 1])
+            even = multiply_add(weight, load_vector(cache, start), even)
+            next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
+            odd = multiply_add(next_weight, load_vector(cache, start + stride), odd)
+            next_odd = multiply_add(next_weight, load_vector(cache, start + stride + LANES), next_odd)
+            start += 2 * stride
+        if num_keys % 2 == 1:
+            weight = fill(scratch[weights + num_keys - 1])
+            even = multiply_add(weight, load_vector(cache, start), even)
+            next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
+        store_vector(scratch, sums + i, multiply_add(one, odd, even))
+        store_vector(scratch, sums + i + LANES, multiply_add(one, next_odd, next_even))
+    for i in range(pairs, whole, LANES):
         total = load_vector(scratch, sums + i)
         for key in range(num_keys):
             total = multiply_add(fill(scratch[weights + key]), load_vector(cache, value + key * stride + i), total)
@@ -139,30 +164,33 @@ def _weights(scratch, scores, num_keys, largest):
 
 
 @device_function
-def _scale(scratch, start, size, factor):
+def _copy_scaled(source, start, factor, target, to, size):
     whole = size // LANES * LANES
     for i in range(0, whole, LANES):
-        scaled = multiply_add(load_vector(scratch, start + i), fill(factor), fill(np.float32(0)))
-        store_vector(scratch, start + i, scaled)
+        scaled = multiply_add(load_vector(source, start + i), fill(factor), fill(np.float32(0)))
+        store_vector(target, to + i, scaled)
     for i in range(whole, size):
-        scratch[start + i] *= factor
+        store(target, to + i, load(source, start + i) * factor)
 
 
 @device_function
-def _attend_head(
-    q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, group,
-    size, v_size, block_size, left, right, chunk_size,
+def _attend_heads(
+    q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, end_head,
+    group, size, v_size, block_size, left, right, chunk_size, next_keys,
 ):  # fmt: skip
-    """All queries of a group of heads over the keys of one, by the online softmax (Milakov and Gimelshein, 2018)."""
+    """All queries of groups of heads over the keys of one each, by the online softmax (Milakov and Gimelshein, 2018).
+
+    next_keys: where those lie that are read after them.
+    """
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
-    rows, context, table = num_queries * group, length - num_queries, seq * table_stride
+    context, table, num_heads, of_head = length - num_queries, seq * table_stride, end_head - head, num_queries * group
+    rows = num_heads * of_head
     queries, scores = at, at + rows * size
     sums = scores + rows * _KEYS
     largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
     for r in range(rows):
-        start = (row + r // group) * q_token + (head * group + r % group) * q_head
-        for i in range(size):
-            scratch[queries + r * size + i] = load(q, start + i) * scale
+        start = (row + r % of_head // group) * q_token + ((head + r // of_head) * group + r % group) * q_head
+        _copy_scaled(q, start, scale, scratch, queries + r * size, size)
         for i in range(v_size):
             scratch[sums + r * v_size + i] = np.float32(0)
         scratch[largest + r], scratch[totals + r] = np.float32(-np.inf), np.float32(0)
@@ -174,27 +202,24 @@ def _attend_head(
         num_keys = min(_KEYS, end_key - tile)
         j = 0
         while j < num_keys:
-            start, run = _run_of_keys(block_table, table, tile + j, num_keys - j, block_size, k_block, k_slot)
-            start += head * k_head
-            for key in range(0, run - 3, 4):
-                for r in range(rows):
-                    _score_4(
-                        scratch,
-                        queries + r * size,
-                        k_cache,
-                        start + key * k_slot,
-                        k_slot,
-                        size,
-                        scores + r * _KEYS + j + key,
-                    )
-            for key in range(run // 4 * 4, run):
-                for r in range(rows):
-                    _score(
-                        scratch, queries + r * size, k_cache, start + key * k_slot, size, scores + r * _KEYS + j + key
-                    )
+            start, room = _place_of_key(block_table, table, tile + j, block_size, k_block, k_slot)
+            run = min(num_keys - j, room)
+            if j + run == num_keys:
+                following, _ = _place_of_key(block_table, table, tile, block_size, v_block, v_slot)
+            else:
+                following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
+            # What is not seen is masked: a whole vector of keys takes less time than single ones.
+            num_scores = min(rounded_up(run, LANES), room, _KEYS - j)
+            for r in range(rows):
+                if j + run == num_keys:
+                    _fetch_part(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, run, r, rows)
+                else:
+                    _fetch_part(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, run, r, rows)
+                query, key, to = queries + r * size, start + (head + r // of_head) * k_head, scores + r * _KEYS + j
+                _score(scratch, query, k_cache, key, k_slot, num_scores, size, to)
             j += run
         for r in range(rows):
-            position = context + r // group
+            position = context + r % of_head // group
             first, end = visible(position, length, left, right, chunk_size)
             at_scores, padded = scores + r * _KEYS, rounded_up(num_keys, LANES)
             if first > tile or end < tile + padded:
@@ -204,29 +229,40 @@ def _attend_head(
             most, rescale, total = _weights(scratch, at_scores, padded, scratch[largest + r])
             scratch[largest + r] = most
             scratch[totals + r] = scratch[totals + r] * rescale + total
-            _scale(scratch, sums + r * v_size, v_size, rescale)
+            _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
         j = 0
         while j < num_keys:
-            start, run = _run_of_keys(block_table, table, tile + j, num_keys - j, block_size, v_block, v_slot)
-            start += head * v_head
+            start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
+            run = min(num_keys - j, room)
+            if j + run < num_keys:
+                following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
+            elif tile + _KEYS < end_key:
+                following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
+                following += head * k_head
+            else:
+                following = next_keys
             for r in range(rows):
-                _weigh(scratch, sums + r * v_size, v_cache, start, v_slot, run, v_size, scores + r * _KEYS + j)
+                if j + run < num_keys:
+                    _fetch_part(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, run, r, rows)
+                else:
+                    _fetch_part(k_cache, following, k_slot, k_head, num_heads, size, run, r, rows)
+                value = start + (head + r // of_head) * v_head
+                _weigh(scratch, sums + r * v_size, v_cache, value, v_slot, run, v_size, scores + r * _KEYS + j)
             j += run
     for r in range(rows):
-        start = (row + r // group) * out_token + (head * group + r % group) * out_head
+        start = (row + r % of_head // group) * out_token + ((head + r // of_head) * group + r % group) * out_head
         total = scratch[totals + r]
         inverse = np.float32(0) if total == 0 else np.float32(1) / total
-        for i in range(v_size):
-            store(out, start + i, scratch[sums + r * v_size + i] * inverse)
+        _copy_scaled(scratch, sums + r * v_size, inverse, out, start, v_size)
 
 
 @Kernel
 def _paged_attention(arguments):
-    values = unpack(arguments, 33)
+    values = unpack(arguments, 34)
     is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:11]
     ids = int32s(block_table), int32s(cu_seqlens_q), int32s(seq_lens)
     at, scale = thread_index() * scratch_size, as_float(values[11])
-    sizes, strides = values[12:22], values[22:]
+    sizes, strides = values[12:23], values[23:]
     if is_bf16:
         tensors = bfloats(q), bfloats(k_cache), bfloats(v_cache), bfloats(out)
         _attend(*tensors, ids, floats(scratch), sizes, strides, scale, at)
@@ -261,7 +297,9 @@ def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
     (_, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
     group = num_q_heads // num_kv_heads
     # Queries, scores, sums and the softmax's two numbers a row; lines of 64 bytes are of one thread.
-    scratch_size = -(-max_queries * group * (size + _KEYS + v_size + 2) // 16) * 16
+    row_size = size + _KEYS + v_size + 2
+    max_rows = max(max_queries * group, min(num_kv_heads * group, _SCRATCH_BYTES // (4 * row_size)))
+    scratch_size = -(-max_rows * row_size // 16) * 16
     arguments: tuple[int | str, ...] = (
         call.q.dtype == torch.bfloat16,
         *TENSORS,
@@ -270,6 +308,7 @@ def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
         len(call.seq_lens),
         max_queries,
         num_kv_heads,
+        max_rows,
         group,
         *sizes_of(call),
     )

@@ -66,7 +66,7 @@ def _score(memory, queries, keys, scores, begin, end, size):
     floats = memory[0]
     for key in range(begin, end, OUTER_ROWS):
         first = keys + key * size
-        add_outer_products(floats, first, size, 1, floats, queries, size, floats, scores + place(key, 0), True)
+        add_outer_products(floats, first, size, 1, floats, queries, size, floats, scores + place(key, 0), True, None)
 
 
 @device_function
@@ -87,7 +87,17 @@ def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
     first, weights = values + begin * stride, scores + place(begin, 0)
     for column in range(0, stride, OUTER_ROWS):
         add_outer_products(
-            floats, first + column, 1, stride, floats, weights, end - begin, floats, sums + place(column, 0), False
+            floats,
+            first + column,
+            1,
+            stride,
+            floats,
+            weights,
+            end - begin,
+            floats,
+            sums + place(column, 0),
+            False,
+            None,
         )
 
 

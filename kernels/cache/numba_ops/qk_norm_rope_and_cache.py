@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from paged.kernels.cache.write import CacheWrite
@@ -21,11 +22,24 @@ from paged.kernels.common.numba_ops.kernel import (
 )
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.rms_norm import inverse_rms
+from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
 
 
 @device_function
 def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
-    """One head: normalised and rotated in float32, in `wide` from `at` on, then stored."""
+    """One head: normalised and rotated in float32, in `wide` from `at` on, then stored; in registers where it is only
+    rotated, in whole vectors."""
+    if not (has_weight or interleaved) and half % LANES == 0:
+        zero, minus_one = fill(np.float32(0)), fill(np.float32(-1))
+        for i in range(0, half, LANES):
+            a, b = load_vector(x, start + i), load_vector(x, start + half + i)
+            cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
+            minus_sin = multiply_add(sin, minus_one, zero)
+            store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
+            store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
+        for i in range(2 * half, size):
+            store(out, to + i, load(x, start + i))
+        return
     for i in range(size):
         wide[at + i] = load(x, start + i)
     if has_weight:

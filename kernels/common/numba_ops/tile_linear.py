@@ -41,6 +41,7 @@ from paged.kernels.common.numba_ops.tiles import (
     zero_sums,
 )
 from paged.kernels.common.numba_ops.vectors import (
+    HAS_WIDE_VECTORS,
     LANES,
     OUTER_ROWS,
     add_outer_products,
@@ -125,13 +126,13 @@ def _multiply_vectors(w, starts, row_step, scratch, packed, steps, has_bias, is_
     """The same in float32 by vectors, eight outputs at a time, of parts of the rows that stay in the first cache."""
     for first in range(0, steps * LANES, _PART):
         count = min(steps * LANES - first, _PART)
-        for part in range(_BLOCK // OUTER_ROWS):
-            own = part * OUTER_ROWS % TILE_ROWS
-            start = (starts[0] if part * OUTER_ROWS < TILE_ROWS else starts[1]) + own * row_step + first
-            to = part * OUTER_ROWS // TILE_ROWS * 2 * TILE_WORDS + own * LANES
+        for row in range(0, _BLOCK, OUTER_ROWS):
+            half, own = row // TILE_ROWS, row % TILE_ROWS
+            start = (starts[1] if half else starts[0]) + own * row_step + first
+            following = (starts[3] if half else starts[2]) + first * TILE_ROWS + own * count
             add_outer_products(
-                w, start, row_step, np.int64(1), scratch, packed + first * _BLOCK, count, scratch, to,
-                first == 0 and not has_bias,
+                w, start, row_step, np.int64(1), scratch, packed + first * _BLOCK, count, scratch,
+                half * 2 * TILE_WORDS + own * LANES, first == 0 and not has_bias, following,
             )  # fmt: skip
 
 
@@ -259,7 +260,8 @@ def takes(weight: torch.Tensor) -> bool:
     """Whether there are such products with weights [..., out_features, in_features] of this type and these sizes."""
     num_outputs, size = weight.shape[-2:]
     is_even = num_outputs % _BLOCK == 0 and size % TILE_COLUMNS == 0 and weight.stride(-1) == 1
-    return is_even and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_tiles()))
+    has_type = {torch.float32: HAS_WIDE_VECTORS, torch.bfloat16: has_tiles()}.get(weight.dtype, False)
+    return is_even and has_type
 
 
 def linear(

@@ -1,4 +1,4 @@
-"""Products with weights; on a CPU by numba with AMX or by oneDNN, which PyTorch itself takes for 16-bit types alone."""
+"""Products with weights; on a CPU by numba or by oneDNN, which PyTorch itself takes for 16-bit types alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paged.kernels.common.device import has_numba, wants_loops
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # To find the overload takes 7 us a call, a fifth of a small product.
 _multiply: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
-# Intel's own processors it multiplies with more: on one core of a Xeon with AMX plain weights that its cache of 2 MB
-# holds take 0.4 of the time of packed ones for 1 row and for 4, 0.75 to 0.8 for 32 and 128; larger ones 0.8 for 1 row,
-# 1.3 to 1.5 for 32.
+# Intel's own processors it multiplies with more, so that weights stay as they are where loops take few rows: on two
+# cores of a Xeon with AMX 512 and 2,048 rows of 768 x 2304 take 1.0 and 1.15 of MKL's time with packed weights. Without
+# loops those are faster for few rows, unless what MKL reads fits the cache of 2 MB: then it takes 0.75 of their time.
 _capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
 _HAS_INTEL_MKL = torch.backends.mkl.is_available() and "Intel" in str(_capabilities.get("cpu_name"))
 _MKL_BYTES = 2 << 20
@@ -30,18 +30,19 @@ _ROW_STEP = 16
 _KEPT_PRODUCTS = 256
 
 
-# Rows up to which numba's loops with AMX are faster, which need no packing. On two cores of a Xeon, 1, 32, 128 and 512
-# rows of 1536 x 288 take 0.7, 0.7, 0.9 and 1.3 of the time of packed weights, of 768 x 2304 0.9, 0.7, 0.9 and 0.9;
-# oneDNN's products with weights as they are take 1.5 to 1.7 for 1 row, 1.1 for 32, 1.2 for 512, the same for 2,048.
-_MAX_ROWS_IN_LOOPS = 512
+# Rows that numba's loops take of plain weights. On two cores of a Xeon with AMX, in bfloat16, 1, 32, 128 and 512 rows
+# of 1536 x 288 take 0.7, 0.7, 0.9 and 1.3 of the time of packed weights, of 768 x 2304 0.9, 0.7, 0.9 and 0.9; oneDNN's
+# products with weights as they are take 1.5 to 1.7 for 1 row, 1.1 for 32, 1.2 for 512, the same for 2,048. In float32
+# 3, 8, 16, 32, 128 and 256 rows take 1.1 to 1.2, 0.6 to 0.9, 0.75 to 0.85, 0.6, 0.95 to 1.1 and 1.05 of MKL's time.
+_ROWS_IN_LOOPS = {torch.bfloat16: range(1, 513), torch.float32: range(4, 129)}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A copy of [out_features, in_features] in the order in which a CPU multiplies it, opaque to all but `linear`; the
     weight itself where there is none: on other devices, for types that the processor does not multiply, and where MKL
     or loops are faster."""
-    is_plain = weight.device.type != "cpu" or weight.is_mkldnn or not _takes_onednn(weight)
-    if is_plain or _loops(weight) is not None:
+    has_onednn = weight.device.type == "cpu" and not weight.is_mkldnn and _has_onednn(weight.dtype)
+    if not has_onednn or _loops(weight) is not None or (_has_mkl(weight) and weight.numel() * 4 <= _MKL_BYTES):
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
     return packed
@@ -57,7 +58,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if _are_few(x, weight) and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous())):
         loops = _loops(weight)
         if loops is not None:
-            product: torch.Tensor = loops.linear(x, weight, bias=bias)
+            product: torch.Tensor = loops.linear(x, weight, bias)
             return product
     if not (weight.is_mkldnn or _is_taken_plain(x, weight)):
         return functional.linear(x, weight, bias)
@@ -73,28 +74,30 @@ def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
     if torch.compiler.is_dynamo_compiling() or not _are_few(x, weight):
         return None
     loops = _loops(weight)
-    activated: torch.Tensor | None = None if loops is None else loops.linear(x, weight, mode=loops.HALVES)
+    activated: torch.Tensor | None = None if loops is None else loops.linear_and_silu(x, weight)
     return activated
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether loops with AMX are fast for such rows."""
-    is_bf16 = x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
-    return is_bf16 and x.dim() == 2 and 0 < len(x) <= _MAX_ROWS_IN_LOOPS and x.stride(1) == 1
+    """Whether loops are fast for such rows."""
+    is_one = x.dtype == weight.dtype and x.dtype in _ROWS_IN_LOOPS and x.is_cpu
+    return is_one and x.dim() == 2 and len(x) in _ROWS_IN_LOOPS[x.dtype] and x.stride(1) == 1
 
 
 def _loops(weight: torch.Tensor) -> Any:
-    """Loops with AMX for plain weights of these sizes; else None."""
-    if weight.dtype != torch.bfloat16 or weight.is_mkldnn or not (wants_loops() and has_numba()):
+    """Loops for plain weights of this type and these sizes; else None."""
+    is_wanted = weight.dtype == torch.bfloat16 or _has_mkl(weight)
+    if not is_wanted or weight.is_mkldnn or not (wants_loops() and has_numba()):
         return None
+    from paged.kernels.common.numba_ops import linear as loops
     from paged.kernels.common.numba_ops import tile_linear
 
-    return tile_linear if tile_linear.takes(weight) else None
+    return loops if tile_linear.takes(weight) else None
 
 
 def _is_taken_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN takes these weights as they are."""
-    return x.dtype == weight.dtype and x.is_cpu and _takes_onednn(weight)
+    return x.dtype == weight.dtype and x.is_cpu and _has_onednn(x.dtype) and not _has_mkl(weight)
 
 
 def bound_products() -> None:
@@ -103,13 +106,14 @@ def bound_products() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_PRODUCTS))
 
 
-def _takes_onednn(weight: torch.Tensor) -> bool:
-    """Whether a CPU multiplies by this weight with oneDNN: where the processor knows the type and MKL is no faster."""
-    if not _HAS_ONEDNN or weight.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return multiplies_bf16()
-    return not _HAS_INTEL_MKL or weight.numel() * 4 > _MKL_BYTES
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this type on a CPU, by instructions of the processor."""
+    return multiplies_bf16() if dtype == torch.bfloat16 else dtype == torch.float32 and _HAS_ONEDNN
+
+
+def _has_mkl(weight: torch.Tensor) -> bool:
+    """Whether MKL multiplies by plain weights of this type, and is no slower than oneDNN."""
+    return weight.dtype == torch.float32 and _HAS_INTEL_MKL
 
 
 def multiplies_bf16() -> bool:

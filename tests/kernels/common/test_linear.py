@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from paged.kernels.common.torch_ops import linear as module
 from paged.kernels.common.torch_ops.linear import linear, pack
+from tests.backends import needs_numba
 from tests.tolerance import assert_close, dtypes
 
 
@@ -49,6 +52,35 @@ def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeyp
     assert pack(weight).is_mkldnn == packed.is_mkldnn
     monkeypatch.setattr(module, "_HAS_ONEDNN", False)
     assert pack(weight) is weight
+
+
+@needs_numba
+def test_loops_take_few_rows_of_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32, where MKL takes the others: one after the other, then in blocks."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    monkeypatch.setattr(module, "_HAS_INTEL_MKL", True)
+    monkeypatch.setattr(module, "_MKL_BYTES", 0)
+    loops = import_module("paged.kernels.common.numba_ops.linear")
+    if not loops.tile_linear.HAS_WIDE_VECTORS:
+        pytest.skip("vectors of 16 take two registers")
+    taken = []
+    monkeypatch.setattr(loops, "linear", recorded := Mock(wraps=loops.linear))
+    weight, bias = torch.randn(64, 96) / 10, torch.randn(64)
+    assert pack(weight) is weight
+    for count in (0, 1, 3, 4, 16, 17, 40, 128, 129):
+        x = torch.randn(count, 128)[:, :96]
+        want = x.double() @ weight.double().T
+        before = recorded.call_count
+        assert_close(linear(x, weight), want)
+        assert_close(linear(x, weight, bias), want + bias.double())
+        if recorded.call_count > before:
+            taken.append(count)
+        activated = module.linear_and_silu(x, weight)
+        assert (activated is not None) == (17 <= count <= 128)
+        if activated is not None:
+            gate, up = want.chunk(2, 1)
+            assert_close(activated, torch.nn.functional.silu(gate) * up)
+    assert taken == [4, 16, 17, 40, 128]
 
 
 def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None:
