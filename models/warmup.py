@@ -15,6 +15,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.config import step_sizes
 from paged.kernels.common.device import load_numba
 from paged.kernels.common.launch import ROW_COUNTS
+from paged.kernels.common.torch_ops.linear import has_mkl
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.metadata import AttentionMetadata
@@ -32,7 +33,6 @@ _MOST_TOKENS = 4096
 _LOOPS = (
     "attention.numba_ops.few_queries",
     "cache.numba_ops.qk_norm_rope_and_cache",
-    "common.numba_ops.linear",
     "common.numba_ops.rms_norm",
     "layers.numba_ops.silu_and_mul",
 )
@@ -60,11 +60,13 @@ def load_loops(network: Llama, dtype: torch.dtype) -> None:
 
     has_experts = any(isinstance(each, SparseMoe) for each in network.modules())
     kind = module("common.numba_ops.kernel").Kernel
-    names = _LOOPS + _EXPERT_LOOPS * has_experts
+    names, tiles = _LOOPS + _EXPERT_LOOPS * has_experts, module("common.numba_ops.tile_linear")
+    if has_experts or has_mkl(dtype):
+        names += ("common.numba_ops.linear",)
     kernels = [each for name in names for each in vars(module(name)).values() if isinstance(each, kind)]
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
-    if dtype == torch.float32 or module("common.numba_ops.tiles").has_tiles():
-        kernels.append(module("common.numba_ops.tile_linear").kernel_of(dtype))
+    if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
+        kernels.append(tiles.kernel_of(dtype))
     for kernel in kernels:
         _ = kernel.address
 

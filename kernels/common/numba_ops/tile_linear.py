@@ -256,12 +256,16 @@ def kernel_of(dtype: torch.dtype) -> Kernel:
     return _float32 if dtype == torch.float32 else _bfloat16
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether the processor has what such products of a type are made of."""
+    return {torch.float32: HAS_WIDE_VECTORS, torch.bfloat16: has_tiles()}.get(dtype, False)
+
+
 def takes(weight: torch.Tensor) -> bool:
     """Whether there are such products with weights [..., out_features, in_features] of this type and these sizes."""
     num_outputs, size = weight.shape[-2:]
     is_even = num_outputs % _BLOCK == 0 and size % TILE_COLUMNS == 0 and weight.stride(-1) == 1
-    has_type = {torch.float32: HAS_WIDE_VECTORS, torch.bfloat16: has_tiles()}.get(weight.dtype, False)
-    return is_even and has_type
+    return is_even and multiplies(weight.dtype)
 
 
 def linear(

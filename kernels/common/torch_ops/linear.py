@@ -42,7 +42,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     weight itself where there is none: on other devices, for types that the processor does not multiply, and where MKL
     or loops are faster."""
     has_onednn = weight.device.type == "cpu" and not weight.is_mkldnn and _has_onednn(weight.dtype)
-    if not has_onednn or _loops(weight) is not None or (_has_mkl(weight) and weight.numel() * 4 <= _MKL_BYTES):
+    if not has_onednn or _loops(weight) is not None or (has_mkl(weight.dtype) and weight.numel() * 4 <= _MKL_BYTES):
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
     return packed
@@ -86,7 +86,7 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _loops(weight: torch.Tensor) -> Any:
     """Loops for plain weights of this type and these sizes; else None."""
-    is_wanted = weight.dtype == torch.bfloat16 or _has_mkl(weight)
+    is_wanted = weight.dtype == torch.bfloat16 or has_mkl(weight.dtype)
     if not is_wanted or weight.is_mkldnn or not (wants_loops() and has_numba()):
         return None
     from paged.kernels.common.numba_ops import linear as loops
@@ -97,7 +97,7 @@ def _loops(weight: torch.Tensor) -> Any:
 
 def _is_taken_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN takes these weights as they are."""
-    return x.dtype == weight.dtype and x.is_cpu and _has_onednn(x.dtype) and not _has_mkl(weight)
+    return x.dtype == weight.dtype and x.is_cpu and _has_onednn(x.dtype) and not has_mkl(x.dtype)
 
 
 def bound_products() -> None:
@@ -111,9 +111,10 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     return multiplies_bf16() if dtype == torch.bfloat16 else dtype == torch.float32 and _HAS_ONEDNN
 
 
-def _has_mkl(weight: torch.Tensor) -> bool:
-    """Whether MKL multiplies by plain weights of this type, and is no slower than oneDNN."""
-    return weight.dtype == torch.float32 and _HAS_INTEL_MKL
+def has_mkl(dtype: torch.dtype) -> bool:
+    """Whether MKL multiplies by plain weights of this type on a CPU, and is no slower than oneDNN: numba's loops then
+    take what it is slow at."""
+    return dtype == torch.float32 and _HAS_INTEL_MKL
 
 
 def multiplies_bf16() -> bool:
