@@ -11,10 +11,12 @@ from paged.models.paged_lm import PagedCausalLM
 
 
 class Weights(NamedTuple):
-    """Of layers and of the head: bytes that a step reads, and multiplications of a row."""
+    """Of layers and of the head: bytes that a step reads, and multiplications of a row. last_products: of the layers'
+    those that a row needs whose logits are read alone: the last layer's but for K and V."""
 
     layer_bytes: int
     layer_products: int
+    last_products: int
     head_bytes: int
     head_products: int
 
@@ -25,6 +27,7 @@ def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -
     num_experts, top_k = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
     reached = 1 - (1 - top_k / num_experts) ** num_tokens
     head_name = "embed_tokens" if config["tie_word_embeddings"] else "lm_head.weight"
+    last_products = -2.0 * config["hidden_size"] * config["num_key_value_heads"] * _head_dim(config)
     num_bytes = products = 0.0
     head_bytes = head_products = 0
     for name, weight in executor.model.network.named_parameters():
@@ -34,8 +37,10 @@ def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -
             head_bytes, head_products = size, weight.numel()
         elif name != "embed_tokens":
             num_bytes += size * (reached if is_expert else 1)
-            products += weight.numel() * (top_k / num_experts if is_expert else 1)
-    return Weights(int(num_bytes), int(products), head_bytes, head_products)
+            own = weight.numel() * (top_k / num_experts if is_expert else 1)
+            products += own
+            last_products += own if name.startswith(f"layers.{config['num_hidden_layers'] - 1}.") else 0
+    return Weights(int(num_bytes), int(products), int(last_products), head_bytes, head_products)
 
 
 def generation(
@@ -44,7 +49,7 @@ def generation(
     """The least of greedy generation: one step for all prompts, then one for each token of all sequences.
 
     Every step reads the weights, a decode its keys and values too; prompts and decodes are multiplied, and with the
-    keys before them.
+    keys before them. Of prompts the last layer's results are those of their last tokens.
     """
     assert executor.kv_manager is not None
     count, prompt_tokens, decodes = len(prompt_lengths), sum(prompt_lengths), new_tokens - 1
@@ -53,8 +58,15 @@ def generation(
     kv_bytes = stats.bytes_per_block // cache.block_size
     read_tokens = sum(decodes * length + decodes * (decodes + 1) // 2 for length in prompt_lengths)
     pairs = sum((length + decodes) * (length + decodes + 1) // 2 for length in prompt_lengths)
+    last_pairs = pairs - sum(length * (length - 1) // 2 for length in prompt_lengths)
     num_bytes = first.layer_bytes + decodes * later.layer_bytes + new_tokens * later.head_bytes + read_tokens * kv_bytes
     products = (prompt_tokens + decodes * count) * later.layer_products + new_tokens * count * later.head_products
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    attention = 2 * pairs * config["num_hidden_layers"] * config["num_attention_heads"] * head_dim
+    products -= (prompt_tokens - count) * later.last_products
+    all_pairs = pairs * (config["num_hidden_layers"] - 1) + last_pairs
+    attention = 2 * all_pairs * config["num_attention_heads"] * _head_dim(config)
     return Cost(2 * (products + attention), num_bytes)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return size

@@ -109,7 +109,8 @@ def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_least_cost_as_counted_by_hand(tmp_path: Path) -> None:
-    """Two prompts of 3 and 5 tokens and 4 new ones each: 4 steps, of which 3 read 3 + 1, 3 + 2, ... keys."""
+    """Two prompts of 3 and 5 tokens and 4 new ones each: 4 steps, of which 3 read 3 + 1, 3 + 2, ... keys. The only layer
+    is the last one: of 2 + 4 tokens K and V are all that is needed."""
     cpu_engines._save_random(_TINY, torch.float32, str(tmp_path))
     executor = LlmExecutor.from_pretrained(str(tmp_path), num_blocks=8, block_size=16)
     head, kv = 64 * 96, 2 * 3 * 32
@@ -117,8 +118,8 @@ def test_least_cost_as_counted_by_hand(tmp_path: Path) -> None:
     found = cost.generation(executor, _TINY, _SHORT.lengths, 4)
     norms = 3 * 96
     assert found.num_bytes == 4 * (4 * (layer + norms + head) + (4 + 5 + 6 + 6 + 7 + 8) * kv)
-    pairs = 6 * 7 // 2 + 8 * 9 // 2
-    assert found.flops == 2 * ((8 + 6) * (layer + norms) + 8 * head + 2 * pairs * 96)
+    last, pairs = layer - 2 * 96 * 96 + 2 * 96, 6 * 7 // 2 - (1 + 2) + 8 * 9 // 2 - (1 + 2 + 3 + 4)
+    assert found.flops == 2 * ((8 + 6) * (layer + norms) - 6 * last + 8 * head + 2 * pairs * 96)
 
 
 def test_rows_beside_it_are_asked_for() -> None:
