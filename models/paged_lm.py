@@ -261,8 +261,10 @@ class PagedCausalLM(DecoderOnlyLLM):
         else:
             lora = None if row_slots is None else self.adapters.batch(row_slots)
             metadata = replace(step.metadata, lora=lora)
-            # Which adapter changes a row is known for all rows alone.
-            outputs = step.outputs if lora is None else None
+            outputs = step.outputs
+            if outputs is not None and row_slots is not None:
+                own_slots = row_slots[step.row_ids]
+                outputs = replace(outputs, lora=self.adapters.batch(own_slots) if (own_slots >= 0).any() else None)
             hidden = self.network(step.input_ids, metadata.positions, metadata, outputs)
             logits = self.network.logits(hidden if outputs is not None else hidden[step.sample_rows])
         if self.ranks.size == 1 or not len(logits):

@@ -66,13 +66,14 @@ class OutputRows:
     """The rows whose hidden states a forward is for, where those are not all: a network's last layer needs no others.
 
     rows: int64 [num_rows], ascending; of each sequence the last ones, or none.
-    cu_seqlens_q, max_seqlen_q, plan: as in `AttentionMetadata`, of these rows.
+    cu_seqlens_q, max_seqlen_q, plan, lora: as in `AttentionMetadata`, of these rows.
     """
 
     rows: torch.Tensor
     cu_seqlens_q: torch.Tensor
     max_seqlen_q: int
     plan: AttentionPlan
+    lora: LoraBatch | None = None
 
 
 @dataclass(frozen=True)

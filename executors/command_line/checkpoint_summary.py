@@ -168,7 +168,7 @@ def _rank(
         _, weight_bytes = _loaded(network_class, config, dtype, share)
     except PagedError as error:
         return RankSummary(share.size, str(error), None, None, None, None)
-    num_sums, counts = network_class.num_sums(config), {"num_tokens": 1, "num_rows": 1}
+    num_sums, counts = network_class.num_sums(config), {"last_sums": 0, "num_tokens": 1, "num_rows": 1}
     sent = step_bytes(config, num_sums=num_sums, size=share.size, itemsize=dtype.itemsize, **counts)
     return RankSummary(
         tensor_parallel_size=share.size,

@@ -27,7 +27,8 @@ class ParallelLayer(DecoderLayer):
         hidden, residual = self.before_attention(hidden, residual)
         attended = self.self_attn(hidden, positions, metadata, outputs)
         hidden, residual = rows_of(hidden, outputs), rows_of(residual, outputs)
-        return self.ranks.sum(attended.add_(self.ffn(hidden, metadata.lora))), residual
+        lora = metadata.lora if outputs is None else outputs.lora
+        return self.ranks.sum(attended.add_(self.ffn(hidden, lora))), residual
 
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:

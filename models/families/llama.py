@@ -70,7 +70,8 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(hidden, positions, metadata, outputs)
         hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
         hidden, residual = _enter(self.before_mlp, hidden, residual)
-        return self._leave(self.after_mlp, self.run_mlp(hidden, residual, metadata.lora)), residual
+        lora = metadata.lora if outputs is None else outputs.lora
+        return self._leave(self.after_mlp, self.run_mlp(hidden, residual, lora)), residual
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """What the MLP makes of normalised `hidden`; may write over that. residual: the stream, which stays."""

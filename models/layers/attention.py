@@ -160,7 +160,7 @@ class Attention(nn.Module):
             plan=queries.plan,
             out=out,
         )
-        projected: torch.Tensor = self.o_proj(out.flatten(-2), metadata.lora)
+        projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)
         return projected
 
     def _head_weight(self, norm: RmsNorm | None) -> torch.Tensor | None:

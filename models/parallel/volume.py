@@ -6,18 +6,19 @@ from paged.models.layers.config import DecoderConfig
 
 
 def step_bytes(
-    config: DecoderConfig, *, num_sums: int, size: int, itemsize: int, num_tokens: int, num_rows: int
+    config: DecoderConfig, *, num_sums: int, last_sums: int, size: int, itemsize: int, num_tokens: int, num_rows: int
 ) -> dict[str, int]:
     """Bytes that a rank gives to collectives in a step, by their kind, as `Ranks.num_bytes` counts them.
 
-    num_sums: all-reduces of hidden states, see `Llama.num_sums`. size: ranks. itemsize: of activations. num_rows: those
-    whose logits are gathered.
+    num_sums: all-reduces of hidden states, see `Llama.num_sums`. last_sums: those of them in the last layer, which has
+    the rows alone whose logits are gathered: `num_rows`. size: ranks. itemsize: of activations.
     """
     logits = -(-config.vocab_size // size)
     # Norms over all heads add up a float32 each, of queries and of keys.
     norms = sum(1 if one.shares_kv_with is not None else 2 for one in config.attention if one.qk_norm == "width")
     return {
-        "sum": num_tokens * (num_sums * config.hidden_size * itemsize + 4 * norms),
+        "sum": (num_tokens * (num_sums - last_sums) + num_rows * last_sums) * config.hidden_size * itemsize
+        + num_tokens * 4 * norms,
         "gather": num_rows * logits * itemsize,
     }
 

@@ -71,6 +71,7 @@ def test_bytes_of_a_step(name: str, followers: Followers, tmp_path: Path) -> Non
             assert sent == step_bytes(
                 network.config,
                 num_sums=network.num_sums(network.config),
+                last_sums=network.layer_class.num_sums(network.config, network.config.num_layers - 1),
                 size=2,
                 itemsize=2,
                 num_tokens=batch.total_q_tokens,
