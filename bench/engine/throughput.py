@@ -15,19 +15,20 @@ import torch
 from paged import LlmExecutor
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
-from paged.bench.engine.rows import Row, check_same_texts, run_engine
+from paged.bench.engine.rows import Row, Run, check_same_texts, run_engine
+from paged.bench.engine.turns import quiet_runs
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import speed
-from paged.bench.timing import measured_ceilings, timed
+from paged.bench.timing import measured_ceilings
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
 
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _CACHE_TOKENS = 16_384
 _PEER_BLOCK = 32
-# Of ours and theirs in turns; on a CPU other work on the machine moves a run by a third.
-_ROUNDS = {"cpu": 3, "cuda": 2}
+# Of ours and theirs, see `quiet_runs`; on a CPU other work on the machine moves a run by a third.
+_ROUNDS = {"cpu": (3, 8), "cuda": (2, 4)}
 _CEILING_REPEATS = 5
 
 
@@ -51,7 +52,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=num_blocks, block_size=block_size)
     executor.warmup()
 
-    def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> tuple[float, list[list[int]]]:
+    def theirs(sizes: ContinuousBatchingConfig | None, new_tokens: int) -> Run:
         options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
         start = perf_counter()
         outputs = model.generate_batch(
@@ -59,7 +60,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         )
         seconds = perf_counter() - start
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
-        return seconds, [list(output.generated_tokens) for output in ordered]
+        return Run(seconds, [], [list(output.generated_tokens) for output in ordered])
 
     # transformers 5.17 calls it block_size.
     names = {field.name for field in fields(ContinuousBatchingConfig)}
@@ -72,19 +73,22 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
     )
     run_engine(executor, prompts, 2)
     theirs(sized, 2)
-    rounds = []
-    for _ in range(_ROUNDS[device.type]):
-        with timed():
-            our_seconds, _, our_tokens = run_engine(executor, prompts, _NEW_TOKENS)
-            sized_seconds, their_tokens = theirs(sized, _NEW_TOKENS)
-            plain_seconds = theirs(None, _NEW_TOKENS)[0]
-        # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
-        check_same_texts(our_tokens, their_tokens, _NEW_TOKENS if dtype == torch.float32 else 1)
-        rounds.append((our_seconds, sized_seconds, plain_seconds))
-    ours, sized_seconds, plain_seconds = map(statistics.median, zip(*rounds, strict=True))
+    runs, stolen = quiet_runs(
+        {
+            "ours": lambda _: run_engine(executor, prompts, _NEW_TOKENS),
+            "peer": lambda _: theirs(None, _NEW_TOKENS),
+            "peer_sized": lambda _: theirs(sized, _NEW_TOKENS),
+        },
+        *_ROUNDS[device.type],
+    )
+    # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
+    length = _NEW_TOKENS if dtype == torch.float32 else 1
+    check_same_texts(runs["ours"][0].tokens, runs["peer_sized"][0].tokens, length)
+    seconds = {engine: [run.seconds for run in found] for engine, found in runs.items()}
+    ours, plain_seconds, sized_seconds = map(statistics.median, seconds.values())
     cost = generation(executor, MODELS[f"Llama-{size}"], list(map(len, prompts)), _NEW_TOKENS)
     limits = measured_ceilings(device, dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
-    times = speed([seconds for seconds, *_ in rounds], cost, limits) | {"cold": True}
+    times = speed(seconds["ours"], cost, limits) | {"cold": True}
     total, ratio = _NUM_PROMPTS * _NEW_TOKENS, plain_seconds / ours
     detail = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -92,6 +96,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         "peer_tokens_per_second": total / plain_seconds,
         "peer_sized_tokens_per_second": total / sized_seconds,
         "over_peer_sized": sized_seconds / ours,
+        "stolen_percent": 100 * stolen,
     }
     goals = [at_least(f"{least:g}x", ratio, least)]
     return Row(f"throughput.{size}", ratio, "times the peer", goals, detail, times)

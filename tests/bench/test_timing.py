@@ -1,17 +1,19 @@
-"""How calls are timed on a GPU, with a clock that the calls advance instead of a device."""
+"""How calls are timed on a GPU, with a clock that the calls advance, and the time that cores were away."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from paged.bench.timing import CompiledWhileTimedError, host_seconds, sampler, take, take_in_turns
+from paged.bench import timing
+from paged.bench.timing import CompiledWhileTimedError, host_seconds, sampler, stolen_seconds, take, take_in_turns
 
 CUDA = torch.device("cuda")
 
@@ -126,3 +128,19 @@ def test_what_compiles_while_timed_is_refused(way: str, late: int, monkeypatch: 
     assert len(_WAYS[way](call)) > 0
     triton.knobs.runtime.jit_post_compile_hook(fn=None)
     assert len(seen) == 2
+
+
+def test_stolen_time_is_that_of_our_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cores = [
+        "cpu  9 9 9 9 9 9 9 99 0 0",
+        "cpu0 1 2 3 4 5 6 7 150 9 9",
+        "cpu1 9 9 9 9 9 9 9 70 9 9",
+        "cpu2 1 2 3 4 5 6 7 25 0 0",
+    ]
+    (tmp_path / "stat").write_text("\n".join([*cores, "intr 8 1 2 3 4 5 6 7 8", "ctxt 3", ""]))
+    monkeypatch.setattr(timing, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {2, 0})
+    monkeypatch.setattr(timing.os, "sysconf", lambda _: 100)
+    assert stolen_seconds() == [1.5, 0.25]
+    monkeypatch.setattr(timing, "_STAT", tmp_path / "none")
+    assert stolen_seconds() == [0.0]

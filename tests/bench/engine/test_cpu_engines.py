@@ -10,9 +10,9 @@ import torch
 
 from paged import LlmExecutor
 from paged.bench.check import WrongResultError
-from paged.bench.engine import cost, cpu_engines, models
+from paged.bench.engine import cost, cpu_engines, models, turns
 from paged.bench.engine.cpu_engines import PEER, Workload, beside_vllm
-from paged.bench.engine.rows import Row
+from paged.bench.engine.rows import Row, Run, run_engine
 from paged.bench.engine.run import CASES
 
 _VLLM = '''
@@ -89,6 +89,33 @@ def test_fastest_mode_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ratios = {name: peer["ratio"] for name, peer in row.times["peers"].items()}
     assert set(ratios) == {PEER, f"{PEER} compiled", f"{PEER} processes"}
     assert row.goals[0]["value"] == ratios[f"{PEER} compiled"] == min(ratios.values())
+
+
+@pytest.mark.parametrize(("num_stolen", "num_rounds"), [(2, 5), (10, 6)])
+def test_runs_that_lost_a_core_count_where_there_are_no_others(
+    monkeypatch: pytest.MonkeyPatch, num_stolen: int, num_rounds: int
+) -> None:
+    """Our first runs lose a core for half a second, and take as much longer."""
+    stolen: list[float] = [0.0, 0.0]
+    calls: list[int] = []
+
+    def run(executor: LlmExecutor, prompts: list[list[int]], new_tokens: int) -> Run:
+        found = run_engine(executor, prompts, new_tokens)
+        calls.append(new_tokens)
+        is_lost = new_tokens == _SHORT.new_tokens and calls.count(new_tokens) <= num_stolen
+        lost = 0.5 if is_lost else 0.0
+        stolen[1] += lost
+        return found._replace(seconds=found.seconds + lost)
+
+    monkeypatch.setattr(cpu_engines, "check_same_texts", lambda *_: None)
+    monkeypatch.setattr(cpu_engines, "run_engine", run)
+    monkeypatch.setattr(turns, "stolen_seconds", lambda: list(stolen))
+    monkeypatch.setattr(cpu_engines, "_ROUNDS", 3)
+    monkeypatch.setattr(cpu_engines, "_MOST_ROUNDS", 6)
+    row = _measured()
+    assert calls.count(_SHORT.new_tokens) == num_rounds
+    is_quiet = num_rounds < 6
+    assert (row.times["p80_us"] < 0.5e6) == (row.detail["stolen_percent"] == 0) == is_quiet
 
 
 def test_other_texts_get_no_speed() -> None:
