@@ -65,9 +65,10 @@ def stolen_seconds() -> list[float]:
     gave it to others; zeros where the system does not tell."""
     if not _STAT.exists():
         return [0.0]
-    numbers = {name: found for name, *found in map(str.split, _STAT.read_text().splitlines()) if len(found) > 7}
-    cores = [numbers[f"cpu{core}"] for core in sorted(os.sched_getaffinity(0))]
-    return [int(found[7]) / os.sysconf("SC_CLK_TCK") for found in cores]
+    lines = map(str.split, _STAT.read_text().splitlines())
+    ticks = {name: int(numbers[7]) for name, *numbers in lines if name.startswith("cpu") and len(numbers) > 7}
+    # A container may count its cores anew.
+    return [ticks.get(f"cpu{core}", 0) / os.sysconf("SC_CLK_TCK") for core in sorted(os.sched_getaffinity(0))]
 
 
 def sampler(calls: Sequence[Call], device: torch.device, *, capturable: bool = True) -> tuple[str, Callable[[], float]]:

@@ -83,7 +83,8 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
     )
     # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
     length = _NEW_TOKENS if dtype == torch.float32 else 1
-    check_same_texts(runs["ours"][0].tokens, runs["peer_sized"][0].tokens, length)
+    for our_run, their_run in zip(runs["ours"], runs["peer_sized"], strict=True):
+        check_same_texts(our_run.tokens, their_run.tokens, length)
     seconds = {engine: [run.seconds for run in found] for engine, found in runs.items()}
     ours, plain_seconds, sized_seconds = map(statistics.median, seconds.values())
     cost = generation(executor, MODELS[f"Llama-{size}"], list(map(len, prompts)), _NEW_TOKENS)

@@ -142,5 +142,7 @@ def test_stolen_time_is_that_of_our_cores(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {2, 0})
     monkeypatch.setattr(timing.os, "sysconf", lambda _: 100)
     assert stolen_seconds() == [1.5, 0.25]
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {64, 2})
+    assert stolen_seconds() == [0.25, 0.0]
     monkeypatch.setattr(timing, "_STAT", tmp_path / "none")
     assert stolen_seconds() == [0.0]
