@@ -215,8 +215,10 @@ class LlmExecutor(UnifiedExecutor):
         super().warmup()
 
     def status(self) -> ExecutorStatus:
-        replays = self.model.num_graph_replays if isinstance(self.model, PagedCausalLM) else 0
-        return replace(super().status(), graph_replays=replays)
+        status, model = super().status(), self.model
+        if not isinstance(model, PagedCausalLM):
+            return status
+        return replace(status, graph_replays=model.num_graph_replays, unrecorded_steps=model.graphs.num_unrecorded)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -84,7 +84,8 @@ class ExecutorStatus:
 
     prefill_count: prompts completed, however many chunks they came in; prefill_tokens: rows computed for prompts.
     decode_count: tokens run one at a time after that, verified ones included. failed_calls: calls that raised.
-    forwards: those that succeeded; graph_replays: of them those that ran as a CUDA graph, or on a CPU as a recording.
+    forwards: those that succeeded; graph_replays: of them those that ran as a CUDA graph, or on a CPU as a recording;
+    unrecorded_steps: step sizes that the last `warmup` could not record on a CPU; a warning names the operation.
     average_prefill_seconds, average_decode_seconds: time in forwards a prompt or a decoded token, 0 before the first; a
     forward with both is divided between them by tokens.
     memory_bytes, peak_memory_bytes: weights and the KV cache in use, now and at the most.
@@ -101,3 +102,4 @@ class ExecutorStatus:
     memory_bytes: int
     peak_memory_bytes: int
     graph_replays: int = 0
+    unrecorded_steps: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,17 @@ from paged.kernels.common.numba_ops.recording import Recording
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Calls a function that reads and writes tensors which stay where they are, and returns what repeats its work on
 whatever they then hold."""
+
+
+@dataclass(frozen=True)
+class Unrecorded:
+    """In place of a recording: calls the function again, as `obstacle`, an operation in it, cannot be recorded."""
+
+    run: Callable[[], None]
+    obstacle: str
+
+    def __call__(self) -> None:
+        self.run()
 
 
 class CudaGraphRecorder:
@@ -42,8 +54,8 @@ class CudaGraphRecorder:
 
 
 def graph_recorder(device: torch.device) -> Record:
-    """The one for tensors on `device`. What it returns is the function itself where that can only be called again: on a
-    CPU without loops, and where it does what a `Recording` does not know."""
+    """The one for tensors on `device`. On a CPU without numba kernels it returns the function itself, and `Unrecorded`
+    where the function does what a `Recording` does not know."""
     if device.type == "cuda":
         return CudaGraphRecorder(device).record
     return _record if records_loops(device) else _call
@@ -61,7 +73,7 @@ def _record(run: Callable[[], None]) -> Callable[[], None]:
         if not recording.repeat():  # an error, which is raised where it is found anew
             run()
 
-    return repeat if recording.is_repeatable else run
+    return Unrecorded(run, recording.obstacle) if recording.obstacle else repeat
 
 
 def _call(run: Callable[[], None]) -> Callable[[], None]:

@@ -3,6 +3,7 @@ recordings of loops, without the Python that leads to them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,12 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
-from paged.models.graph_recorder import Record, graph_recorder, records_loops
+from paged.models.graph_recorder import Record, Unrecorded, graph_recorder, records_loops
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
 from paged.staging import staged_size, to_device
 
+_LOG = logging.getLogger("paged")
 # Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 # Of decode steps on a CPU, where rows cost what they compute. A recording keeps what lies between the operations, of a
@@ -98,6 +100,8 @@ class StepGraphs:
     elsewhere. Graphs of steps with adapters know the memory of all that can be loaded, and which of them a row takes is
     an input; they are there once `capture_adapted` has been called with a first adapter loaded, and are left aside when
     another one has changed more layers, until it is called again.
+
+    num_unrecorded: shapes that the last `capture` could not record on a CPU.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class StepGraphs:
         self._num_adapted_layers = 0
         self._inputs = self._table = self._product = torch.empty(0)
         self._loaded: tuple[ForwardStep, GraphShape] | None = None
+        self.num_unrecorded = 0
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
         """Capture a graph for every shape, the largest first; where that fails there are none. Needs no cache blocks.
@@ -212,10 +217,13 @@ class StepGraphs:
             for shape in shapes:
                 forward = self._forward(shape)
                 replay = record(forward)
-                if replay is forward and self._recorded_only:
-                    self.clear()
-                    return
-                self._replays[shape] = replay
+                if isinstance(replay, Unrecorded):
+                    if not self.num_unrecorded:
+                        text = "steps of %d tokens are not recorded, and take longer: they run %s"
+                        _LOG.warning(text, shape.num_tokens, replay.obstacle)
+                    self.num_unrecorded += 1
+                if not (self._recorded_only and isinstance(replay, Unrecorded)):
+                    self._replays[shape] = replay
         self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
 
     def _forward(self, shape: GraphShape) -> Callable[[], None]:

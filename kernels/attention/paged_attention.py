@@ -211,7 +211,7 @@ def _record(current: Recording, call: AttentionCall, plan: AttentionPlan | None)
     """
     launch = current.read(lambda: torch_op.paged_attention(call, plan))
     if launch is None or call.max_seqlen_q > 1:
-        current.note_read()
+        current.note_read("paged_attention, which no numba kernel computes here")
         return launch
     ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
     sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]

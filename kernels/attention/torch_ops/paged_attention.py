@@ -13,7 +13,7 @@ from paged.kernels.attention.torch_ops.batches import SequenceBatch, sequence_ba
 from paged.kernels.attention.torch_ops.products import GatheredProducts, products_of
 from paged.kernels.common.device import loops_of
 from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.torch_ops.linear import multiplies_bf16
+from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16
 
 if TYPE_CHECKING:
     from paged.kernels.attention.plan import AttentionPlan
@@ -79,7 +79,7 @@ def _stays_narrow(call: AttentionCall) -> bool:
     """Whether the products are those of bfloat16, with sums in float32: 0.4 of the time of a prompt's attention on a
     Xeon with AMX, whose error is that of the result's own rounding."""
     is_narrow = call.q.dtype == call.k_cache.dtype == torch.bfloat16 and call.head_scales == (None, None)
-    return is_narrow and call.q.device.type == "cpu" and multiplies_bf16()
+    return is_narrow and call.q.device.type == "cpu" and MULTIPLIES_BF16
 
 
 def _fused(call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor) -> torch.Tensor:

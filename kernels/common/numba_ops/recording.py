@@ -31,13 +31,14 @@ _INTO: dict[Any, Any] = {torch.ops.aten.mm.default: torch.mm, torch.ops.aten.add
 class Recording:
     """The loops and operations of PyTorch that a function has run, on the tensors that they had, which it keeps.
 
-    Nothing else that the function did is done again: shapes, strides and views are what they were. is_repeatable: False
-    once it has read a value of a tensor, which may be another one the next time, or done what is not known here.
+    Nothing else that the function did is done again: shapes, strides and views are what they were. obstacle: the first
+    operation that cannot be repeated, "" if all can: it read a value of a tensor, which may be another one the next
+    time, or is not known here.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
         """Call a function, and record it."""
-        self.is_repeatable = True
+        self.obstacle = ""
         self._calls: list[Callable[[], object]] = []
         self._is_reading = False
         token = _RECORDING.set(self)
@@ -68,33 +69,46 @@ class Recording:
         finally:
             self._is_reading = False
 
-    def note_read(self) -> None:
-        """Take in that a value was read."""
-        self.is_repeatable &= self._is_reading
+    def note_read(self, operation: str) -> None:
+        """Take in that an operation read a value."""
+        if not self._is_reading:
+            self._stop_at(operation)
 
     def note(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Take in an operation of PyTorch that was run."""
         name = operation._schema.name
         if self._is_reading or operation.is_view or name in _EMPTY:
             return
-        if operation.namespace not in _NAMESPACES or not _UNSTEADY.isdisjoint(operation.tags):
-            self.is_repeatable = False
+        results = result if isinstance(result, tuple) else (result,)
+        if operation.namespace not in _NAMESPACES or _is_unsteady(operation, args):
+            self._stop_at(name)
         elif operation._schema.is_mutable:
             self.add(partial(_run, operation, args, kwargs))
         elif operation in _INTO:
             self.add(partial(_run, _INTO[operation], args, {**kwargs, "out": result}))
-        elif isinstance(result, torch.Tensor):
-            self.add(partial(_write, result, operation, args, kwargs))
+        elif all(isinstance(each, torch.Tensor) for each in results):
+            self.add(partial(_write, results, operation, args, kwargs))
         else:
-            self.is_repeatable = False
+            self._stop_at(name)
+
+    def _stop_at(self, operation: str) -> None:
+        self.obstacle = self.obstacle or operation
+
+
+def _is_unsteady(operation: Any, args: Any) -> bool:
+    if operation is torch.ops.aten.index.Tensor:  # with masks, sizes depend on what they hold
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return not _UNSTEADY.isdisjoint(operation.tags)
 
 
 def _run(operation: Callable[..., object], args: Any, kwargs: dict[str, Any]) -> None:
     operation(*args, **kwargs)
 
 
-def _write(to: torch.Tensor, operation: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
-    to.copy_(operation(*args, **kwargs))
+def _write(to: tuple[torch.Tensor, ...], operation: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    result = operation(*args, **kwargs)
+    for old, new in zip(to, result if isinstance(result, tuple) else (result,), strict=True):
+        old.copy_(new)
 
 
 class _Operations(TorchDispatchMode):
@@ -115,5 +129,5 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _READS:
-            self._recording.note_read()
+            self._recording.note_read(f"Tensor.{function.__name__}")
         return function(*args, **(kwargs or {}))

@@ -13,6 +13,9 @@ from paged.kernels.common.device import has_numba, wants_loops
 # PyTorch gives float32 to MKL, which on one core of an AMD EPYC with AVX-512 multiplies 60 to 87 GFLOP/s, where oneDNN
 # comes to 110 to 180, for 32 to 2,048 rows, and with packed weights to 135 to 200.
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# Whether the processor has products of bfloat16, with sums in float32, and oneDNN uses them. Asked once, at import: in
+# a step the question is an operation that no recording repeats.
+MULTIPLIES_BF16 = _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 # To find the overload takes 7 us a call, a fifth of a small product.
 _multiply: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 # Intel's own processors it multiplies with more, so that weights stay as they are where loops take few rows: on two
@@ -108,15 +111,10 @@ def bound_products() -> None:
 
 def _has_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this type on a CPU, by instructions of the processor."""
-    return multiplies_bf16() if dtype == torch.bfloat16 else dtype == torch.float32 and _HAS_ONEDNN
+    return MULTIPLIES_BF16 if dtype == torch.bfloat16 else dtype == torch.float32 and _HAS_ONEDNN
 
 
 def has_mkl(dtype: torch.dtype) -> bool:
     """Whether MKL multiplies by plain weights of this type on a CPU, and is no slower than oneDNN: numba's loops then
     take what it is slow at."""
     return dtype == torch.float32 and _HAS_INTEL_MKL
-
-
-def multiplies_bf16() -> bool:
-    """Whether the processor has products of bfloat16, with sums in float32, and oneDNN uses them."""
-    return _HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

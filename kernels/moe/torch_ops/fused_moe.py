@@ -150,7 +150,7 @@ def _padded_lengths(bounds: list[int], num_entries: int, call: MoeCall) -> list[
         return []
     if longest <= most and num_idle * (8 if is_wide or is_alone else 2) <= num_experts:
         return [longest] * num_experts
-    if call.gate_up.w.dtype != torch.bfloat16 or not linear_op.multiplies_bf16():
+    if call.gate_up.w.dtype != torch.bfloat16 or not linear_op.MULTIPLIES_BF16:
         return []
     steps = (_ROW_STEPS[count > _FEW_ROWS] for count in counts)
     return [-(-count // step) * step for count, step in zip(counts, steps, strict=True)]
