@@ -170,7 +170,11 @@ def qk_norm_rope_and_cache(
         if use_triton(q):
             if k.shape[0] * (q.shape[1] + k.shape[1]) * k.shape[2] > 0:
                 launch = keep(key, _prepare(q, write, cos_sin_cache, eps, interleaved))
-        elif loops := loops_of(torch_op, *write[:4], k_scale, v_scale, weights=[q_weight, k_weight]):
+        elif (  # numba's kernel knows no scales
+            k_scale is None
+            and v_scale is None
+            and (loops := loops_of(torch_op, *write[:4], weights=[q_weight, k_weight]))
+        ):
             launch = keep(key, loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved))
         else:
             return torch_op.qk_norm_rope_and_cache(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 import numpy as np
 from numba import types
+from numba.core import config
 from numba.extending import intrinsic, overload
 
 _LOG = logging.getLogger("paged")
@@ -20,6 +22,15 @@ _LOG = logging.getLogger("paged")
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 _thread = types.ExternalFunction("omp_get_thread_num", types.int32())
 _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+
+
+def cpu_features() -> Mapping[str, bool]:
+    """The instruction sets that numba compiles for: the processor's, unless NUMBA_CPU_FEATURES names others. An
+    instruction of any other one ends the process."""
+    if config.CPU_FEATURES is None:
+        return dict(llvmlite.binding.get_host_cpu_features())
+    return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
+
 
 device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
 inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from paged.kernels.common.numba_ops.kernel import cpu_features
 from paged.kernels.common.numba_ops.vectors import LANES, VECTOR, WORDS, at, prefetch, round_pairs
 
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -31,7 +31,7 @@ _BYTES = _BYTE.as_pointer()
 @cache
 def has_tiles() -> bool:
     """Whether the processor has such tiles and lets this process use them."""
-    features = llvmlite.binding.get_host_cpu_features()
+    features = cpu_features()
     needed = ("amx-tile", "amx-bf16", "avx512bf16", "avx512bw")
     allow = getattr(torch.cpu, "_init_amx", None)  # Linux wants to be asked
     return all(features.get(each, False) for each in needed) and allow is not None and bool(allow())

@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, errors
 from numba.extending import intrinsic, models, register_model
 
-from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH
+from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH, cpu_features
 
 LANES = 16
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 # Whether a vector is one register, of which there are 32 then.
-HAS_WIDE_VECTORS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+HAS_WIDE_VECTORS = cpu_features().get("avx512f", False)
 # Products of pairs of bfloat16 in one instruction, which takes numbers below 2^-126 for 0.
-_HAS_BF16_PRODUCTS = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+_HAS_BF16_PRODUCTS = cpu_features().get("avx512bf16", False)
 # What lies behind floor(x), and a product with 2^floor(x), in one instruction each: `exp2_of` takes half the time.
-_HAS_SCALING = llvmlite.binding.get_host_cpu_features().get("avx512dq", False)
+_HAS_SCALING = cpu_features().get("avx512dq", False)
 # Rows of a matrix that `add_outer_products` takes.
 OUTER_ROWS = 8
 # Columns of it in a turn of the loop: the counting of one of four is left.
