@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 CHECKED := bench executors kernels models paged tests
 
 OUT ?= bench/results/gpu
@@ -12,17 +13,22 @@ VLLM := .peers/vllm-0.33.0
 VLLM_ENGINE := .peers/vllm-engine
 RESULTS ?= $(wildcard bench/results/*.json $(OUT)/*.json)
 REPORT ?= build/report
-REHEARSE := .rehearse
-REHEARSED := torch==2.11.0 triton==3.6.0 numpy==2.5.2 transformers==5.17.0 huggingface-hub==1.33.0
+REHEARSE ?= .rehearse
+REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
+	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test check format picture compile soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all check format picture compile record soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
 
-test: check $(VLLM)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/vllm
-	PYTHONPATH=$(VLLM) $(BIN)/python -m pytest tests/vllm tests/bench/moe/test_peer_vllm.py tests/kernels/test_compile.py -k 'vllm or peer'
+# What a contributor runs; test-all runs the rest, which is marked thorough, and the tests that need vLLM's files.
+test: check
+	$(PYTEST) -m 'not thorough'
+
+test-all: $(VLLM)
+	$(PYTEST) -m thorough --ignore tests/vllm
+	PYTHONPATH=$(VLLM) $(PYTEST) tests/vllm tests/bench/moe/test_peer_vllm.py tests/kernels/test_compile.py -k 'vllm or peer'
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CHECKED)
@@ -37,9 +43,15 @@ format: $(VENV)/installed-dev
 picture: $(VENV)/installed-dev
 	$(BIN)/python -m tests.structure.picture
 
-# Every kernel configuration for every target; make test compiles those that bench/compilation/clean.txt does not name.
+# Every kernel configuration for every target, in 35 minutes of a core.
 compile: $(VENV)/installed-dev
 	$(BIN)/python -m bench.compilation.compile --record
+
+# After a change of a kernel: compiles its configurations and the variants that tests launch, and notes those that are
+# clean, so that the tests leave them out.
+record: $(VENV)/installed-dev
+	$(BIN)/python -m bench.compilation.compile --new --record
+	$(BIN)/python -m tests.emulated_device.variants --record
 
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m tests.cache.stress.soak --steps 1000000
@@ -78,13 +90,14 @@ gpu:
 # cannot do with numpy 2.4 and newer.
 rehearse: $(REHEARSE)/installed
 	$(REHEARSE)/bin/python -c 'import paged; [getattr(paged, name) for name in paged.__all__]'
-	$(REHEARSE)/bin/python -m pytest --collect-only -q -p no:cacheprovider | tail -3
-	$(REHEARSE)/bin/python -m bench.compilation.compile --target sm_90 --only 'D=128 bf16'
+	$(REHEARSE)/bin/python -m pytest --collect-only -qq -p no:cacheprovider
+	$(REHEARSE)/bin/python -m bench.compilation.compile --target sm_90 --new --record
+	$(REHEARSE)/bin/python -m tests.emulated_device.variants --record
 	$(REHEARSE)/bin/python -m pytest -q -p no:cacheprovider tests/emulated_device -k 'engine and not answers'
 
 $(REHEARSE)/installed:
 	$(PYTHON) -m venv $(REHEARSE)
-	$(REHEARSE)/bin/python -m pip install --quiet --disable-pip-version-check $(REHEARSED) -e '.[cli,bench]' pytest hypothesis
+	$(REHEARSE)/bin/python -m pip install --quiet --disable-pip-version-check $(REHEARSED) -e '.[cli,cpu,bench]' pytest hypothesis
 	touch $@
 
 report: $(VENV)/installed-bench

@@ -135,7 +135,8 @@ def decode_tile(
         num_stages = 2 if padded and more_scores and num_warps == 8 else 3
         return AttentionTile(block_m, block_n, num_warps, num_stages, 1 if is_large else 2)
     by_tma = box >= block_n
-    lean = width <= 256 and not more_scores and (by_tma or not kind)  # the others take 192 to 254 registers
+    # The others take 192 to 254 registers; int8 in boxes 168 by Triton 3.7.1 and 187 by 3.6.0.
+    lean = width <= 256 and not more_scores and (not kind or (by_tma and kind != "int8"))
     num_stages = 3 if by_tma or block_m == 64 else 5
     if (width > 512 and block_m == 32) or (width > 256 and more_scores and padded):
         # 4 warps spill 16 registers beside the 128 of 32 x 512 sums, and 12 at head_dim 192 with all options; 8 warps

@@ -40,7 +40,7 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    KIND: tl.constexpr = "",  # of `cache_kinds`
+    KIND: tl.constexpr = tl.constexpr(""),  # of `cache_kinds`; Triton 3.6.0 does not wrap a plain string default
     NATIVE_FP8: tl.constexpr = False,
 ):
     """Normalise (with a weight), rotate and scale some heads of a token, in float32, rounding once."""

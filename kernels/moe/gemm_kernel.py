@@ -136,7 +136,7 @@ def _expert_gemm_kernel(
             elif EVEN_K:
                 w = tl.load(w_ptrs + start // VALUES)
             else:
-                w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0)
+                w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0.0)
             if GROUP_K > 0 and zero_ptrs is not None:
                 zeros = tl.load(zero_ptrs + start // GROUP_K * stride_zeros_group)
                 w = decode_bytes(w, as_zero(zeros, FORMAT, False, dtype), FORMAT, dtype)

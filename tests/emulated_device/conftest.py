@@ -1,7 +1,5 @@
 """Tests of and on an emulated machine with GPUs; where there are real ones, Triton's interpreter is not to be had."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A kernel to plant faults with, and what is found of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What captures and replays must not do: each planted, beside what they may."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An emulated device looks like one, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

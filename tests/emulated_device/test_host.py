@@ -1,7 +1,5 @@
 """When the host waits for the device, and what it may do to memory meanwhile: each planted, beside what is allowed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

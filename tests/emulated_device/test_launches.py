@@ -1,7 +1,5 @@
 """Launches that a GPU would do otherwise, or in another order: each planted, beside what is right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -59,12 +57,16 @@ def test_a_repeated_launch_is_another_variant(start: int, length: int, cuda: Emu
     assert kinds(cuda) == ([] if (start, length) == (0, 17) else ["other specialisation"])
 
 
-@pytest.mark.parametrize("grid", [(65536, 1, 1), (1, 65535, 65535), (1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)])
-def test_grids(grid: tuple[int, int, int]) -> None:
+def test_grids() -> None:
     with EmulatedCuda(executes=False) as machine:
         x = torch.ones(4, device="cuda")
-        double_kernel[grid](x, x, 4, BLOCK=32)
-        assert kinds(machine) == (["grid"] if max(grid[1:]) > 65535 or grid[0] > 65536 else [])
+        for right in ((65536, 1, 1), (1, 65535, 65535)):
+            double_kernel[right](x, x, 4, BLOCK=32)
+        assert kinds(machine) == []
+        wrong = [(1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)]
+        for grid in wrong:
+            double_kernel[grid](x, x, 4, BLOCK=32)
+        assert [hazard.kind for hazard in machine.report.hazards] == ["grid"] * len(wrong)
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -105,25 +107,21 @@ ORDERS: dict[str, Callable[[Any, Any], None]] = {
 def test_streams_without_order(order: str, second: str, cuda: EmulatedCuda) -> None:
     x, out = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
     double(x, out)
-    graph = captured(lambda: out.copy_(x))
+    replay = captured(lambda: out.copy_(x)).replay
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     for stream in (one, other):
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(one):
-        if second == "writes":
-            out.copy_(x)
-        else:
-            x.add_(1)
+        _ = out.copy_(x) if second == "writes" else x.add_(1)
     ORDERS[order](one, other)
+    works = {
+        "reads": lambda: out.copy_(x),
+        "writes": x.zero_,
+        "is a kernel": lambda: double(x, out),
+        "is a replay": replay,
+    }
     with torch.cuda.stream(other):
-        if second == "is a kernel":
-            double(x, out)
-        elif second == "is a replay":
-            graph.replay()
-        elif second == "reads":
-            out.copy_(x)
-        else:
-            x.fill_(0)
+        works[second]()
     assert kinds(cuda) == (["unordered streams"] if order in ("none", "the wrong way") else [])
 
 

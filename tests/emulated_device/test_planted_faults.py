@@ -1,11 +1,10 @@
 """Faults planted in the project itself are found as hazards, so that none found means something."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.kernels.cache.copy_blocks import BlockCopy
 from tests.cache.random_kv import make_manager
 from tests.emulated_device.emulator.device import EmulatedCuda
-from tests.emulated_device.emulator.order import Event, Stream
+from tests.emulated_device.emulator.streams import Event, Stream
 from tests.emulated_device.test_cache import swap
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 
@@ -23,29 +22,28 @@ def kinds(machine: EmulatedCuda) -> set[str]:
     return {hazard.kind for hazard in machine.report.hazards}
 
 
-def engine_of(folder: Path) -> Engine:
-    save_checkpoint(FAMILIES["llama"], folder)
-    executor = LlmExecutor.from_pretrained(folder, device="cuda", num_blocks=32, block_size=4, cuda_graphs=[2])
-    executor.warmup()
-    return Engine(executor, EngineConfig(), seed=0)
+def send_numbers() -> None:
+    for first in (1, 100):
+        paged.staging.to_device((np.arange(first, first + 9),), torch.device("cuda:0"))
 
 
-def generate(engine: Engine) -> None:
-    engine.generate([tokens(5), tokens(7, 1)], SamplingParams(temperature=0, max_tokens=3), progress=False)
+def send_pairs() -> None:
+    tensors = make_manager(device="cuda")._tensors
+    for pairs in ([(1, 2), (1, 3)], [(4, 5)]):
+        tensors.copy(pairs)
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
+@pytest.mark.parametrize("send", [send_numbers, send_pairs])
 def test_a_staging_buffer_is_used_again_too_early(
-    is_planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    send: Callable[[], None], is_planted: bool, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda
 ) -> None:
     monkeypatch.setattr(paged.staging, "_NUM_BUFFERS", 1)
     if is_planted:
         monkeypatch.setattr(paged.staging._StreamEvent, "synchronize", lambda event: None)
-    with EmulatedCuda() as cuda:
-        for first in (1, 100):
-            paged.staging.to_device((paged.staging.np.arange(first, first + 9),), paged.staging.torch.device("cuda:0"))
-        paged.staging.torch.cuda.synchronize()
-        assert kinds(cuda) == ({"host memory in flight"} if is_planted else set())
+    send()
+    torch.cuda.synchronize()
+    assert kinds(cuda) == ({"host memory in flight"} if is_planted else set())
 
 
 def never_waits(is_computing: bool, patch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
@@ -80,31 +78,22 @@ SWAP_FAULTS: dict[str, Callable[[pytest.MonkeyPatch, EmulatedCuda], None]] = {
 @pytest.mark.parametrize("fault", SWAP_FAULTS)
 def test_swap_faults(fault: str, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
     SWAP_FAULTS[fault](monkeypatch, cuda)
-    swap(make_manager(device="cuda", num_swap_blocks=6), lambda: None)
+    swap(make_manager(device="cuda", num_swap_blocks=6))
     assert ("unordered streams" in kinds(cuda)) == (fault != "none")
     assert fault != "none" or not kinds(cuda)
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
-def test_pairs_of_copies_are_overwritten(is_planted: bool, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
-    monkeypatch.setattr(paged.staging, "_NUM_BUFFERS", 1)
-    if is_planted:
-        monkeypatch.setattr(paged.staging._StreamEvent, "synchronize", lambda event: None)
-    tensors = make_manager(device="cuda")._tensors
-    for pairs in ([(1, 2), (1, 3)], [(4, 5)]):
-        tensors.copy(pairs)
-    torch.cuda.synchronize()
-    assert kinds(cuda) == ({"host memory in flight"} if is_planted else set())
-
-
-@pytest.mark.parametrize("is_planted", [False, True])
 def test_weights_are_replaced_under_graphs(is_planted: bool, tmp_path: Path) -> None:
+    save_checkpoint(FAMILIES["llama"], tmp_path)
     with EmulatedCuda(executes=False) as cuda:
-        engine = engine_of(tmp_path)
-        for parameter in engine.executor.model.network.parameters():  # type: ignore[attr-defined]
+        executor = LlmExecutor.from_pretrained(tmp_path, device="cuda", num_blocks=32, block_size=4, cuda_graphs=[2])
+        executor.warmup()
+        for parameter in executor.model.network.parameters():  # type: ignore[attr-defined]
             parameter.data = parameter.data * 0.9
         if not is_planted:
-            engine.executor.warmup()
-        generate(engine)
+            executor.warmup()
+        engine = Engine(executor, EngineConfig(), seed=0)
+        engine.generate([tokens(5), tokens(7, 1)], SamplingParams(temperature=0, max_tokens=3), progress=False)
         assert cuda.report.num_replays > 0
         assert kinds(cuda) == ({"freed memory"} if is_planted else set())

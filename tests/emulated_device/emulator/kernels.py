@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulated_device.emulator.graphs import Blocks, Work
 from tests.emulated_device.emulator.memory import Block
+from tests.emulated_device.emulator.operations import CudaTensor
 from tests.emulated_device.emulator.report import CompiledKernel, Launch, place
-from tests.emulated_device.emulator.tensor import CudaTensor
+from tests.emulated_device.emulator.streams import Blocks, Work
 
 if TYPE_CHECKING:
     from tests.emulated_device.emulator.device import EmulatedCuda
@@ -24,63 +25,43 @@ if TYPE_CHECKING:
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
-class Driver:
+def driver(machine: EmulatedCuda) -> Any:
     """What Triton asks its driver for before a launch."""
-
-    def __init__(self, machine: EmulatedCuda) -> None:
-        self._machine = machine
-
-    def get_current_device(self) -> int:
-        return self._machine.current_device()
-
-    def get_current_stream(self, device: int) -> int:
-        return self._machine.current_stream(device).stream_id
-
-    def get_current_target(self) -> GPUTarget:
-        major, minor = self._machine.capability
-        return GPUTarget("cuda", 10 * major + minor, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", self._machine.current_device())
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-    def is_active(self) -> bool:
-        return True
+    major, minor = machine.capability
+    return SimpleNamespace(
+        get_current_device=machine.current_device,
+        get_current_stream=lambda device: machine.current_stream(device).stream_id,
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_active_torch_device=lambda: torch.device("cuda", machine.current_device()),
+        get_device_interface=lambda: torch.cuda,
+        is_active=lambda: True,
+    )
 
 
 class Kernels:
     """The kernels of the process, as the emulated devices know them."""
 
     def __init__(self, machine: EmulatedCuda) -> None:
-        self._machine = machine
+        self.machine = machine
         self._known: dict[Any, _Kernel] = {}
         self._interpret = interpreter.InterpretedFunction.run
 
     def run(self, function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """In place of the interpreter's own: `function[grid](*args, **kwargs)`."""
-        with self._machine.lock:
+        with self.machine.lock:
             if function not in self._known:
                 self._known[function] = _Kernel(self, function)
             return self._known[function].run(*args, grid=grid, warmup=warmup, **kwargs)
 
-    def compiled(self, compiled: CompiledKernel) -> None:
-        """A variant is needed that is not there yet."""
-        machine = self._machine
-        machine.report.compiled.append(compiled)
-        if machine.capturing is not None:
-            machine.report.hazard("compiled in a capture", compiled.name)
-
-    def launch(self, kernel: _Kernel, grid: tuple[int, ...], args: tuple[Any, ...], new: CompiledKernel | None) -> None:
+    def launch(self, kernel: _Kernel, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         """One launch on the current device's current stream."""
-        machine, name, where = self._machine, kernel.function.fn.__name__, place()
+        machine, name, where = self.machine, kernel.name, place()
         grid = (*grid, 1, 1)[:3]
         if any(size > limit for size, limit in zip(grid, _GRID_LIMITS, strict=True)):
             machine.report.hazard("grid", f"{name} on a grid of {grid}, beyond {_GRID_LIMITS}")
         named = dict(zip(kernel.arg_names, args, strict=True))
         blocks = tuple(block for argument, value in named.items() for block in self._blocks(name, argument, value))
-        machine.report.launches.append(Launch(name, grid, where, new))  # type: ignore[arg-type]
+        machine.report.launches.append(Launch(name, grid, where))  # type: ignore[arg-type]
         if 0 in grid:
             return
         inner = {argument: _inner(value) for argument, value in named.items()}
@@ -102,12 +83,12 @@ class Kernels:
         if not isinstance(value, torch.Tensor):
             return []
         if isinstance(value, CudaTensor):
-            current = self._machine.current_device()
+            current = self.machine.current_device()
             if value.device.index != current:
                 text = f"{kernel} was launched on cuda:{current} with {argument} on {value.device}"
-                self._machine.report.hazard("wrong device", text)
+                self.machine.report.hazard("wrong device", text)
             return [value.allocation.block]
-        block = self._machine.transfers.pinned_block(value)
+        block = self.machine.transfers.pinned_block(value)
         if block is None and value.numel():
             raise ValueError(f"Pointer argument {argument} of {kernel} cannot be accessed from Triton (cpu tensor?)")
         return [] if block is None else [block]
@@ -118,29 +99,29 @@ class _Kernel(JITFunction[Any]):
 
     def __init__(self, kernels: Kernels, function: Any) -> None:
         super().__init__(function.fn, **function.kwargs)
-        self._kernels = kernels
-        self.function = function
+        self.kernels, self.function, self.name = kernels, function, function.fn.__name__
 
     def _do_compile(
         self, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, *_: Any
     ) -> Any:
         arguments: dict[str, str] = {}
         for index, (name, kind) in enumerate(signature.items()):
-            fixed = [_shown(value) for path, value in constexprs.items() if path[0] == index]
-            is_aligned = [path for path, value in attrs.items() if path[0] == index and value]
-            arguments[name] = ", ".join(fixed) if kind == "constexpr" else f"{kind}{' / 16' * bool(is_aligned)}"
-        chosen = {option: getattr(options, option) for option in ("num_warps", "num_stages", "num_ctas", "maxnreg")}
-        shown = ", ".join(f"{option}={value}" for option, value in chosen.items())
-        new = CompiledKernel(self.function.fn.__name__, int(device), arguments, shown, place())
-        self._kernels.compiled(new)
-        compiled = _Compiled(self._kernels, self, new)
-        self.device_caches[device][0][key] = compiled
+            fixed = [str(getattr(one, "__name__", one)) for path, one in constexprs.items() if path[0] == index]
+            is_aligned = any(value for path, value in attrs.items() if path[0] == index)
+            arguments[name] = ", ".join(fixed) if kind == "constexpr" else f"{kind}{' / 16' * is_aligned}"
+        names = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+        shown = ", ".join(f"{option}={getattr(options, option)}" for option in names)
+        new = CompiledKernel(self.name, int(device), arguments, shown, place())
+        machine = self.kernels.machine
+        machine.report.compiled.append(new)
+        if machine.thread.capturing is not None:
+            machine.report.hazard("compiled in a capture", self.name)
+        compiled = self.device_caches[device][0][key] = _Compiled(self, new.device)
         return compiled
 
     def specialisation(self, args: tuple[Any, ...]) -> list[str]:
         """What Triton would fix of each of these arguments."""
-        device = self._kernels._machine.current_device()
-        binder = self.device_caches[device][-1]
+        binder = self.device_caches[self.kernels.machine.current_device()][-1]
         return [str(one) for one in binder(*args)[1]]
 
 
@@ -149,10 +130,8 @@ class _Compiled:
 
     function = packed_metadata = None
 
-    def __init__(self, kernels: Kernels, kernel: _Kernel, compiled: CompiledKernel) -> None:
-        self._kernels, self._kernel = kernels, kernel
-        self._new: CompiledKernel | None = compiled
-        self._compiled = compiled
+    def __init__(self, kernel: _Kernel, device: int) -> None:
+        self._kernel, self._device = kernel, device
         self._specialisation: list[str] = []
 
     def launch_metadata(self, *_: Any) -> None:
@@ -160,24 +139,22 @@ class _Compiled:
 
     def run(self, grid_0: int, grid_1: int, grid_2: int, *rest: Any) -> None:
         args = rest[-len(self._kernel.arg_names) :]
-        if self._new is not None:
-            self._specialisation = self._kernel.specialisation(args)
-        new, self._new = self._new, None
-        self._kernels.launch(self._kernel, (grid_0, grid_1, grid_2), args, new)
+        self._specialisation = self._specialisation or self._kernel.specialisation(args)
+        self._kernel.kernels.launch(self._kernel, (grid_0, grid_1, grid_2), args)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        kernel, machine = self._kernel, self._kernel.kernels.machine
+
         def launch(*args: Any, stream: Any = None) -> None:
-            machine = self._kernels._machine
-            name = self._compiled.name
-            found = self._kernel.specialisation(args)
-            for argument, was, now in zip(self._kernel.arg_names, self._specialisation, found, strict=True):
+            found = kernel.specialisation(args)
+            for argument, was, now in zip(kernel.arg_names, self._specialisation, found, strict=True):
                 if was != now:
-                    text = f"{name} was compiled for {argument} as {was}, and launched with {now}"
+                    text = f"{kernel.name} was compiled for {argument} as {was}, and launched with {now}"
                     machine.report.hazard("other specialisation", text)
-            if machine.current_device() != self._compiled.device:
-                text = f"{name} was compiled for cuda:{self._compiled.device}"
+            if machine.current_device() != self._device:
+                text = f"{kernel.name} was compiled for cuda:{self._device}"
                 machine.report.hazard("wrong device", f"{text}, and launched on cuda:{machine.current_device()}")
-            self._kernels.launch(self._kernel, grid, args, None)
+            kernel.kernels.launch(kernel, grid, args)
 
         return launch
 
@@ -253,7 +230,3 @@ def _inner(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_inner, value))
     return value.inner if isinstance(value, CudaTensor) else value
-
-
-def _shown(value: Any) -> str:
-    return str(getattr(value, "__name__", value))

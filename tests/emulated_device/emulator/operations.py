@@ -1,4 +1,5 @@
-"""PyTorch's operations on emulated tensors: done on the CPU, given to a stream, or taken down by a capture."""
+"""Tensors that say cuda and hold their values in CPU memory; PyTorch's operations on them: done on the CPU, given to a
+stream, or taken down by a capture."""
 
 from __future__ import annotations
 
@@ -7,20 +8,76 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tests.emulated_device.emulator.graphs import Work
-from tests.emulated_device.emulator.memory import poison, zeros_like
+from tests.emulated_device.emulator.memory import Allocation, poison, zeros_like
 from tests.emulated_device.emulator.report import place
-from tests.emulated_device.emulator.tensor import CudaTensor, map_tensors, tensors_in
+from tests.emulated_device.emulator.streams import Work
 
 if TYPE_CHECKING:
     from tests.emulated_device.emulator.device import EmulatedCuda
 
+_CUDA_IN_DLPACK = 2
 # Their results' sizes, or their results, are needed on the host.
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
             "bincount"}  # fmt: skip
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _REFUSED = {"set_", "resize_", "resize_as_"}
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor of an emulated device. inner: the CPU tensor behind it; allocation: shared by all views."""
+
+    inner: torch.Tensor
+    allocation: Allocation
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls: type[CudaTensor], inner: torch.Tensor, allocation: Allocation) -> CudaTensor:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **layout, device=allocation.device)
+        made.inner, made.allocation = inner, allocation
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where no mode is on: on threads that began before it."""
+        machine = next(tensor.allocation.machine for tensor in _tensors_in((args, kwargs)) if isinstance(tensor, cls))
+        return machine.operations.dispatch(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+
+    __array__ = numpy
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"CudaTensor({self.inner!r}, device={self.device})"
+
+    def record_stream(self, stream: Any) -> None:
+        self.allocation.block.home = None
+
+    def __dlpack_device__(self) -> Any:
+        return _CUDA_IN_DLPACK, self.device.index
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: CudaTensor) -> None:
+        """As torch does, this keeps the object and gives it the other's memory."""
+        if value.shape != self.shape or value.dtype != self.dtype or value.stride() != self.stride():
+            raise NotImplementedError("data of another shape, stride or dtype")
+        self.inner, self.allocation = value.inner, value.allocation
 
 
 class _Effects(NamedTuple):
@@ -39,7 +96,7 @@ class Operations:
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what a machine with GPUs does for `func(*args, **kwargs)`."""
-        tensors = tensors_in((args, kwargs))
+        tensors = _tensors_in((args, kwargs))
         ours = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         name = func.overloadpacket.__name__
         wanted = kwargs.get("device")
@@ -85,7 +142,7 @@ class Operations:
                 self._machine.wait_for(f"{name} with indices on the host")
             value = args[2] if len(args) > 2 else None
             is_fill = value is not None and value.numel() == 1 and value.device.type == "cpu" and len(indices) == 1
-            if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not is_fill:
+            if _has_mask(name, args) and not is_fill:
                 self._machine.wait_for(f"{name} with a mask")
             strangers = [one for one in strangers if not any(one is index for index in indices)]
         if len(places) > 1 or (places and strangers):
@@ -103,7 +160,7 @@ class Operations:
     ) -> Any:
         machine, effects = self._machine, _effects(func)
         stream = machine.current_stream(device)
-        inner_args, inner_kwargs = map_tensors(_inner, args), map_tensors(_inner, kwargs)
+        inner_args, inner_kwargs = _map_tensors(_inner, args), _map_tensors(_inner, kwargs)
         if "device" in kwargs:
             inner_kwargs["device"] = torch.device("cpu")
         if effects.is_view:
@@ -116,10 +173,9 @@ class Operations:
         elif written:
             result = written[0] if len(written) == 1 else tuple(written)
         else:
-            result = map_tensors(
-                lambda shape: self._new(zeros_like(shape), device), self._shapes(func, inner_args, inner_kwargs)
-            )
-        made = [tensor for tensor in tensors_in(result) if all(tensor is not one for one in ours)]
+            shapes = self._shapes(func, inner_args, inner_kwargs)
+            result = _map_tensors(lambda shape: self._new(zeros_like(shape), device), shapes)
+        made = [tensor for tensor in _tensors_in(result) if all(tensor is not one for one in ours)]
         if machine.executes and (name in _EMPTY or stream.capture is not None):
             for tensor in made:
                 poison(tensor.inner)
@@ -128,13 +184,13 @@ class Operations:
         targets = [tensor.inner for tensor in made]
 
         def run() -> None:
-            again = tensors_in(func(*inner_args, **inner_kwargs))
+            again = _tensors_in(func(*inner_args, **inner_kwargs))
             for target, value in zip(targets, again if targets else (), strict=True):
                 target.copy_(value)
 
         writes = tuple(tensor.allocation.block for tensor in (*written, *made))
-        work = Work(name, place(), reads, writes, _nothing if stream.capture is None else run)
-        machine.submit(stream, work)
+        is_done = stream.capture is None
+        machine.submit(stream, Work(name, place(), reads, writes, (lambda: None) if is_done else run))
         return result
 
     def _converted(self, source: torch.Tensor, kwargs: Any) -> Any:
@@ -158,8 +214,7 @@ class Operations:
         host's memory is pinned, contiguous and of the same dtype."""
         if source.numel() == 0:
             return target
-        machine = self._machine
-        to, of = _inner(target), _inner(source)
+        machine, to, of = self._machine, _inner(target), _inner(source)
         here = target if isinstance(target, CudaTensor) else source
         stream = machine.current_stream(here.device)
         host = next((tensor for tensor in (target, source) if not isinstance(tensor, CudaTensor)), None)
@@ -181,13 +236,10 @@ class Operations:
                 machine.transfers.deliver(of)
             to.copy_(of)
 
-        if host is None:  # PyTorch puts the copy between the two devices' streams
-            other = machine.current_stream(source.device)
-            stream.wait_stream(other)
-            machine.submit(stream, Work("copy_", place(), *blocks, run=run))
-            other.wait_stream(stream)
-        else:
-            machine.submit(stream, Work("copy_", place(), *blocks, run=run))
+        other = machine.current_stream(source.device) if host is None else stream
+        stream.wait_stream(other)  # PyTorch puts the copy between the two devices' streams
+        machine.submit(stream, Work("copy_", place(), *blocks, run=run))
+        other.wait_stream(stream)
         if host is None or stream.capture is not None:
             return target
         time = stream.clock[stream.stream_id]
@@ -203,21 +255,16 @@ class Operations:
     def _wrapped(self, result: Any, ours: list[CudaTensor], device: torch.device) -> Any:
         """Results in place of the CPU's: an argument itself, a view that shares its memory, or a new tensor."""
         known = {id(tensor.inner): tensor for tensor in ours}
-
-        def wrap(inner: torch.Tensor) -> CudaTensor:
-            return known[id(inner)] if id(inner) in known else self._new(inner, device)
-
-        return map_tensors(wrap, result)
+        return _map_tensors(lambda inner: known[id(inner)] if id(inner) in known else self._new(inner, device), result)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation's results without their memory; the same question is asked at every step."""
         key = func, _key(args), _key(kwargs)
         if key not in self._known_shapes:
-            options = {
-                **map_tensors(_shape, kwargs),
-                **({"device": torch.device("meta")} if "device" in kwargs else {}),
-            }
-            self._known_shapes[key] = func(*map_tensors(_shape, args), **options)
+            options = _map_tensors(_shape, kwargs)
+            if "device" in kwargs:
+                options["device"] = torch.device("meta")
+            self._known_shapes[key] = func(*_map_tensors(_shape, args), **options)
         return self._known_shapes[key]
 
     def _new(self, inner: torch.Tensor, device: torch.device) -> CudaTensor:
@@ -232,8 +279,7 @@ def _effects(func: Any) -> _Effects:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _effects(func).written]
-    return tensors_in(values)
+    return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _effects(func).written])
 
 
 def _has_mask(name: str, args: Any) -> bool:
@@ -260,5 +306,20 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-def _nothing() -> None:
-    """It has been done."""
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors among an operation's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for one in within for tensor in _tensors_in(one)]
+
+
+def _map_tensors(change: Any, value: Any) -> Any:
+    """The same arguments or results with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(change, one) for one in value)
+    if isinstance(value, dict):
+        return {name: _map_tensors(change, one) for name, one in value.items()}
+    return value

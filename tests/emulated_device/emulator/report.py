@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOM = str(Path(__file__).resolve().parent)
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -37,12 +38,11 @@ class Synchronisation:
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel given to a stream, or to a graph that is being captured. compiled: None where it was before."""
+    """A Triton kernel given to a stream, or to a graph that is being captured."""
 
     kernel: str
     grid: tuple[int, int, int]
     place: str
-    compiled: CompiledKernel | None
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,15 @@ class CompiledKernel:
 
     def differs_from(self, other: CompiledKernel) -> dict[str, tuple[str, str]]:
         """What is fixed otherwise in the two, by argument: there, and here."""
-        ours = {**self.arguments, "options": self.options, "device": str(self.device)}
-        theirs = {**other.arguments, "options": other.options, "device": str(other.device)}
+        theirs, ours = (
+            {**each.arguments, "options": each.options, "device": str(each.device)} for each in (other, self)
+        )
         return {name: (theirs[name], value) for name, value in ours.items() if theirs.get(name) != value}
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A moment, to ask for what came after it."""
+class Mark(NamedTuple):
+    """A moment, to ask for what came after it: how much there was of each."""
 
-    hazards: int
     synchronisations: int
     launches: int
     compiled: int
@@ -96,7 +95,7 @@ class Report:
 
     def mark(self) -> Mark:
         """This moment."""
-        return Mark(len(self.hazards), len(self.synchronisations), len(self.launches), len(self.compiled))
+        return Mark(len(self.synchronisations), len(self.launches), len(self.compiled))
 
     def compiled_after(self, mark: Mark) -> list[CompiledKernel]:
         """The variants of kernels that a GPU would have compiled since, while its caller waits."""
@@ -117,8 +116,7 @@ def place() -> str:
     """file:line of the innermost caller that is neither of this instrument nor of a library."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = _source(frame.f_code.co_filename)
-        if name is not None:
+        if (name := _source(frame.f_code.co_filename)) is not None:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

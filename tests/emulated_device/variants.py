@@ -1,0 +1,131 @@
+"""Puts the kernel variants that tests and steps launch through the compiler's front end for sm_90; needs no GPU.
+
+    python -m tests.emulated_device.variants [--all] [--record]
+
+The interpreter runs what no compiler accepts, and the compile cases are only some of the variants that are launched.
+The tests run on an emulated device that computes nothing: their launches count, not their results. A kernel is skipped
+while clean.txt has the hash of its sources and Triton's version; --record adds those whose variants are all accepted.
+"""
+
+import argparse
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.compiler import ASTSource
+from triton.compiler.compiler import ir, make_backend
+
+from paged.bench.compilation.case import TARGETS
+from paged.bench.compilation.compile import all_cases, sources
+
+CLEAN = Path(__file__).with_name("clean.txt")
+TARGET = TARGETS["sm_90"]
+STEPS = "tests/models/test_same_logits.py", "tests/models/test_step_graphs.py"
+
+
+class Variant(NamedTuple):
+    """What Triton compiles for a launch."""
+
+    module: str
+    name: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[tuple[int, ...], Any]
+    attrs: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, int]
+
+
+def record(path: Path, tests: list[str]) -> None:
+    """Write the variants that `tests` launch; in a process with TRITON_INTERPRET=1."""
+    import pytest
+
+    from tests.emulated_device.emulator import kernels
+    from tests.emulated_device.emulator.device import EmulatedCuda
+
+    found: set[bytes] = set()
+    compile_kernel = kernels._Kernel._do_compile
+
+    def noted(self: Any, key: Any, sig: Any, device: Any, consts: Any, options: Any, attrs: Any, *rest: Any) -> Any:
+        function, chosen = self.function.fn, {name: getattr(options, name) for name in ("num_warps", "num_stages")}
+        if function.__module__.startswith("paged."):  # not the copies with planted faults
+            variant = Variant(function.__module__, function.__name__, dict(sig), dict(consts), dict(attrs), chosen)
+            found.add(pickle.dumps(variant))
+        return compile_kernel(self, key, sig, device, consts, options, attrs, *rest)
+
+    kernels._Kernel._do_compile = noted  # type: ignore[method-assign]
+    with EmulatedCuda(executes=False, num_sms=132, total_memory=139 << 30):
+        pytest.main(
+            ["-p", "no:cacheprovider", "-q", "--tb=no", "-rN", "--ignore=tests/kernels/test_compile.py", *tests]
+        )
+    path.write_bytes(pickle.dumps(sorted(found)))
+
+
+def launched(tests: Iterable[str]) -> list[Variant]:
+    """The distinct variants that `tests` launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "variants")
+        command = [sys.executable, "-m", "tests.emulated_device.variants", "--into", str(path), *tests]
+        subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, stdout=subprocess.DEVNULL)
+        return [pickle.loads(each) for each in pickle.loads(path.read_bytes())]
+
+
+def compile_front_end(kernel: Any, variant: Variant) -> None:
+    """Make Triton's IR of a variant; raises what the compiler raises."""
+    backend, context = make_backend(TARGET), ir.context()
+    options = backend.parse_options(dict(variant.options))
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(kernel, variant.signature, variant.constexprs, variant.attrs)
+    source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+
+
+def key_of(kernel: Any) -> str:
+    """Hash of a kernel's sources and of Triton's version."""
+    return hashlib.sha256(repr((triton.__version__, sources(kernel))).encode()).hexdigest()[:16]
+
+
+def tests_of(modules: Iterable[str]) -> list[str]:
+    """The tests that launch the kernels of modules such as paged.kernels.moe.gemv."""
+    return [*sorted({f"tests/kernels/{module.split('.')[2]}" for module in modules}), *STEPS]
+
+
+def main(argv: list[str]) -> int:
+    """Print the variants that are not accepted; the exit code is 1 where there are any, or a kernel is not launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="kernels that clean.txt names, too")
+    parser.add_argument("--record", action="store_true", help="add the kernels without a fault to clean.txt")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    args, tests = parser.parse_known_args(argv)
+    if args.into:
+        record(args.into, tests)
+        return 0
+    clean = set(CLEAN.read_text().split())
+    kernels = {(case.kernel.fn.__module__, case.kernel.fn.__name__): case.kernel for case in all_cases()}
+    changed = {place: kernel for place, kernel in kernels.items() if args.all or key_of(kernel) not in clean}
+    if not changed:
+        return 0
+    variants = [each for each in launched(tests_of(module for module, _ in changed)) if each[:2] in changed]
+    faulty = changed.keys() - {each[:2] for each in variants}
+    for _, name in faulty:
+        print(f"{name}: no test has launched it")
+    for each in variants:
+        try:
+            compile_front_end(changed[each[:2]], each)
+        except Exception as error:  # the compiler raises many kinds
+            faulty.add(each[:2])
+            print(f"{each.name}: {str(error).strip().splitlines()[-1]}\n    {each[2:]}")
+    print(f"{len(variants)} variants of {len(changed)} kernels, {len(faulty)} kernels with a fault")
+    if args.record:
+        clean |= {key_of(kernel) for place, kernel in changed.items() if place not in faulty}
+        CLEAN.write_text("".join(f"{key}\n" for key in sorted(clean)))
+    return int(bool(faulty))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
