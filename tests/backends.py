@@ -1,7 +1,5 @@
 """Backends of families of kernels that numba's loops stand in, too."""
 
-from __future__ import annotations
-
 import pytest
 
 from paged.kernels.common.device import has_numba

@@ -1,7 +1,5 @@
 """The public operations: what `paged` exports of the kernels, but for `check_ids`, which waits for their checks."""
 
-from __future__ import annotations
-
 import paged
 
 OPERATIONS = [

@@ -1,7 +1,5 @@
 """Every code block of the README and of docs/ runs as it stands, those of a page one after the other."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -12,39 +10,66 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = {
+    page.name: re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE) for page in PAGES
+}  # a page's languages and code
+WITH = {language: [page for page in CODE if language in dict(CODE[page])] for language in ("python", "bash")}
+# They compile, or import transformers or compilers.
+SLOW = ["adding-a-kernel.md", "adding-a-model.md", "interop.md", "kernels.md"]
+
+# Each page in a process of its own that begins with all of the package imported.
+RUN_PAGES = """
+import multiprocessing, os, runpy, sys
+import paged, torch
+
+def run(page):
+    print("\\n##", page, flush=True)
+    os.chdir(page)
+    runpy.run_path("page.py", run_name="__main__")
+
+loaded = [getattr(paged, name) for name in paged.__all__]
+processes = [multiprocessing.get_context("fork").Process(target=run, args=(page,)) for page in sys.argv[1:]]
+for process in processes:
+    process.start()
+    process.join()
+sys.exit(any(process.exitcode for process in processes))
+"""
 
 
-def _blocks(page: Path) -> list[tuple[str, str]]:
-    """Language and code of each fenced block."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+def code_of(page: str, language: str, folder: Path) -> str:
+    """A page's code of one language, to run in `folder`, where the bundled checkpoint lies."""
+    folder.mkdir(exist_ok=True)
+    (folder / "models").symlink_to(ROOT / "models")
+    return "\n\n".join(code for found, code in CODE[page] if found == language)
 
 
-def _run(command: list[str], folder: Path) -> None:
+def run(command: list[str], folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_have_a_language_that_runs(page: Path) -> None:
-    assert {language for language, _ in _blocks(page)} <= {"python", "bash"}
+def test_blocks_have_a_language_that_runs() -> None:
+    assert {language for blocks in CODE.values() for language, _ in blocks} == {"python", "bash"}
 
 
 @pytest.mark.parametrize(
-    ("page", "language"),
-    [(page, language) for page in PAGES for language in sorted({language for language, _ in _blocks(page)})],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    "pages", [sorted({*WITH["python"]} - {*SLOW}), pytest.param(SLOW, marks=pytest.mark.thorough)], ids=["fast", "slow"]
 )
-def test_blocks_run(page: Path, language: str, tmp_path: Path) -> None:
-    """In a folder with the bundled checkpoint. Python from a file, as Triton reads the source of kernels."""
-    code = "\n\n".join(code for found, code in _blocks(page) if found == language)
-    (tmp_path / "models").symlink_to(ROOT / "models")
-    if language == "python":
-        (tmp_path / "page.py").write_text(code)
-        _run([sys.executable, "page.py"], tmp_path)
-    else:
-        _run(["bash", "-euc", f'paged() {{ "{sys.executable}" -m paged "$@"; }}\n{code}'], tmp_path)
+def test_python_runs(pages: list[str], tmp_path: Path) -> None:
+    """From files, as Triton reads the source of kernels."""
+    for page in pages:
+        code = code_of(page, "python", tmp_path / page)
+        (tmp_path / page / "page.py").write_text(code)
+    run([sys.executable, "-c", RUN_PAGES, *pages], tmp_path)
+
+
+@pytest.mark.thorough  # commands take seconds each
+@pytest.mark.parametrize("page", WITH["bash"])
+def test_bash_runs(page: str, tmp_path: Path) -> None:
+    code = code_of(page, "bash", tmp_path)
+    run(["bash", "-euc", f'paged() {{ "{sys.executable}" -m paged "$@"; }}\n{code}'], tmp_path)
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,7 +1,5 @@
 """The wheel, installed into an environment of its own: all of the package, under no name but its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -48,7 +46,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     programs = folder / "bin"
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    # Without PYTHONPATH: a paged that lies there would count as installed.
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], env={}, check=True)
     return programs
 
 
@@ -72,6 +71,7 @@ def test_it_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert {"paged/py.typed", "paged/models/recall/model.safetensors", "paged/bench/report/report.html"} <= packed
 
 
+@pytest.mark.thorough
 def test_it_imports_beside_a_package_named_kernels(environment: Path, tmp_path: Path) -> None:
     code = "import kernels, paged, paged.kernels.layers.rms_norm; print(kernels.owner); print(paged.__file__)"
     owner, file = run(environment, tmp_path, "python", "-c", code).splitlines()
@@ -79,6 +79,7 @@ def test_it_imports_beside_a_package_named_kernels(environment: Path, tmp_path: 
     assert Path(file).is_relative_to(environment.parent)
 
 
+@pytest.mark.thorough
 def test_its_commands_run(environment: Path, tmp_path: Path) -> None:
     generated = json.loads(run(environment, tmp_path, "paged", "generate", "--count", "2", "--json"))
     assert generated["summary"]["correct"] == 2

@@ -1,7 +1,5 @@
 """How close is close: budgets derived from the error of rounding itself, not constants chosen until a test passed."""
 
-from __future__ import annotations
-
 import torch
 
 from paged.kernels.common.reference import to_float8

@@ -1,7 +1,5 @@
 """Results as the benchmarks write them, of cases small enough for a test."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -16,9 +14,9 @@ from paged.bench.attention.cases import AttentionCase
 from paged.bench.engine import run as bench_engine
 from paged.bench.environment import environment
 from paged.bench.kernels import run as bench_kernels
+from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
 from paged.bench.report.build import main
-from paged.bench.timing import ceilings
 
 CPU = torch.device("cpu")
 SMALL = {"heads": (4, 2), "head_dim": 16}
@@ -29,6 +27,24 @@ ATTENTION = (
     AttentionCase("mixed", "chunk", ((1, 1024, 2048), (2, 1, 1024)), **SMALL),  # type: ignore[arg-type]
 )
 CACHE = gpu.ROOT / "bench" / "results" / "2026-11-22-cache-2-core-xeon.json"
+LIMITS = Ceilings(copy=2e10, read=2e10, matmul=1e11)
+
+
+def prepare(patch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU, outside of the interpreter; the rates of the device are given instead of measured,
+    and its cache is so small that calls rotate through few tensors."""
+    patch.delenv("TRITON_INTERPRET", raising=False)
+    patch.setenv("PAGED_BACKEND", "torch")
+    patch.setattr(timing, "cache_bytes", lambda device: 1 << 16)
+    timing.ceilings.cache_clear()
+    for name in ("timing", "engine.cpu_engines", "engine.throughput"):
+        patch.setattr(f"paged.bench.{name}.measured_ceilings", lambda *_: LIMITS)
+
+
+@pytest.fixture
+def by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs benchmarks in this process, see `prepare`."""
+    prepare(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -36,23 +52,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A file of every benchmark, by its name."""
     folder = tmp_path_factory.mktemp("results")
     paths = {name: folder / f"{name}.json" for name in ("attention", "moe", "kernels", "engine", "tune_attention")}
-
-    def options(name: str, only: str) -> list[str]:
-        return ["--device", "cpu", "--repeats", "3", "--only", only, "--json", str(paths[name])]
-
+    only = {"attention": "", "moe": "Qwen3-30B-A3B.zipf.16", "kernels": "norm", "engine": "overhead.greedy"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        patch.setenv("PAGED_BACKEND", "torch")
+        prepare(patch)
         patch.setattr(bench_attention, "CASES", ATTENTION)
-        patch.setattr(timing, "cache_bytes", lambda device: 1 << 16)  # few tensors to rotate through
-        assert bench_attention.main(options("attention", ""), lambda _: None) == 0
-        assert bench_moe.main(options("moe", "Qwen3-30B-A3B.zipf.16"), lambda _: None) == 0
-        assert bench_kernels.main(options("kernels", "norm"), lambda _: None) == 0
-        assert bench_engine.main(options("engine", "overhead"), lambda _: None) == 0
-        limits = ceilings(CPU, torch.float32, 3)
+        for module in (bench_attention, bench_moe, bench_kernels, bench_engine):
+            name = module.BENCHMARK.name
+            options = ["--device", "cpu", "--repeats", "3", "--only", only[name], "--json", str(paths[name])]
+            assert module.main(options, lambda _: None) == 0
         # Its command line needs a GPU, its measuring does not; a CPU has no tiles, so only the chooser's have times.
-        rows, refused = tune_attention.tune(ATTENTION[0].small(), CPU, 2, limits, lambda: True)
-        tuned = {**environment("tune_attention", CPU, limits), "rows": rows, "refused": refused}
+        rows, refused = tune_attention.tune(ATTENTION[0].small(), CPU, 2, LIMITS, lambda: True)
+        tuned = {**environment("tune_attention", CPU, LIMITS), "rows": rows, "refused": refused}
         paths["tune_attention"].write_text(json.dumps(tuned))
 
         def step(name: str, code: str) -> gpu.Step:

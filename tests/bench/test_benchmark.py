@@ -1,17 +1,21 @@
 """A benchmark whose process ends goes on in another: every case gets its row or its refusal once."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from paged.bench import benchmark
 from paged.bench.benchmark import DEVICE_LOST, Benchmark
+from paged.bench.contest import Contest
 from paged.bench.timing import CompiledWhileTimedError
+
+pytestmark = pytest.mark.usefixtures("by_pytorch")
 
 
 @dataclass(frozen=True)
@@ -19,30 +23,34 @@ class Case:
     name: str
 
 
-def _benchmark(measured: list[str]) -> Benchmark:
-    def measure(case: Case, _: Any) -> dict[str, Any]:
-        measured.append(case.name)
-        if case.name == "kills":
-            raise KeyboardInterrupt  # as far as the loop goes, the process ends
-        if case.name == "loses":
-            raise RuntimeError("an illegal memory access was encountered")
+def _benchmark(names: str, measure: Callable[[str], None]) -> Benchmark:
+    def row(case: Case, _: Any) -> dict[str, Any]:
+        measure(case.name)
         return {"name": case.name}
 
-    cases = [Case(name) for name in ("first", "kills", "second", "loses", "third")]
-    return Benchmark("some", "Some.", lambda _: cases, measure, {"cpu": 2}, device="cpu", has_limits=False)
+    cases = [Case(name) for name in names.split()]
+    return Benchmark("some", "Some.", lambda _: cases, row, {"cpu": 2}, device="cpu", has_limits=False)
 
 
 def test_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(benchmark, "interpreting", lambda: False)
     measured: list[str] = []
+
+    def measure(name: str) -> None:
+        measured.append(name)
+        if name == "kills":
+            raise KeyboardInterrupt  # as far as the loop goes, the process ends
+        if name == "loses":
+            raise RuntimeError("an illegal memory access was encountered")
+
     monkeypatch.setattr(benchmark, "_released", lambda _: measured[-1] != "loses")
-    some, path = _benchmark(measured), tmp_path / "some.json"
+    some, path = _benchmark("first kills second loses third", measure), tmp_path / "some.json"
     arguments = ["--json", str(path), "--resume"]
     with pytest.raises(KeyboardInterrupt):
         some.main(arguments, lambda _: None)
     assert some.main(arguments, lambda _: None) == DEVICE_LOST
-    assert some.main(arguments, lambda _: None) == 1
+    lines: list[str] = []
+    assert some.main(arguments, lines.append) == 1
+    assert [line.split()[0] for line in lines if line.startswith("third")] == ["third"]
     assert measured == ["first", "kills", "second", "loses", "third"]
     found = json.loads(path.read_text())
     assert [row["name"] for row in found["rows"]] == ["first", "second", "third"]
@@ -52,21 +60,39 @@ def test_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "running" not in found
 
 
-def test_a_row_that_compiled_while_timed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_compiled_while_timed_is_measured_again(tmp_path: Path) -> None:
     """And is refused where it does so every time."""
-    monkeypatch.setattr(benchmark, "interpreting", lambda: False)
     measured: list[str] = []
 
-    def measure(case: Case, _: Any) -> dict[str, Any]:
-        measured.append(case.name)
-        if case.name == "always" or measured.count(case.name) == 1:
+    def measure(name: str) -> None:
+        measured.append(name)
+        if name == "always" or measured.count(name) == 1:
             raise CompiledWhileTimedError("_late_kernel compiled while timed")
-        return {"name": case.name}
 
-    cases, path = [Case("once"), Case("always")], tmp_path / "some.json"
-    some = Benchmark("some", "Some.", lambda _: cases, measure, {"cpu": 2}, device="cpu", has_limits=False)
-    assert some.main(["--json", str(path)], lambda _: None) == 1
+    path = tmp_path / "some.json"
+    assert _benchmark("once always", measure).main(["--json", str(path)], lambda _: None) == 1
     assert measured == ["once", "once", "always", "always"]
     found = json.loads(path.read_text())
     assert [row["name"] for row in found["rows"]] == ["once"]
     assert "_late_kernel" in found["refused"]["always"]
+
+
+def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit):
+        _benchmark("one", lambda _: None).main([])
+    assert "times mean nothing, unset it to benchmark" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="times mean nothing"):
+        Contest(torch.device("cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs at full size")
+def test_suite_for_pytest_benchmark() -> None:
+    generate, test = _benchmark("one two", lambda _: None).suite()
+    given: dict[str, Any] = {}
+    fixture = SimpleNamespace(extra_info={}, pedantic=lambda run, arguments, rounds: run(*arguments))
+    generate(SimpleNamespace(parametrize=lambda name, cases, ids: given.update({name: cases, "ids": ids})))
+    assert given["ids"] == ["one", "two"]
+    test(given["case"][1], fixture)
+    assert fixture.extra_info["name"] == "two"
+    assert fixture.extra_info["benchmark"] == "some"

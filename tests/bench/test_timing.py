@@ -1,7 +1,5 @@
 """How calls are timed on a GPU, with a clock that the calls advance, and the time that cores were away."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,18 +36,12 @@ class _Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
 
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.time = clock.now
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Any) -> float:
-            return float(end.time - self.time) * 1e3
+    def event(*, enable_timing: bool) -> Any:
+        assert enable_timing
+        made = SimpleNamespace(time=0.0, synchronize=lambda: None)
+        made.record = lambda: vars(made).update(time=clock.now)
+        made.elapsed_time = lambda end: (end.time - made.time) * 1e3
+        return made
 
     class Graph:
         def replay(self) -> None:
@@ -61,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
         yield
         clock.captured = None
 
-    for name, fake in (("Event", Event), ("CUDAGraph", Graph), ("graph", capture), ("synchronize", lambda *_: None)):
+    for name, fake in (("Event", event), ("CUDAGraph", Graph), ("graph", capture), ("synchronize", lambda *_: None)):
         monkeypatch.setattr(torch.cuda, name, fake)
     return clock
 
@@ -87,15 +79,6 @@ def test_short_calls_share_a_graph(clock: _Clock, num_sets: int, seconds: float,
 def test_what_a_graph_cannot_take_is_timed_by_events(clock: _Clock) -> None:
     method, sample = sampler([clock.call(1e-3), clock.call(3e-3)], CUDA, capturable=False)
     assert (method, sample()) == ("events", pytest.approx(2e-3))
-
-
-@pytest.mark.usefixtures("clock")
-def test_host_time_takes_the_calls_in_turns() -> None:
-    order: list[str] = []
-    samples = host_seconds([lambda: order.append("a"), lambda: order.append("b")], CUDA, 5)
-    assert order == list("ababa")
-    assert len(samples) == 5
-    assert all(0 < seconds < 1 for seconds in samples)
 
 
 _WAYS: dict[str, Callable[[Callable[[], float]], Any]] = {
@@ -131,13 +114,9 @@ def test_what_compiles_while_timed_is_refused(way: str, late: int, monkeypatch: 
 
 
 def test_stolen_time_is_that_of_our_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cores = [
-        "cpu  9 9 9 9 9 9 9 99 0 0",
-        "cpu0 1 2 3 4 5 6 7 150 9 9",
-        "cpu1 9 9 9 9 9 9 9 70 9 9",
-        "cpu2 1 2 3 4 5 6 7 25 0 0",
-    ]
-    (tmp_path / "stat").write_text("\n".join([*cores, "intr 8 1 2 3 4 5 6 7 8", "ctxt 3", ""]))
+    cores = ["cpu  9 9 9 9 9 9 9 99 0 0", "cpu0 1 2 3 4 5 6 7 150 9 9", "cpu1 9 9 9 9 9 9 9 70 9 9"]
+    others = ["cpu2 1 2 3 4 5 6 7 25 0 0", "intr 8 1 2 3 4 5 6 7 8", "ctxt 3", ""]
+    (tmp_path / "stat").write_text("\n".join([*cores, *others]))
     monkeypatch.setattr(timing, "_STAT", tmp_path / "stat")
     monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {2, 0})
     monkeypatch.setattr(timing.os, "sysconf", lambda _: 100)
@@ -146,3 +125,8 @@ def test_stolen_time_is_that_of_our_cores(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert stolen_seconds() == [0.25, 0.0]
     monkeypatch.setattr(timing, "_STAT", tmp_path / "none")
     assert stolen_seconds() == [0.0]
+
+
+def test_measured_rates() -> None:
+    limits = timing.measured_ceilings(torch.device("cpu"), torch.float32, 1, most_bytes=1 << 20)
+    assert min(limits.copy, limits.read, limits.matmul) > 1e6

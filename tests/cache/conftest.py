@@ -1,7 +1,5 @@
 """What several tests of the cache share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,9 +8,9 @@ from tests.cache.prefix_cache import Cache
 from tests.cache.random_kv import make_manager
 
 
-@pytest.fixture
-def torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Copies by PyTorch on a CPU: thousands of launches of Triton's interpreter would take minutes."""
+@pytest.fixture(autouse=True)
+def _torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Without the fixture `backend`, PyTorch copies on a CPU: launches of Triton's interpreter would take minutes."""
     if device.type == "cpu":
         monkeypatch.setenv("PAGED_BACKEND", "torch")
 

@@ -1,20 +1,30 @@
-"""A cache whose contents tell which tokens they belong to."""
-
-from __future__ import annotations
+"""A cache whose contents tell which tokens they belong to, and a subscriber that follows its index."""
 
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatchItem
+from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent
 from paged.forward_step import forward_step
 from paged.seq_id import as_namespace
 
 BLOCK = 4
 CONFIG = PagedKvCacheConfig(num_layers=2, num_kv_heads=1, head_dim=8, block_size=BLOCK, num_blocks=12)
+# Hashes of a block alone, whatever came before it, which it shares with others, or with all.
+FORGED: list[Callable[[Any], int]] = [
+    lambda block: 7,
+    lambda block: int(block.sum()) % 3,
+    lambda block: hash(tuple(block.tolist())),
+]
+
+
+def forged_chain(hash_of: Callable[[Any], int]) -> Callable[..., list[int]]:
+    """In place of `ChainHash.extend`."""
+    return lambda self, previous, blocks: [hash_of(block) for block in blocks]
 
 
 class Cache:
@@ -23,8 +33,8 @@ class Cache:
     V is the negative, so that any block in the wrong order, or of another prompt, is seen by `check`.
     """
 
-    def __init__(self, **changes: Any) -> None:
-        self.manager = PagedKvCacheManager(replace(CONFIG, **changes))
+    def __init__(self, manager: PagedKvCacheManager | None = None, **changes: Any) -> None:
+        self.manager = manager or PagedKvCacheManager(replace(CONFIG, **changes))
         self.layers = [layer for table in self.manager.config.tables for layer in table.layers]
         self.tokens: dict[KvCacheHandle, list[int]] = {}
 
@@ -53,6 +63,11 @@ class Cache:
                 self.manager.v_cache(layer).flatten(0, 1)[slots] = -rows.to(slots.device)
         self.tokens[handle] = known
 
+    def fork(self, handle: KvCacheHandle, seq_id: str | int) -> KvCacheHandle:
+        fork = self.manager.fork(handle, seq_id)
+        self.tokens[fork] = list(self.tokens[handle])
+        return fork
+
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
         self.manager.truncate(handle, num_tokens)
         del self.tokens[handle][num_tokens:]
@@ -66,19 +81,23 @@ class Cache:
         return BLOCK * len(self.manager._prefixes.index.match(list(tokens), as_namespace("namespace", namespace))[0])
 
     def check(self, *handles: KvCacheHandle) -> None:
-        """The sequences, or all, hold their own data; of what lies behind a sliding window nothing is asked."""
+        """The sequences, or all, hold their own data, and the cache is sound."""
         for handle in handles or self.tokens:
-            count, tables = handle.num_tokens, self.manager.config.tables
-            assert count == len(self.tokens[handle])
-            for layer in self.layers:
-                table = self.manager.table_of(layer)
-                has_window = tables[table].sliding_window is not None
-                start = handle.blocks[table :: len(tables)][: -(-count // BLOCK)].count(0) * BLOCK if has_window else 0
-                key, value = self.manager.read_kv(handle, layer, start, count - start)
-                expected = self.expected(handle.namespace, layer, self.tokens[handle])[start:]
-                assert torch.equal(key.cpu(), expected)
-                assert torch.equal(value.cpu(), -expected)
+            self.check_data(handle)
         self.manager.check_integrity()
+
+    def check_data(self, handle: KvCacheHandle) -> None:
+        """Of what lies behind a sliding window nothing is asked."""
+        count, tables = handle.num_tokens, self.manager.config.tables
+        assert count == len(self.tokens[handle])
+        for layer in self.layers:
+            table = self.manager.table_of(layer)
+            has_window = tables[table].sliding_window is not None
+            start = handle.blocks[table :: len(tables)][: -(-count // BLOCK)].count(0) * BLOCK if has_window else 0
+            key, value = self.manager.read_kv(handle, layer, start, count - start)
+            expected = self.expected(handle.namespace, layer, self.tokens[handle])[start:]
+            assert torch.equal(key.cpu(), expected)
+            assert torch.equal(value.cpu(), -expected)
 
     @staticmethod
     def expected(namespace: Hashable, layer: int, tokens: Sequence[int]) -> torch.Tensor:
@@ -92,3 +111,24 @@ class Cache:
         """Of all published blocks."""
         index = self.manager._prefixes.index
         return {index.hash_of(block) for block in index.published}
+
+
+class Mirror:
+    """What a subscriber knows of the index, and the removals it could not make sense of."""
+
+    def __init__(self, manager: PagedKvCacheManager) -> None:
+        self.hashes: set[int | bytes] = set()
+        self.events: list[CacheEvent] = []
+        self.unknown: list[CacheEvent] = []
+        manager.subscribe(self.hear)
+
+    def hear(self, event: CacheEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, BlocksStored):
+            self.hashes |= set(event.hashes)
+        elif isinstance(event, BlockRemoved):
+            if event.hash not in self.hashes:
+                self.unknown.append(event)
+            self.hashes.discard(event.hash)
+        else:
+            self.hashes.clear()

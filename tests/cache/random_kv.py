@@ -1,7 +1,5 @@
 """A small cache, and random K and V in it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

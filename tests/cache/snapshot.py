@@ -1,7 +1,5 @@
 """All that a cache knows, for comparing it with itself after a call that failed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

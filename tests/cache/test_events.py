@@ -1,21 +1,20 @@
-"""What subscribers are told of published blocks, when, and what they may do then."""
-
-from __future__ import annotations
+"""What subscribers are told of published blocks and of how full the pool is, when, and what they may do then."""
 
 import logging
 import threading
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from paged import BlockRemoved, BlocksStored, CacheCleared
-from paged.cache.events import CacheEvent
+from paged import BlockRemoved, BlocksStored, CacheCleared, PagedKvCacheManager
+from paged.cache.events import CacheEvent, MemoryPressure
 from paged.cache.prefix.index import PrefixIndex
-from tests.cache.event_mirror import Mirror
-from tests.cache.prefix_cache import BLOCK, Cache
+from tests.cache.prefix_cache import BLOCK, Cache, Mirror
 
-pytestmark = pytest.mark.usefixtures("torch_backend")
+LOW, HIGH, CRITICAL = MemoryPressure.LOW, MemoryPressure.HIGH, MemoryPressure.CRITICAL
 
 
 @pytest.mark.parametrize("algorithm", ["fast", "sha256"])
@@ -70,25 +69,19 @@ def test_callbacks_run_outside_of_the_lock(cache: Cache) -> None:
     assert answers[1] is answers[3] is False
 
 
-def test_callback_may_call_the_manager(cache: Cache) -> None:
-    cache.manager.subscribe(lambda event: cache.manager.clear_prefix_cache() if type(event) is BlocksStored else None)
-    cache.run("a", range(8))
-    assert cache.manager.stats().published_blocks == 0
-    cache.check()
-
-
-def test_listeners_hear_everything_in_order() -> None:
+def test_listeners_hear_everything_in_order(cache: Cache) -> None:
     """Also of what the first listener does to the cache when it is called."""
-    cache, heard = Cache(), list[str]()
 
     def clear_at_once(event: CacheEvent) -> None:
         if isinstance(event, BlocksStored):
             cache.manager.clear_prefix_cache()
 
     cache.manager.subscribe(clear_at_once)
-    cache.manager.subscribe(lambda event: heard.append(type(event).__name__))
+    mirror = Mirror(cache.manager)
     cache.run("a", range(8))
-    assert heard == ["BlocksStored", "CacheCleared"]
+    assert [type(event) for event in mirror.events] == [BlocksStored, CacheCleared]
+    assert cache.manager.stats().published_blocks == 0
+    cache.check()
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -110,3 +103,48 @@ def test_a_callback_that_ends_the_program_keeps_nothing_from_others(cache: Cache
     assert len(heard) == 2
     assert not mirror.hashes
     cache.manager.check_integrity()
+
+
+def watched(num_blocks: int = 10, **changes: Any) -> tuple[PagedKvCacheManager, list[MemoryPressure]]:
+    """A manager, and the list of what it tells."""
+    manager = Cache(device="cpu", num_blocks=num_blocks, **changes).manager
+    levels: list[MemoryPressure] = []
+    manager.on_pressure(levels.append)
+    return manager, levels
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "num_blocks", "expected"),
+    [
+        (0.3, 0.1, 10, [LOW] * 8 + [HIGH] * 2 + [CRITICAL]),
+        (0.5, 0.5, 4, [LOW] * 3 + [CRITICAL] * 2),
+        (1.0, 0.25, 4, [LOW] + [HIGH] * 3 + [CRITICAL]),
+        (0.0, 0.0, 4, [LOW] * 5),
+        (1.0, 1.0, 1, [LOW, CRITICAL]),
+    ],
+)
+def test_a_level_begins_below_its_watermark(
+    low: float, high: float, num_blocks: int, expected: list[MemoryPressure]
+) -> None:
+    manager, levels = watched(num_blocks, low_watermark=low, high_watermark=high)
+    measured = [manager.pressure]
+    for i in range(num_blocks):
+        manager.allocate(i, 1)
+        measured.append(manager.pressure)
+    assert measured == expected
+    assert levels == [now for before, now in pairwise(expected) if now is not before]
+    assert manager.metrics_snapshot()["pressure"] == expected[-1].value
+
+
+def test_cached_blocks_count_as_available() -> None:
+    manager, levels = watched()
+    handle = manager.allocate("a", token_ids=range(36))
+    manager.advance(handle, 36)
+    manager.commit(handle, range(36))
+    assert manager.pressure is HIGH
+    manager.free(handle)
+    assert manager.stats().cached_blocks == 9
+    assert manager.pressure is LOW
+    revived = manager.allocate("b", token_ids=range(37))
+    assert revived.num_cached_tokens == 36
+    assert levels == [HIGH, LOW, CRITICAL]

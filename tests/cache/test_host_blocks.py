@@ -1,7 +1,5 @@
 """Blocks copied on the device, to the host and back, against a dictionary that says which data each block holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Executors run many forwards: on a CPU they take the PyTorch backend unless a test asks for both backends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

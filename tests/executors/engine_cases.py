@@ -1,10 +1,6 @@
 """Engines over the bundled checkpoint, tiny random ones and the oracle, and what they must answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,8 @@ from tests.executors.oracle import make_executor
 
 TOKENIZER = Tokenizer.from_file(str(RECALL / "tokenizer.json"))
 EOS = read_eos_token_ids(RECALL)
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 5 * i)] for i in range(5)]
+FIVE, GREEDY, TEN = (SamplingParams(temperature=0, max_tokens=count) for count in (5, 8, 10))
 
 
 def encode(prompts: Sequence[RecallPrompt]) -> list[list[int]]:
@@ -70,20 +67,6 @@ def check_pool_empty(executor: ModelExecutor) -> None:
     executor.kv_manager.check_integrity()
 
 
-def sampled(**fields: Any) -> SamplingParams:
-    """Parameters of chance, with a seed."""
-    return replace(SamplingParams(temperature=1.0, max_tokens=8, seed=11), **fields)
-
-
-def load(folder: Path, num_blocks: int = 64, **options: Any) -> LlmExecutor:
-    """An executor on the CPU for a checkpoint folder."""
-    return LlmExecutor.from_pretrained(folder, num_blocks=num_blocks, device=torch.device("cpu"), **options)
-
-
-PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 5 * i)] for i in range(5)]
-TEN = SamplingParams(temperature=0, max_tokens=10)
-
-
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
     """The oracle's greedy answer, from its formula."""
     config, tokens = make_executor(torch.device("cpu"), num_blocks=1).config, list(prompt)
@@ -103,10 +86,8 @@ def spy(monkeypatch: pytest.MonkeyPatch, executor: Any, before: Callable[[Unifie
     monkeypatch.setattr(executor, "unified_decode", unified_decode)
 
 
-FIVE = SamplingParams(temperature=0, max_tokens=5)
-
-
 def run_to_end(engine: Engine) -> None:
+    """Step until nothing is left, and see that nothing is left behind."""
     while engine.num_unfinished:
         engine.step()
     check_empty(engine)

@@ -1,24 +1,16 @@
 """An executor with the five required calls alone."""
 
-from __future__ import annotations
-
 import itertools
-from dataclasses import dataclass
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput
 from paged.executors.model_executor import ModelExecutor
-from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
+from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 from paged.seq_id import SeqId
-from tests.executors.parrot import VOCAB, parrot_logits
-
-
-@dataclass
-class Handle:
-    """What this executor calls a sequence."""
-
-    cache_id: int
+from tests.executors.parrot import INFO, Parrot, other_executor, parrot_logits
 
 
 class MinimalExecutor(ModelExecutor):
@@ -29,43 +21,19 @@ class MinimalExecutor(ModelExecutor):
         self._ids = itertools.count()
 
     def info(self) -> ModelInfo:
-        return ModelInfo(
-            model_id="minimal",
-            model_type="parrot",
-            num_parameters=0,
-            hidden_size=1,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            vocab_size=VOCAB,
-            max_sequence_length=20,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        return INFO
 
     def prefill(self, inputs: PrefillInput) -> PrefillOutput:
-        handle = Handle(next(self._ids)) if inputs.kv_caches is None else inputs.kv_caches[0]
+        handle = SimpleNamespace(cache_id=next(self._ids)) if inputs.kv_caches is None else inputs.kv_caches[0]
         logits = self._run(handle.cache_id, inputs.input_ids[0].tolist())
-        return PrefillOutput(logits[None, None], [handle])  # type: ignore[list-item]
+        return PrefillOutput(logits[None, None], [handle])
 
     def decode(self, inputs: DecodeInput) -> DecodeOutput:
-        logits = self._run(inputs.kv_cache.cache_id, inputs.input_ids[0].tolist())  # type: ignore[union-attr]
+        logits = self._run(inputs.kv_cache.cache_id, inputs.input_ids[0].tolist())
         return DecodeOutput(logits[None], inputs.kv_cache)
 
     def capabilities(self) -> ExecutorCapabilities:
-        return ExecutorCapabilities(
-            max_batch_size=2,
-            max_sequence_length=20,
-            supports_native_unified_decode=False,
-            supports_chunked_prefill=True,
-            supports_truncate=False,
-            supports_prefix_cache=False,
-            supports_lora=False,
-            memory_requirements=MemoryRequirements(
-                weight_bytes=0, kv_bytes_per_token_per_layer=0, activation_bytes_per_token=0
-            ),
-        )
+        return replace(other_executor(Parrot()).capabilities(), max_batch_size=2, supports_truncate=False)
 
     def status(self) -> ExecutorStatus:
         raise NotImplementedError

@@ -1,6 +1,4 @@
-"""PagedAttentionExecutors, whose answers are known in closed form, and what to ask them."""
-
-from __future__ import annotations
+"""PagedAttentionExecutors, whose answers are known in closed form, and what to ask of any executor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,33 +8,26 @@ import torch
 from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
+from tests.tolerance import assert_close
+
+_OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype")
 
 
-def make_executor(
-    device: torch.device,
-    *,
-    num_blocks: int = 32,
-    block_size: int = 8,
-    max_seq_len: int | None = None,
-    num_swap_blocks: int = 0,
-    dtype: torch.dtype = torch.float32,
-    **sizes: Any,
-) -> PagedAttentionExecutor:
-    """An executor over a cache of its own; `sizes` go to its configuration."""
+def make_executor(device: torch.device, **sizes: Any) -> PagedAttentionExecutor:
+    """An executor over a cache of its own; `sizes` go to the configuration of the one or the other."""
+    options = {"num_blocks": 32, "block_size": 8, "dtype": torch.float32}
+    options |= {name: sizes.pop(name) for name in _OF_THE_CACHE if name in sizes}
     config = PagedExecutorConfig(**sizes)
-    cache = PagedKvCacheConfig(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        dtype=dtype,
-        device=device,
-        max_seq_len=max_seq_len,
-        num_swap_blocks=num_swap_blocks,
-    )
-    return PagedAttentionExecutor(config, PagedKvCacheManager(cache))
+    options |= {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
+    return PagedAttentionExecutor(config, PagedKvCacheManager(PagedKvCacheConfig(**options, device=device)))
+
+
+def check_logits(executor: PagedAttentionExecutor, logits: torch.Tensor | None, tokens: Sequence[int]) -> None:
+    """They are those of the closed form after these tokens."""
+    assert logits is not None
+    assert_close(logits, expected_logits(executor.config, tokens))
 
 
 def prompt(*rows: Sequence[int], **fields: Any) -> PrefillInput:
@@ -52,3 +43,18 @@ def step(handle: KvCacheHandle | Sequence[KvCacheHandle], *tokens: int, **fields
 def batch(*items: UnifiedBatchItem) -> UnifiedBatch:
     """A batch of these items."""
     return UnifiedBatch(list(items))
+
+
+def item(seq_id: str | int, tokens: Sequence[int], start: int = 0, **fields: Any) -> UnifiedBatchItem:
+    """The tokens of a sequence from position `start` on."""
+    return UnifiedBatchItem(seq_id, tokens, pos_offset=start, **fields)
+
+
+def chunk(seq_id: str | int, tokens: Sequence[int], start: int = 0) -> UnifiedBatchItem:
+    """Part of a prompt, and not the last."""
+    return item(seq_id, tokens, start, is_final_chunk=False)
+
+
+def forward(executor: Any, *items: UnifiedBatchItem) -> list[Any]:
+    """What one forward over these items gives."""
+    return executor.unified_decode(batch(*items))

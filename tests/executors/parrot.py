@@ -1,7 +1,5 @@
 """Models of others, which keep their own KV, and whose logits follow from the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +12,10 @@ from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.seq_id import SeqId
 
 VOCAB = 61
+INFO = ModelInfo(
+    model_id="parrot", model_type="parrot", num_parameters=10, hidden_size=4, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=4, vocab_size=VOCAB, max_sequence_length=20, dtype=torch.float32, device=torch.device("cpu"),
+)  # fmt: skip
 
 
 class Parrot(DecoderOnlyLLM):
@@ -75,19 +77,4 @@ def parrot_logits(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def other_executor(model: Parrot) -> LlmExecutor:
-    config = model.config
-    info = ModelInfo(
-        model_id="parrot",
-        model_type="parrot",
-        num_parameters=10,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=1,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_seq_len,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    return LlmExecutor(model, info)
+    return LlmExecutor(model, INFO)

@@ -1,27 +1,26 @@
-"""Adapters through LlmExecutor: named by an item, loaded and unloaded between forwards."""
+"""Adapters through executors, engines and their fronts for coroutines: they come and go beside sequences that run."""
 
-from __future__ import annotations
-
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from paged import AsyncEngine, AsyncModelExecutor, Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
 from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
-from paged.executors.engine.config import EngineConfig
-from paged.executors.engine.engine import Engine
-from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
-from paged.executors.requests.sampling_params import SamplingParams
-from tests.executors.oracle import batch, prompt, step
+from tests.executors.oracle import forward, item, make_executor, prompt, step
 from tests.executors.parrot import Parrot, other_executor
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 FRENCH = Adapter(("q_proj", "k_proj", "gate_proj", "down_proj"), seed=1)
+NAMED = {"lora_adapter": "french"}
 IDS = tokens(12)
+
+Load = Callable[..., LlmExecutor]
 
 
 @pytest.fixture(scope="module")
@@ -34,75 +33,58 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def executor(folders: dict[str, Path], device: torch.device) -> LlmExecutor:
-    return LlmExecutor.from_pretrained(folders["base"], device=device, num_blocks=16, block_size=8, max_loras=2)
+def load(folders: dict[str, Path], device: torch.device) -> Load:
+    options = {"device": device, "num_blocks": 16, "block_size": 8}
+    return lambda name, **more: LlmExecutor.from_pretrained(folders[name], **options, **more)
 
 
 @pytest.fixture
-def merged(folders: dict[str, Path], device: torch.device) -> LlmExecutor:
-    return LlmExecutor.from_pretrained(folders["merged"], device=device, num_blocks=16, block_size=8)
+def executor(load: Load) -> LlmExecutor:
+    return load("base", max_loras=2)
 
 
-def item(seq_id: str, ids: list[int], **fields: Any) -> UnifiedBatchItem:
-    return UnifiedBatchItem(seq_id, ids, metadata={"lora_adapter": "french"}, **fields)
+def named(seq_id: str, ids: list[int]) -> UnifiedBatchItem:
+    return item(seq_id, ids, metadata=NAMED)
 
 
-def test_items_name_their_adapter(executor: LlmExecutor, merged: LlmExecutor, folders: dict[str, Path]) -> None:
-    """Later items of the sequence need not, and a prompt's row without it is the base model's."""
+def generated(executor: LlmExecutor, params: SamplingParams) -> list[int]:
+    """Tokens of an engine of its own."""
+    return Engine(executor).generate([IDS], params, progress=False)[0].outputs[0].token_ids
+
+
+def test_items_name_their_adapter(executor: LlmExecutor, load: Load, folders: dict[str, Path]) -> None:
+    """Later items of the sequence need not, a row without it is the base model's, and others come and go meanwhile."""
     executor.load_lora("french", folders["french"])
-    assert executor.list_loras() == ("french",)
+    merged = load("merged")
+    assert executor.capabilities().supports_lora
     base = executor.prefill(prompt(IDS)).logits[0, 0]
-    french, plain = executor.unified_decode(batch(item("a", IDS[:8]), UnifiedBatchItem("b", IDS)))
+    french, plain = forward(executor, named("a", IDS[:8]), item("b", IDS))
+    assert executor.lora_metrics_snapshot()["adapters"]["french"]["tokens"] == 8
     assert_same_logits(french, merged.prefill(prompt(IDS[:8])).logits[0, 0].cpu())
     assert_same_logits(plain, base.cpu())
-    (french,) = executor.unified_decode(batch(UnifiedBatchItem("a", IDS[8:], pos_offset=8)))
+    executor.load_lora("other", folders["french"])
+    assert executor.list_loras() == ("french", "other")
+    executor.unload_lora("other")
+    with pytest.raises(InvalidInputError, match="'french': 1 sequences hold it"):
+        executor.unload_lora("french")
+    (french,) = forward(executor, item("a", IDS[8:], 8))
     assert_same_logits(french, merged.prefill(prompt(IDS)).logits[0, 0].cpu())
     handle = executor.model.kv_manager.get_handle("a")
     verified = executor.forward_verify([step(handle, token) for token in IDS[:3]])
     assert_same_logits(verified[-1].logits[0], merged.prefill(prompt(IDS + IDS[:3])).logits[0, 0].cpu())
-
-
-def test_a_failed_batch_leaves_no_sequence(executor: LlmExecutor, folders: dict[str, Path]) -> None:
-    executor.load_lora("french", folders["french"])
-    unknown = UnifiedBatchItem("b", IDS, metadata={"lora_adapter": "poetry"})
-    with pytest.raises(InvalidInputError, match="'poetry': not loaded"):
-        executor.unified_decode(batch(item("a", IDS), unknown))
-    assert executor.model.kv_manager.handles() == ()
-    executor.unload_lora("french")
-    with pytest.raises(InvalidInputError, match="'french': not loaded"):
-        executor.unified_decode(batch(item("a", IDS)))
-
-
-def test_load_and_unload_while_sequences_run(executor: LlmExecutor, folders: dict[str, Path]) -> None:
-    """What one adapter's sequences give does not depend on those that come and go."""
-    expected = LlmExecutor.from_pretrained(folders["merged"], device="cpu").prefill(prompt(IDS)).logits[0, 0]
-    executor.load_lora("french", folders["french"])
-    executor.unified_decode(batch(item("a", IDS[:10])))
-    executor.load_lora("other", folders["french"])
-    with pytest.raises(InvalidInputError, match="slots are taken"):
-        executor.load_lora("third", folders["french"])
-    executor.unload_lora("other")
-    with pytest.raises(InvalidInputError, match="'french': 1 sequences hold it"):
-        executor.unload_lora("french")
-    (row,) = executor.unified_decode(batch(item("a", IDS[10:], pos_offset=10)))
-    assert_same_logits(row, expected)
     executor.release_cache("a")
     executor.unload_lora("french")
     assert executor.list_loras() == ()
 
 
-def test_metrics_and_capabilities(executor: LlmExecutor, folders: dict[str, Path]) -> None:
-    assert executor.capabilities().supports_lora
-    executor.load_lora("french", folders["french"])
-    executor.unified_decode(batch(item("a", IDS), UnifiedBatchItem("b", IDS)))
-    metrics = executor.lora_metrics_snapshot()
-    assert metrics is not None
-    assert metrics["adapters"]["french"]["tokens"] == len(IDS)
-
-
 def test_errors(executor: LlmExecutor, folders: dict[str, Path]) -> None:
+    """A batch that fails leaves no sequence."""
+    executor.load_lora("french", folders["french"])
+    with pytest.raises(InvalidInputError, match="'poetry': not loaded"):
+        forward(executor, named("a", IDS), item("b", IDS, metadata={"lora_adapter": "poetry"}))
+    assert executor.model.kv_manager.handles() == ()
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: missing"):
-        executor.load_lora("french", folders["base"])
+        executor.load_lora("other", folders["base"])
     other = other_executor(Parrot())
     assert other.list_loras() == ()
     with pytest.raises(UnsupportedError, match="Parrot takes no adapters"):
@@ -112,29 +94,86 @@ def test_errors(executor: LlmExecutor, folders: dict[str, Path]) -> None:
         executor.load_lora("french", folders["french"])
 
 
-def test_requests_of_an_engine(executor: LlmExecutor, merged: LlmExecutor, folders: dict[str, Path]) -> None:
+def test_requests_of_an_engine(executor: LlmExecutor, load: Load, folders: dict[str, Path]) -> None:
     """Chunks, forks, cached prefixes and decodes of an adapter's requests beside the base model's, with an adapter that
     is replaced by another of the same name between them."""
-    plain = LlmExecutor.from_pretrained(folders["base"], device=executor.info().device, num_blocks=16, block_size=8)
     executor.load_lora("french", folders["french"])
-    params, metadata = SamplingParams(temperature=0.0, max_tokens=4, n=2), {"lora_adapter": "french"}
+    params = SamplingParams(temperature=0.0, max_tokens=4, n=2)
     engine = Engine(executor, EngineConfig(chunk_size=5))
 
-    def run(metadata: dict[str, str]) -> list[list[int]]:
-        outputs = [engine.add_request(IDS, params, metadata=one) for one in (metadata, {})]
+    def run() -> list[list[int]]:
+        outputs = [engine.add_request(IDS, params, metadata=metadata) for metadata in (NAMED, {})]
         while engine.num_unfinished:
             engine.step()
         assert all(output.outputs[0].token_ids == output.outputs[1].token_ids for output in outputs)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    french, base = (list(Engine(one).generate([IDS], params)[0].outputs[0].token_ids) for one in (merged, plain))
-    assert french != base
-    for _ in range(2):
-        assert run(metadata) == [french, base]
-    assert executor.kv_manager is not None
+    expected = [generated(load(name), params) for name in ("merged", "base")]
+    assert expected[0] != expected[1]
+    assert run() == run() == expected
     assert executor.kv_manager.stats().prefix_hits >= 2
     executor.unload_lora("french")
-    executor.load_lora(
-        "french", Adapter(("q_proj",), alpha=1e-9, seed=1).save(folders["base"].parent / "nothing", folders["base"])
-    )
-    assert run(metadata) == [base, base]
+    nothing = Adapter(("q_proj",), alpha=1e-9, seed=1).save(folders["base"].parent / "nothing", folders["base"])
+    executor.load_lora("french", nothing)
+    assert run() == [expected[1]] * 2
+
+
+def test_async_engine_loads_while_requests_stream(executor: LlmExecutor, load: Load, folders: dict[str, Path]) -> None:
+    """A stream that began before goes on as if alone; unloading waits for those that run, and for those that queue."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected, base_tokens = generated(load("merged"), params), generated(load("base"), long)
+
+    async def samples(engine: AsyncEngine) -> dict[tuple[str, ...], float]:
+        families = parser.text_string_to_metric_families(await engine.prometheus_text())
+        return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+
+    async def scenario() -> None:
+        engine = AsyncEngine(Engine(executor, EngineConfig(max_num_seqs=2)))
+        assert ("paged_lora_adapter_tokens_total", "french") not in await samples(engine)
+        first = engine.generate(IDS, long)
+        await anext(first)
+        await engine.load_lora("french", folders["french"])
+        assert await engine.list_loras() == ("french",)
+        streams = [engine.generate(IDS, params, metadata=NAMED, request_id=name) for name in ("runs", "queues")]
+        outputs: list[list[RequestOutput]] = [[await anext(streams[0])], []]
+        queued = asyncio.create_task(anext(streams[1]))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidInputError, match="'french': 2 requests name it, first 'runs'"):
+            await engine.unload_lora("french")
+        outputs[0] += [output async for output in streams[0]]
+        with pytest.raises(InvalidInputError, match="'french': 1 requests name it, first 'queues'"):
+            await engine.unload_lora("french")
+        outputs[1] = [await queued] + [output async for output in streams[1]]
+        assert [one[-1].outputs[0].token_ids for one in outputs] == [expected] * 2
+
+        status, page = await engine.status(), await samples(engine)
+        # The second found a block of the first one's prompt, and the last token of an output is never run.
+        cached = sum(one[-1].num_cached_tokens for one in outputs)
+        assert cached == 8
+        assert page["paged_lora_adapter_tokens_total", "french"] == 2 * (len(IDS) + params.max_tokens - 1) - cached
+        assert page["paged_lora_adapter_rank", "french"] == status.lora["adapters"]["french"]["rank"]
+        assert page["paged_lora_free_slots",] == 1
+        await engine.unload_lora("french")
+        assert await engine.list_loras() == ()
+        assert ("paged_lora_adapter_rank", "french") not in await samples(engine)
+        assert [output async for output in first][-1].outputs[0].token_ids == base_tokens
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_executors_without_adapters_as_coroutines(device: torch.device) -> None:
+    oracle = make_executor(device)
+
+    async def scenario() -> None:
+        engine = AsyncEngine(Engine(oracle))
+        for front in (AsyncModelExecutor(oracle), engine):
+            for call in (front.load_lora("french", "folder"), front.unload_lora("french"), front.list_loras()):
+                with pytest.raises(UnsupportedError, match="PagedAttentionExecutor takes no adapters"):
+                    await call
+        assert "lora" not in await engine.prometheus_text()
+        await engine.shutdown()
+
+    asyncio.run(scenario())

@@ -1,64 +1,32 @@
 """Models of others: run by the calls that they have, and rolled back by them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from paged.batch import GreedyArgmax, UnifiedBatchItem
-from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError, UnsupportedError
-from tests.executors.oracle import batch, prompt, step
+from paged.batch import GreedyArgmax, VerifyLogits
+from paged.errors import InvalidInputError, SequenceTooLongError, StaleHandleError, UnsupportedError
+from tests.executors.oracle import chunk, forward, item, prompt, step
 from tests.executors.parrot import Parrot, UnifiedParrot, UnsupportedParrot, other_executor, parrot_logits
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> list[str]:
-    """The list grows by `name` with every call."""
-    method, calls = getattr(target, name), []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(target, name, counted)
-    return calls
 
 
 def test_unsupported_is_tried_once_then_taken_apart() -> None:
     model = UnsupportedParrot()
     executor = other_executor(model)
     assert executor.supports_native_unified_decode()
-    first = executor.unified_decode(
-        batch(
-            UnifiedBatchItem("a", [1, 2]),
-            UnifiedBatchItem("b", [3]),
-            UnifiedBatchItem("c", [4, 5], is_final_chunk=False),
-            UnifiedBatchItem("d", [6], is_final_chunk=False),
-        )
-    )
+    first = forward(executor, item("a", [1, 2]), item("b", [3]), chunk("c", [4, 5]), chunk("d", [6]))
     assert model.calls == ["unified_forward", "prefill a 2", "prefill b 1", "prefill c 2", "prefill d 1"]
     assert not executor.supports_native_unified_decode()
     assert not executor.capabilities().supports_native_unified_decode
     assert [row is None for row in first] == [False, False, True, True]
 
     model.calls.clear()
-    rows = executor.unified_decode(
-        batch(
-            UnifiedBatchItem("a", [7], pos_offset=2),
-            UnifiedBatchItem("c", [8, 9], pos_offset=2),
-            UnifiedBatchItem("d", [1], pos_offset=1, is_final_chunk=False),
-            UnifiedBatchItem("b", [2], pos_offset=1, logits_policy=GreedyArgmax()),
-        )
-    )
+    greedy = item("b", [2], 1, logits_policy=GreedyArgmax())
+    a, c, d, b = forward(executor, item("a", [7], 2), item("c", [8, 9], 2), chunk("d", [1], 1), greedy)
     assert model.calls == ["decode_batch ['a', 'b']", "prefill c 2", "prefill d 1"]
-    assert rows[0] is not None
-    assert torch.equal(rows[0], parrot_logits([1, 2, 7]))
-    assert rows[1] is not None
-    assert torch.equal(rows[1], parrot_logits([4, 5, 8, 9]))
-    assert rows[2] is None
-    assert rows[3] is not None
-    assert int(rows[3]) == 5
+    assert torch.equal(a, parrot_logits([1, 2, 7]))
+    assert torch.equal(c, parrot_logits([4, 5, 8, 9]))
+    assert d is None
+    assert int(b) == 5
     assert executor.status().memory_bytes == (10 + 2 * 4 * (3 + 2 + 4 + 2)) * 4
 
 
@@ -90,37 +58,27 @@ def test_all_calls_of_anothers_model(model_class: type[Parrot]) -> None:
 @pytest.mark.parametrize("model_class", [Parrot, UnifiedParrot])
 def test_failures_of_anothers_model(model_class: type[Parrot]) -> None:
     model = model_class()
-    executor = other_executor(model)
-    executor.unified_decode(batch(UnifiedBatchItem("a", [1, 2])))
+    executor, new = other_executor(model), item("n", [4])
+    forward(executor, item("a", [1, 2]))
     bad_batches = (
-        (
-            RuntimeError,
-            (UnifiedBatchItem("a", [3], pos_offset=2), UnifiedBatchItem("n", [4]), UnifiedBatchItem("m", [60])),
-        ),
-        (InvalidInputError, (UnifiedBatchItem("n", [4]), UnifiedBatchItem("a", [3], pos_offset=1))),
-        (SequenceTooLongError, (UnifiedBatchItem("n", [4]), UnifiedBatchItem("a", [3] * 19, pos_offset=2))),
-        (UnsupportedError, (UnifiedBatchItem("n", [4], metadata={"lora_adapter": "x"}),)),
+        (RuntimeError, (item("a", [3], 2), new, item("m", [60]))),
+        (InvalidInputError, (new, item("a", [3], 1))),
+        (SequenceTooLongError, (new, item("a", [3] * 19, 2))),
+        (UnsupportedError, (item("n", [4], metadata={"lora_adapter": "x"}),)),
     )
     for count, (error, items) in enumerate(bad_batches, start=1):
         with pytest.raises(error):
-            executor.unified_decode(batch(*items))
+            forward(executor, *items)
         assert model.caches == {"a": [1, 2]}
         assert executor.status().failed_calls == count
     assert executor.supports_native_unified_decode() == (model_class is UnifiedParrot)
-    [row] = executor.unified_decode(batch(UnifiedBatchItem("a", [3] * 18, pos_offset=2)))
-    assert row is not None
+    [row] = forward(executor, item("a", [3] * 18, 2))
     assert torch.equal(row, parrot_logits([1, 2] + [3] * 18))
 
 
-@pytest.mark.parametrize("answer", [lambda rows: rows[:-1], lambda rows: [None, *rows[1:]], lambda rows: []])
-def test_too_few_results(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = UnifiedParrot()
-    executor = other_executor(model)
-    items = batch(UnifiedBatchItem("a", [1, 2]), UnifiedBatchItem("b", [3]))
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "answer", answer)
-        with pytest.raises(PagedError, match="results for 2 items"):
-            executor.unified_decode(items)
-    assert model.caches == {}
-    assert executor.status().prefill_count == 0
-    assert len(executor.unified_decode(items)) == 2
+def test_a_unified_forward_that_knows_nothing_of_drafts() -> None:
+    executor = other_executor(UnifiedParrot())
+    forward(executor, item("a", [1, 2]))
+    verified, decoded = forward(executor, item("a", [3, 4], 2, logits_policy=VerifyLogits()), item("b", [5]))
+    assert torch.equal(verified, torch.stack([parrot_logits([1, 2, 3]), parrot_logits([1, 2, 3, 4])]))
+    assert torch.equal(decoded, parrot_logits([5]))

@@ -1,15 +1,18 @@
-"""Parts the time of a long run among the tests of this folder."""
-
-from __future__ import annotations
+"""What computes here, and the parts of a long run's time that the tests by `fuzz` get."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    if here and "FUZZ_S" in os.environ:
+    num_drawn = sum(hasattr(getattr(item, "function", None), "draws") for item in items)
+    if num_drawn and "FUZZ_S" in os.environ:
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        os.environ["FUZZ_SHARE_S"] = str(float(os.environ["FUZZ_S"]) * workers / len(here))
+        os.environ["FUZZ_SHARE_S"] = str(float(os.environ["FUZZ_S"]) * workers / num_drawn)
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch, unless a test is one of kernels."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")

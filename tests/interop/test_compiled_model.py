@@ -1,10 +1,6 @@
 """Our models through torch.compile: the whole forward is one graph, and gives the logits of the plain one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +12,6 @@ from paged.models.registry import load_model
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 
 
-class _Compiled:
-    """A network whose forward goes through torch.compile."""
-
-    def __init__(self, network: Any, forward: Callable[..., torch.Tensor]) -> None:
-        self.network = network
-        self.forward = forward
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        return self.forward(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.network, name)
-
-
 def _step(models: tuple[PagedCausalLM, PagedCausalLM], lengths: dict[str, int]) -> None:
     """So many more tokens of every sequence, in one forward of each model."""
     items = []
@@ -38,25 +20,22 @@ def _step(models: tuple[PagedCausalLM, PagedCausalLM], lengths: dict[str, int]) 
         start = 0 if handle is None else handle.num_tokens
         items.append(UnifiedBatchItem(name, tokens(length, start + length), pos_offset=start))
     for got, want in zip(*(model.unified_forward(items) for model in models), strict=True):
-        assert want is not None
         assert_same_logits(got, want)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        *((name, "auto") for name in ("gemma3", "gemma4_moe", "gemma4_shared_kv", "gpt_oss", "llama", "qwen3_moe")),
-        ("gemma4_shared_kv", "int8"),
-    ],
-)
-def test_forward_is_one_graph(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+THOROUGH = "gemma3-auto gemma4_moe-auto gemma4_shared_kv-int8 gpt_oss-auto qwen3_moe-auto".split()
+
+
+@pytest.mark.parametrize("case", ["llama-auto", *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH)])
+def test_forward_is_one_graph(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, kind = case.split("-")
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     torch._dynamo.reset()
     save_checkpoint(FAMILIES[family], tmp_path)
     plain, other = (load_model(tmp_path, block_size=8, num_blocks=32, kv_cache_dtype=kind) for _ in range(2))
     network = other.network
-    forward = torch.compile(network.forward, fullgraph=True, backend="aot_eager")
-    compiled = PagedCausalLM(_Compiled(network, forward), PagedKvCacheManager(plain.kv_manager.config))
+    network.forward = torch.compile(network.forward, fullgraph=True, backend="aot_eager")
+    compiled = PagedCausalLM(network, PagedKvCacheManager(plain.kv_manager.config))
     models = compiled, plain
     _step(models, {"a": 11, "b": 5, "c": 19})
     _step(models, {"a": 1, "b": 3, "c": 6, "d": 7, "e": 6})

@@ -1,7 +1,5 @@
 """Copies of source files with a fault."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence

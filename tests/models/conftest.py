@@ -1,16 +1,15 @@
 """What tests of models share."""
 
-from __future__ import annotations
-
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.models.families import FAMILIES, save_checkpoint
+from tests.models.families import FAMILIES, PACKABLE, save_checkpoint
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operations in place of Triton's interpreter, which takes over a second a forward. A GPU runs Triton."""
     if not torch.cuda.is_available():
@@ -22,4 +21,18 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with an untied head; tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("llama")
     save_checkpoint(FAMILIES["llama"], folder)
+    return folder
+
+
+@pytest.fixture
+def folder(llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose weights every format packs."""
+    folder = tmp_path_factory.mktemp("packable")
+    save_checkpoint(PACKABLE["llama"], folder)
     return folder

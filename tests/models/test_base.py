@@ -1,7 +1,5 @@
 """What a model gets that implements the four required methods alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -30,20 +28,11 @@ class Echo(DecoderOnlyLLM):
         pass
 
 
-def test_required_methods() -> None:
-    assert DecoderOnlyLLM.__abstractmethods__ == {"config", "prefill", "decode", "release"}
-
-
-def test_fifteen_methods() -> None:
-    assert len([name for name in vars(DecoderOnlyLLM) if not name.startswith("_")]) == 15
-
-
 def test_batches_are_loops_over_decode() -> None:
     items = [("a", 2, 7), ("b", 1, 0)]
     expected = torch.tensor([[2.0, 7.0, 0.0], [1.0, 0.0, 0.0]])
     assert torch.equal(Echo().decode_batch(items), expected)
     assert torch.equal(Echo().decode_batch_with_full_logits(items), expected)
-    assert Echo().decode_batch([]).shape == (0, 3)
 
 
 def test_verify_goes_on_from_the_end() -> None:

@@ -1,9 +1,5 @@
 """Models over a KV cache of 8 bits, and the scales that their checkpoints hold for it."""
 
-from __future__ import annotations
-
-import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,37 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from paged.batch import UnifiedBatchItem
-from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.families.llama import Llama
 from paged.models.layers.attention import Attention
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
-from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
+from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
+from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_checkpoint, tokens
 
 FP8 = torch.float8_e4m3fn
 LAYER = "model.layers.{}.self_attn."
 
-Tensors = dict[str, torch.Tensor]
 
-
-@pytest.fixture
-def folder(llama_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
-
-
-def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def add(folder: Path, **scales: torch.Tensor) -> None:
-    """Scales of layer 0, by name with __ for a dot."""
-    edit(folder, lambda t: t.update({LAYER.format(0) + name.replace("__", "."): s for name, s in scales.items()}))
+def add(folder: Path, layers: int = 1, **scales: torch.Tensor) -> None:
+    """Scales of the first layers, by name with __ for a dot."""
+    named = {name.replace("__", "."): scale for name, scale in scales.items()}
+    edit_tensors(folder, lambda t: t.update({LAYER.format(i) + k: s for i in range(layers) for k, s in named.items()}))
 
 
 def attention(model: PagedCausalLM, layer: int = 0) -> Attention:
@@ -49,31 +33,13 @@ def attention(model: PagedCausalLM, layer: int = 0) -> Attention:
     return model.network.layers[layer].self_attn
 
 
-def test_dtype_of_the_cache(llama_folder: Path) -> None:
-    assert load_model(llama_folder, dtype=torch.bfloat16).kv_manager.k_cache(0).dtype == torch.bfloat16
-    executor = LlmExecutor.from_pretrained(llama_folder, dtype=torch.bfloat16, kv_cache_dtype=FP8, block_size=8)
-    assert executor.kv_manager is not None
-    assert executor.kv_manager.k_cache(0).dtype == executor.kv_manager.v_cache(1).dtype == FP8
-    assert executor.info().dtype == torch.bfloat16
-    # K and V of 2 heads of 32 in one byte.
-    assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 2 * 32
-    assert executor.kv_manager.stats().bytes_per_block == 2 * 8 * 2 * 2 * 32
-    with pytest.raises(
-        InvalidInputError, match=r"kv_cache_dtype: torch\.float16, expected torch\.bfloat16 or torch\.f"
-    ):
-        load_model(llama_folder, dtype=torch.bfloat16, kv_cache_dtype=torch.float16)
-
-
 @pytest.mark.parametrize("name", ["{}_scale", "{}_proj__{}_scale", "{}_proj__output_scale"])
 def test_scales_are_found_under_every_name(name: str, folder: Path) -> None:
     add(folder, **{name.format("k", "k"): torch.tensor(0.25), name.format("v", "v"): torch.tensor([0.5]).bfloat16()})
     model = load_model(folder, kv_cache_dtype=FP8)
-    k_scale, v_scale = attention(model).k_scale, attention(model).v_scale
-    assert k_scale is not None
-    assert v_scale is not None
-    assert (k_scale.tolist(), v_scale.tolist()) == ([0.25], [0.5])
-    assert k_scale.dtype == v_scale.dtype == torch.float32
-    assert k_scale.device == v_scale.device == model.device
+    for scale, value in ((attention(model).k_scale, 0.25), (attention(model).v_scale, 0.5)):
+        assert scale is not None
+        assert (scale.tolist(), scale.dtype, scale.device) == ([value], torch.float32, model.device)
     assert attention(model, 1).k_scale is attention(model, 1).v_scale is None
     # They are those of an 8-bit cache.
     assert attention(load_model(folder)).k_scale is None
@@ -82,8 +48,7 @@ def test_scales_are_found_under_every_name(name: str, folder: Path) -> None:
 def test_a_scale_a_head(folder: Path) -> None:
     add(folder, v_scale=torch.tensor([0.25, 2.0]).view(2, 1, 1))
     layer = attention(load_model(folder, kv_cache_dtype=FP8))
-    assert layer.v_scale is not None
-    assert layer.v_scale.tolist() == [0.25, 2.0]
+    assert layer.v_scale.tolist() == [0.25, 2.0]  # type: ignore[union-attr]
     assert layer.k_scale is None
 
 
@@ -93,7 +58,6 @@ def test_a_scale_a_head(folder: Path) -> None:
         ({"k_scale": torch.ones(3)}, r"self_attn.k_scale: shape \[3\] in .*, expected 1 or 2 values"),
         ({"k_scale": torch.zeros(1)}, r"self_attn.k_scale: \[0.0\]"),
         ({"v_scale": torch.tensor([1.0, torch.nan])}, r"self_attn.v_scale: \[1.0, nan\]"),
-        ({"v_scale": torch.tensor([torch.inf])}, r"self_attn.v_scale: \[inf\]"),
         ({"v_scale": torch.ones(1).int()}, "self_attn.v_scale: dtype I32"),
         ({"v_scale": torch.ones(1), "v_proj__v_scale": torch.ones(1)}, "v_scale: a second v_scale, again in"),
     ],
@@ -101,19 +65,19 @@ def test_a_scale_a_head(folder: Path) -> None:
 def test_wrong_scales(scales: Tensors, message: str, folder: Path) -> None:
     load_model(folder, kv_cache_dtype=FP8)
     add(folder, **scales)
-    with pytest.raises(CheckpointError, match=message):
-        load_model(folder, kv_cache_dtype=FP8)
+    assert_refused(folder, message, kv_cache_dtype=FP8)
 
 
 def test_scales_of_layers_that_differ(tmp_path: Path) -> None:
     """Each layer has as many as its cache has heads; one that reads another's K/V takes that one's."""
     save_checkpoint(FAMILIES["gemma4_moe"], tmp_path / "moe")
-    edit(tmp_path / "moe", lambda t: t.update({LAYER.format(layer) + "k_scale": torch.ones(2) for layer in range(2)}))
-    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.k_scale: shape \[2\] in .*, expected 1 or 1 values"):
-        load_model(tmp_path / "moe", kv_cache_dtype=FP8)
+    add(tmp_path / "moe", 2, k_scale=torch.ones(2))
+    assert_refused(
+        tmp_path / "moe", r"layers.1.self_attn.k_scale: shape \[2\] in .*, expected 1 or 1 values", kv_cache_dtype=FP8
+    )
     save_checkpoint(FAMILIES["gemma4_shared_kv"], tmp_path / "shared")
     scales = {LAYER.format(layer) + "v_scale": torch.full((2,), 1.0 + layer) for layer in range(3)}
-    edit(tmp_path / "shared", lambda t: t.update(scales))
+    edit_tensors(tmp_path / "shared", lambda t: t.update(scales))
     executor = LlmExecutor.from_pretrained(tmp_path / "shared", kv_cache_dtype=FP8)
     found = [attention(executor.model, layer).v_scale for layer in range(5)]
     assert [scale.tolist() for scale in found if scale is not None] == [[one, one] for one in (1.0, 2.0, 3.0, 2.0, 3.0)]
@@ -127,25 +91,21 @@ def test_scales_of_layers_that_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn.k_scale", "model.layers.0.self_attn.k_proj.v_scale"])
 def test_scales_of_nothing(name: str, folder: Path) -> None:
-    edit(folder, lambda t: t.update({name: torch.ones(1)}))
-    with pytest.raises(CheckpointError, match=f"{name}: unexpected tensor in"):
-        load_model(folder, kv_cache_dtype=FP8)
+    edit_tensors(folder, lambda t: t.update({name: torch.ones(1)}))
+    assert_refused(folder, f"{name}: unexpected tensor in", kv_cache_dtype=FP8)
 
 
 def test_a_configuration_that_quantises_the_cache_alone(folder: Path) -> None:
-    file, scheme = folder / "config.json", {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    config = json.loads(file.read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    file.write_text(json.dumps(config | {"quantization_config": quantization}))
+    edit_config(folder, quantization_config=quantization)
     load_model(folder, kv_cache_dtype=FP8)
-    changes = (
-        ({"kv_cache_scheme": None}, "config_groups without weights, and no kv_cache_scheme"),
-        ({"kv_cache_scheme": scheme | {"type": "int"}}, "kv_cache_scheme: type = 'int'"),
-    )
-    for change, message in changes:
-        file.write_text(json.dumps(config | {"quantization_config": quantization | change}))
-        with pytest.raises(UnsupportedError, match=message):
-            load_model(folder, kv_cache_dtype=FP8)
+    for other, message in (
+        (None, "config_groups without weights, and no kv_cache_scheme"),
+        (scheme | {"type": "int"}, "kv_cache_scheme: type = 'int'"),
+    ):
+        edit_config(folder, quantization_config=quantization | {"kv_cache_scheme": other})
+        assert_refused(folder, message, UnsupportedError, kv_cache_dtype=FP8)
 
 
 def _amplify(tensors: Tensors, factors: torch.Tensor) -> None:
@@ -160,17 +120,15 @@ def _amplify(tensors: Tensors, factors: torch.Tensor) -> None:
         tensors[names["o"]] /= columns
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize("factors", [(4096.0,), (1024.0, 16384.0)])
 def test_scales_keep_large_keys_and_values_in_range(factors: tuple[float, ...], folder: Path) -> None:
     """Powers of two, so that the scaled cache holds the very codes of the checkpoint as it was."""
     scale = torch.tensor(factors)
     expected = load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40))
-    edit(folder, lambda t: _amplify(t, scale.expand(2)))
+    edit_tensors(folder, lambda t: _amplify(t, scale.expand(2)))
     saturated = load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40))
     assert float((saturated - expected).abs().max() / expected.abs().max()) > 0.1
-    names = [f"{LAYER.format(layer)}{kind}_scale" for layer in range(2) for kind in "kv"]
-    edit(folder, lambda t: t.update({name: scale.clone() for name in names}))
+    add(folder, 2, k_scale=scale, v_scale=scale)
     assert_same_logits(load_model(folder, kv_cache_dtype=FP8).prefill("a", tokens(40)), expected)
 
 
@@ -180,9 +138,6 @@ def test_int8_has_scales_of_its_own(folder: Path) -> None:
     executor = LlmExecutor.from_pretrained(folder, kv_cache_dtype="int8", block_size=8)
     assert executor.kv_manager is not None
     assert executor.kv_manager.k_cache(0).dtype == torch.int8
-    for given in executor.kv_manager.scales(0):
-        assert given is not None
-        assert given.shape == executor.kv_manager.k_cache(0).shape[:3]
     # K and V of 2 heads of 32 bytes and a float32.
     assert executor.capabilities().memory_requirements.kv_bytes_per_token_per_layer == 2 * 2 * (32 + 4)
     assert executor.kv_manager.stats().bytes_per_block == 2 * 8 * 2 * 2 * (32 + 4)
@@ -201,20 +156,12 @@ ROUNDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp8_e5m2": lambda rows: rows.to(torch.float8_e5m2).to(rows.dtype),
     "int8": _as_int8,
 }
-
-
 _FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe")
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        *((family, "fp8") for family in _FAMILIES),
-        ("llama", "fp8_e5m2"),
-        ("gemma3", "int8"),
-        ("gemma4_shared_kv", "int8"),
-    ],
+    [*((name, "fp8") for name in _FAMILIES), ("llama", "fp8_e5m2"), ("gemma3", "int8"), ("gemma4_shared_kv", "int8")],
 )
 def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own logits, once its keys and values are rounded too; however the prompt is cut."""
@@ -226,10 +173,9 @@ def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monk
         return exact(layer, query, *map(ROUNDINGS[kind], (key, value)), *rest, **options)
 
     prompt = tokens(40)
-    with torch.no_grad():
-        unrounded = theirs(torch.tensor([prompt])).logits[0, -1]
-        monkeypatch.setattr(module, "eager_attention_forward", rounded)
-        expected = theirs(torch.tensor([prompt])).logits[0, -1]
+    unrounded = logits_of(theirs, prompt)[-1]
+    monkeypatch.setattr(module, "eager_attention_forward", rounded)
+    expected = logits_of(theirs, prompt)[-1]
     assert not torch.allclose(unrounded, expected, atol=1e-4 if kind == "int8" else 1e-2)
     model = load_model(tmp_path, kv_cache_dtype=kind, block_size=8)
     assert_same_logits(model.prefill("whole", prompt), expected)

@@ -1,8 +1,5 @@
 """The contract of PagedCausalLM beyond its numbers: answers, checks, and a cache that a failure leaves alone."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.families import VOCAB_SIZE, tokens
 
-pytestmark = pytest.mark.usefixtures("_fast")
+SHORT_MASK = GreedyArgmax(token_mask=torch.ones(3, dtype=torch.bool))
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +34,8 @@ def lengths(model: PagedCausalLM) -> dict[str | int, int]:
 
 
 def test_only_items_that_sample_are_projected(model: PagedCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-    project = model.network.logits
-    monkeypatch.setattr(
-        model.network, "logits", lambda hidden: (shapes.append(tuple(hidden.shape)), project(hidden))[1]
-    )
+    shapes, project = [], model.network.logits
+    monkeypatch.setattr(model.network, "logits", lambda rows: (shapes.append(tuple(rows.shape)), project(rows))[1])
     model.unified_forward([UnifiedBatchItem("a", tokens(9)), UnifiedBatchItem("b", tokens(9), is_final_chunk=False)])
     model.forward_verify("a", tokens(3))
     assert shapes == [(1, 64), (3, 64)]
@@ -67,16 +61,12 @@ def test_the_last_layer_computes_what_is_read_alone(model: PagedCausalLM, monkey
     monkeypatch.setattr(ForwardStep, "outputs", None)
     want = [model.unified_forward(batch) for batch in batches]
     assert counts[1][3:] == [21, 5, 14]
-    for answers, wanted in zip(got, want, strict=True):
-        for answer, one in zip(answers, wanted, strict=True):
-            assert (answer is None) == (one is None)
-            if answer is not None and one is not None:
-                torch.testing.assert_close(answer, one, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_items_beside_full_ones(model: PagedCausalLM) -> None:
     prompts = [tokens(5, seed) for seed in range(4)]
-    full = [model.prefill("reference", prompt) for prompt in prompts if model.release("reference") is None]
+    full = [model.prefill(f"reference {seed}", prompt) for seed, prompt in enumerate(prompts)]
     best = [int(row.argmax()) for row in full]
     mask = torch.ones(VOCAB_SIZE, dtype=torch.bool, device=model.device)
     mask[best[1]] = False
@@ -84,22 +74,12 @@ def test_greedy_items_beside_full_ones(model: PagedCausalLM) -> None:
     penalty[best[2]] = 1e6
     policies = [FullLogits(), GreedyArgmax(token_mask=mask), GreedyArgmax(repetition_penalty=penalty), GreedyArgmax()]
     model.reset()
-    answers = model.unified_forward(
-        [UnifiedBatchItem(i, prompts[i], logits_policy=policy) for i, policy in enumerate(policies)]
-    )
-    assert torch.allclose(answers[0], full[0], atol=1e-5)
-    chosen = answers[1:]
+    items = [UnifiedBatchItem(i, prompts[i], logits_policy=policy) for i, policy in enumerate(policies)]
+    logits, *chosen = model.unified_forward(items)
+    assert torch.allclose(logits, full[0], atol=1e-5)
     assert all(token.dtype == torch.int64 and token.shape == () for token in chosen)
-    assert [int(token) for token in chosen] == [
-        int(full[1].topk(2).indices[1]),
-        int(full[2].topk(2).indices[1]),
-        best[3],
-    ]
-
-
-def test_nothing_to_run(model: PagedCausalLM) -> None:
-    assert model.unified_forward([]) == []
-    assert model.decode_batch([]).shape == (0, VOCAB_SIZE)
+    second = [int(row.topk(2).indices[1]) for row in full]
+    assert [int(token) for token in chosen] == [second[1], second[2], best[3]]
 
 
 @pytest.mark.parametrize(
@@ -112,11 +92,7 @@ def test_nothing_to_run(model: PagedCausalLM) -> None:
         ([UnifiedBatchItem("b", [1]), UnifiedBatchItem("b", [1])], InvalidInputError, "twice"),
         ([UnifiedBatchItem("b", [1] * 65)], SequenceTooLongError, "65"),
         ([UnifiedBatchItem("b", [1] * 64), UnifiedBatchItem("c", [1] * 16)], OutOfBlocksError, "needs 11 more"),
-        (
-            [UnifiedBatchItem("b", [1], logits_policy=GreedyArgmax(token_mask=torch.ones(3, dtype=torch.bool)))],
-            InvalidInputError,
-            "token_mask",
-        ),
+        ([UnifiedBatchItem("b", [1], logits_policy=SHORT_MASK)], InvalidInputError, "token_mask"),
     ],
 )
 def test_a_refused_batch_changes_nothing(
@@ -136,24 +112,23 @@ def test_a_forward_that_fails_changes_nothing(model: PagedCausalLM, monkeypatch:
     expected = model.prefill("reference", [*prompt, 3])
     model.prefill("a", prompt)
 
-    def fail(hidden: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(model.network, "logits", fail)
+        patch.setattr(model.network, "logits", lambda hidden: 1 // 0)
         for run in (
             lambda: model.decode("a", 1, 8),
             lambda: model.forward_verify("a", [1, 2]),
             lambda: model.unified_forward([UnifiedBatchItem("a", [1], pos_offset=8), UnifiedBatchItem("new", [1])]),
         ):
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(ZeroDivisionError):
                 run()
     assert lengths(model) == {"reference": 9, "a": 8}
     assert model.kv_manager.stats().used_blocks == 3
     assert torch.allclose(model.decode("a", 3, 8), expected, atol=1e-5)
 
 
-def test_decode_at_the_wrong_position(model: PagedCausalLM) -> None:
+def test_decode_of_nothing_and_at_the_wrong_position(model: PagedCausalLM) -> None:
+    assert model.unified_forward([]) == []
+    assert model.decode_batch([]).shape == (0, VOCAB_SIZE)
     model.prefill("a", tokens(5))
     for pos in (4, 6):
         with pytest.raises(InvalidInputError, match=f"pos_offset {pos}, expected 5"):
@@ -161,47 +136,18 @@ def test_decode_at_the_wrong_position(model: PagedCausalLM) -> None:
     model.decode("a", 1, 5)
 
 
-def test_handle_of_the_caller(model: PagedCausalLM) -> None:
-    handle = model.kv_manager.allocate("mine")
-    model.unified_forward([UnifiedBatchItem("theirs", tokens(5), kv_cache=handle)])
-    assert lengths(model) == {"mine": 5}
-    model.decode("mine", 1, 5)
-    assert handle.num_tokens == 6
-
-
-def test_release_reset_and_prepare(model: PagedCausalLM) -> None:
-    model.prefill("a", tokens(5))
-    model.prepare()
-    assert lengths(model) == {"a": 5}
-    model.release("a")
-    model.release("a")
-    assert lengths(model) == {}
-    model.prefill("b", tokens(5))
-    model.reset()
-    assert lengths(model) == {}
-
-
-def test_truncate(model: PagedCausalLM) -> None:
+def test_release_reset_prepare_and_truncate(model: PagedCausalLM) -> None:
     model.prefill("a", tokens(20))
+    model.prepare()
+    assert lengths(model) == {"a": 20}
     model.truncate_kv("a", 3)
     assert model.kv_manager.stats().used_blocks == 1
     for cache_id, length in (("a", 4), ("unknown", 0)):
         with pytest.raises(InvalidInputError):
             model.truncate_kv(cache_id, length)
-
-
-def test_capacity_metrics_and_adapters(model: PagedCausalLM) -> None:
-    assert model.kv_capacity() == 80
-    before = model.cache_metrics_snapshot()
-    model.prefill("a", tokens(20))
-    after = model.cache_metrics_snapshot()
-    assert (before["used_blocks"], after["used_blocks"], after["num_tokens"]) == (0, 3, 20)
-    json.dumps(after)
-    assert model.lora_metrics_snapshot()["adapters"] == {}
-    model.set_lora_adapter_for_cache("a", None)
-    with pytest.raises(InvalidInputError, match="'poetry': not loaded"):
-        model.set_lora_adapter_for_cache("a", "poetry")
-
-
-def test_logits_may_be_changed_in_place(model: PagedCausalLM) -> None:
-    model.prefill("a", tokens(5))[3] = float("-inf")
+    for _ in range(2):
+        model.release("a")
+        assert lengths(model) == {}
+    model.prefill("b", tokens(5))
+    model.reset()
+    assert lengths(model) == {}

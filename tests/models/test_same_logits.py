@@ -1,10 +1,9 @@
 """Checkpoints saved by transformers give transformers' own logits, however the tokens are cut and batched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,38 +12,44 @@ from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.models.layers import decoder as layers
 from paged.models.registry import load_model
 from tests.backends import needs_numba
-from tests.models.families import FAMILIES, VARIANTS, Case, assert_same_logits, save_checkpoint, tokens
+from tests.models.families import (
+    FAMILIES,
+    VARIANTS,
+    Case,
+    assert_same_logits,
+    forward,
+    logits_of,
+    save_checkpoint,
+    tokens,
+)
 
 # Every option of the kernels once: the interpreter takes about a second a forward.
 IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_normalised")
-# Of families beside them that give the kernels other options or shapes, in one forward.
+# Families beside them that give the kernels other options or shapes, in one forward.
 ONCE_IN_INTERPRETER = [
-    "cohere2",
-    "gemma2",
-    "gemma4_moe",
-    "gemma4_shared_kv",
-    "glm4_moe",
-    "llama4",
-    "minimax_m2",
-    "ministral3",
-    "olmo2",
-    "phi3",
-    "smollm3",
+    *("cohere2", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "llama4"),
+    *("minimax_m2", "ministral3", "olmo2", "phi3", "smollm3"),
 ]
-
-ON_TORCH = [(name, "torch") for name in FAMILIES]
-on_torch = pytest.mark.parametrize(("loaded", "backend"), ON_TORCH, indirect=True)
 # Windows, chunks, interleaved and partial rotation, norms of heads, experts.
-BY_NUMBA = [
-    pytest.param(name, "numba", marks=needs_numba)
-    for name in ("cohere2", "gemma3", "glm4", "gpt_oss", "llama", "llama4", "minimax_m2", "olmo2", "phi3", "qwen3")
-]
-all_backends = pytest.mark.parametrize(
-    ("loaded", "backend"), ON_TORCH + BY_NUMBA + [(name, "triton") for name in IN_INTERPRETER], indirect=True
-)
+BY_NUMBA = ("cohere2", "gemma3", "glm4", "gpt_oss", "llama", "llama4", "minimax_m2", "olmo2", "phi3", "qwen3")
 
 # Longer than the sliding windows and several cache blocks of 8.
 PROMPT = tokens(40)
+
+
+def _rows(backend: str, names: Any, fast: Any = ()) -> list[Any]:
+    """Those not among `fast` run in the thorough set."""
+    numba = [needs_numba] if backend == "numba" else []
+    return [pytest.param(one, backend, marks=numba if one in fast else [*numba, pytest.mark.thorough]) for one in names]
+
+
+def ways(*interpreted: str, fast: Any = ("gemma3",), by_numba: Any = BY_NUMBA) -> pytest.MarkDecorator:
+    """Through PyTorch's operations, numba's kernels, and for some families Triton's."""
+    rows = [*_rows("torch", FAMILIES, fast), *_rows("numba", by_numba), *_rows("triton", interpreted)]
+    return pytest.mark.parametrize(("loaded", "backend"), rows, indirect=True)
+
+
+on_torch = ways(by_numba=())
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +67,19 @@ def case(loaded: Case, backend: str) -> Iterator[Case]:
     assert loaded.ours.kv_manager.stats().used_blocks == 0
 
 
-@all_backends
+@pytest.mark.parametrize(
+    ("loaded", "backend"),
+    [
+        *_rows("torch", FAMILIES, fast=FAMILIES),
+        *_rows("numba", BY_NUMBA, fast=BY_NUMBA),
+        *_rows("triton", IN_INTERPRETER, fast=("gemma3",)),
+    ],
+    indirect=True,
+)
 def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     first, second, third = tokens(21, 1), tokens(11, 2), tokens(9, 3)
     results = case.ours.unified_forward(
-        [
-            UnifiedBatchItem("first", first[:13], is_final_chunk=False),
-            UnifiedBatchItem("second", second[:10]),
-        ]
+        [UnifiedBatchItem("first", first[:13], is_final_chunk=False), UnifiedBatchItem("second", second[:10])]
     )
     assert results[0] is None
     assert_same_logits(results[1], case.expected(second)[9])
@@ -86,7 +96,7 @@ def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
     assert results[2] is None
 
 
-@all_backends
+@ways("gpt_oss")
 def test_whole_prompt_then_decode(case: Case) -> None:
     expected = case.expected(PROMPT)
     assert_same_logits(case.ours.prefill("a", PROMPT[:-2]), expected[-3])
@@ -95,12 +105,11 @@ def test_whole_prompt_then_decode(case: Case) -> None:
 
 
 @needs_numba
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama", "qwen3_moe_normalised"])
 def test_bfloat16_by_loops_is_as_exact_as_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and decodes, packed, by PyTorch, by loops, and by loops on processors without AMX."""
-    theirs = save_checkpoint((FAMILIES | VARIANTS)[name], tmp_path)
-    with torch.no_grad():
-        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    expected = logits_of(save_checkpoint(FAMILIES[name], tmp_path), PROMPT)
     tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
     errors = []
     for backend, has_tiles in (("torch", tiles.has_tiles), ("numba", tiles.has_tiles), ("numba", lambda: False)):
@@ -114,7 +123,7 @@ def test_bfloat16_by_loops_is_as_exact_as_without(name: str, tmp_path: Path, mon
     assert max(errors[1:]) < 1.25 * errors[0]
 
 
-@all_backends
+@ways("llama3_rope")
 def test_verify_gives_a_row_a_token(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:7])
     assert_same_logits(case.ours.forward_verify("a", PROMPT[7:]), case.expected(PROMPT)[7:])
@@ -122,7 +131,7 @@ def test_verify_gives_a_row_a_token(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("loaded", "backend"),
-    [(name, "triton") for name in ONCE_IN_INTERPRETER] + [(name, "torch") for name in VARIANTS],
+    [*_rows("triton", ONCE_IN_INTERPRETER), *_rows("torch", VARIANTS, fast=VARIANTS)],
     indirect=True,
 )
 def test_other_options_and_shapes(case: Case) -> None:
@@ -145,29 +154,27 @@ def _check_chunks(case: Case, chunk: int) -> None:
         assert_same_logits(case.ours.prefill("a", part), expected[start + len(part) - 1])
 
 
-@all_backends
+@ways("mistral")
 def test_chunked_prompt(case: Case) -> None:
     _check_chunks(case, 16)
 
 
 @on_torch
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_small_chunks(case: Case, chunk: int) -> None:
-    _check_chunks(case, chunk)
+def test_small_chunks(case: Case) -> None:
+    _check_chunks(case, 3)
 
 
-@all_backends
+@ways("gemma3", "gpt_oss", "qwen3_moe_normalised")
 def test_sequences_in_one_batch_do_not_see_each_other(case: Case) -> None:
-    prompts = [tokens(length, seed) for seed, length in enumerate((5, 16, 1, 40, 17))]
-    results = case.ours.unified_forward([UnifiedBatchItem(i, prompt) for i, prompt in enumerate(prompts)])
-    for prompt, logits in zip(prompts, results, strict=True):
+    prompts = [tokens(length, seed) for seed, length in enumerate((5, 16, 1, 17))]
+    for prompt, logits in zip(prompts, forward(case.ours, dict(enumerate(prompts))), strict=True):
         assert_same_logits(logits, case.expected(prompt)[-1])
     rows = case.ours.decode_batch([(i, i, len(prompt)) for i, prompt in enumerate(prompts)])
     for i, (prompt, logits) in enumerate(zip(prompts, rows, strict=True)):
         assert_same_logits(logits, case.expected([*prompt, i])[-1])
 
 
-@all_backends
+@ways("qwen3_moe_normalised")
 def test_after_truncate(case: Case) -> None:
     case.ours.prefill("a", PROMPT)
     case.ours.truncate_kv("a", 19)
@@ -175,18 +182,15 @@ def test_after_truncate(case: Case) -> None:
     assert_same_logits(case.ours.prefill("a", other), case.expected(PROMPT[:19] + other)[-1])
 
 
-@all_backends
+@ways("gemma3")
 def test_after_fork_both_go_their_own_way(case: Case) -> None:
     case.ours.prefill("a", PROMPT[:19])
     handle = case.ours.kv_manager.get_handle("a")
     assert handle is not None
     case.ours.kv_manager.fork(handle, "b")
-    left, right = tokens(9, 8), tokens(12, 9)
-    results = case.ours.unified_forward(
-        [UnifiedBatchItem("a", left, pos_offset=19), UnifiedBatchItem("b", right, pos_offset=19)]
-    )
-    assert_same_logits(results[0], case.expected(PROMPT[:19] + left)[-1])
-    assert_same_logits(results[1], case.expected(PROMPT[:19] + right)[-1])
+    ways = {"a": tokens(9, 8), "b": tokens(12, 9)}
+    for ids, logits in zip(ways.values(), forward(case.ours, ways), strict=True):
+        assert_same_logits(logits, case.expected(PROMPT[:19] + ids)[-1])
 
 
 @on_torch

@@ -1,35 +1,13 @@
 """Arrays reach the device whole and aligned, and a buffer waits for the copy out of it before it is written again."""
 
-from __future__ import annotations
+import itertools
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from paged.staging import _NUM_BUFFERS, Staging
-
-
-class Device:
-    """Stands for the events of a GPU: the copies it has been given, and those it was waited for."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.events: list[Event] = []
-
-    def new_event(self) -> Event:
-        self.events.append(Event(self, len(self.events)))
-        return self.events[-1]
-
-
-class Event:
-    def __init__(self, device: Device, number: int) -> None:
-        self.device, self.number = device, number
-
-    def record(self) -> None:
-        self.device.calls.append(("record", self.number))
-
-    def synchronize(self) -> None:
-        self.device.calls.append(("wait", self.number))
 
 
 def step(seed: int, size: int) -> list[np.ndarray]:
@@ -49,8 +27,7 @@ def test_arrays_arrive(size: int, device: torch.device) -> None:
     staging = Staging(device)
     for seed in range(2 * _NUM_BUFFERS):
         arrays = step(seed, size)
-        tensors = staging.to_device(arrays)
-        for array, tensor in zip(arrays, tensors, strict=True):
+        for array, tensor in zip(arrays, staging.to_device(arrays), strict=True):
             assert tensor.device.type == device.type
             assert tensor.is_contiguous()
             assert tensor.data_ptr() % 16 == 0
@@ -60,58 +37,46 @@ def test_arrays_arrive(size: int, device: torch.device) -> None:
 def test_earlier_tensors_keep_their_values(device: torch.device) -> None:
     """Also when the ring has gone round, and its buffers have grown in between."""
     staging = Staging(device)
-    sent = [
-        (arrays, staging.to_device(arrays))
-        for seed in range(5 * _NUM_BUFFERS)
-        for arrays in [step(seed, seed**3 // 200)]
-    ]
-    for arrays, tensors in sent:
+    steps = [step(seed, seed**3 // 1000) for seed in range(3 * _NUM_BUFFERS)]
+    sent = [staging.to_device(arrays) for arrays in steps]
+    for arrays, tensors in zip(steps, sent, strict=True):
         for array, tensor in zip(arrays, tensors, strict=True):
             np.testing.assert_array_equal(tensor.cpu().numpy(), array)
 
 
-def test_a_buffer_is_written_after_its_last_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Device()
-    staging = Staging(torch.device("cpu"), fake.new_event)
-    buffers = staging._buffers
-    copy = torch.Tensor.copy_
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The address of every source that is copied, and whether the call returns before the copy has ended."""
+    copy, noted = torch.Tensor.copy_, list[tuple[int, bool]]()
 
-    def noted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        (number,) = (i for i, buffer in enumerate(buffers) if buffer.memory.data_ptr() == source.data_ptr())
-        fake.calls.append(("copy", number))
-        assert non_blocking
+    def note(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        noted.append((source.data_ptr(), non_blocking))
         return copy(target, source)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    monkeypatch.setattr(torch.Tensor, "copy_", note)
+    return noted
+
+
+def test_a_buffer_is_written_after_its_last_copy_alone(copies: list[tuple[int, bool]]) -> None:
+    calls: list[tuple[str, int, int]] = []
+    numbers = itertools.count()
+
+    def new_event() -> Mock:
+        """Stands for an event of a GPU: notes what it is asked, and how many copies were made before."""
+        event, number = Mock(), next(numbers)
+        event.synchronize.side_effect = lambda: calls.append(("wait", number, len(copies)))
+        event.record.side_effect = lambda: calls.append(("record", number, len(copies)))
+        return event
+
+    staging = Staging(torch.device("cpu"), new_event)
     for seed in range(2 * _NUM_BUFFERS + 1):
         staging.to_device(step(seed, 100))
     ring = [number % _NUM_BUFFERS for number in range(2 * _NUM_BUFFERS + 1)]
-    assert fake.calls == [(call, number) for number in ring for call in ("wait", "copy", "record")]
+    assert copies == [(staging._buffers[number].memory.data_ptr(), True) for number in ring]
+    expected = [[("wait", number, i), ("record", number, i + 1)] for i, number in enumerate(ring)]
+    assert calls == list(itertools.chain(*expected))
 
 
-def test_buffers_are_used_again_and_grow_by_doubling() -> None:
-    staging = Staging(torch.device("cpu"))
-    memory = []
-    for size in (10, 10, 50_000, 10):
-        for _ in range(_NUM_BUFFERS):
-            staging.to_device([np.zeros(size, np.int64)])
-        memory.append([(buffer.memory.data_ptr(), len(buffer.memory)) for buffer in staging._buffers])
-    small, again, grown, kept = memory
-    assert small == again
-    assert grown == kept
-    assert {size for _, size in small} == {1 << 16}
-    assert {size for _, size in grown} == {1 << 19}
-    assert len({address for address, _ in grown}) == _NUM_BUFFERS
-
-
-def test_a_copy_is_waited_for_where_nothing_tells_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = Staging(torch.device("cpu"))
-    copy, blocking = torch.Tensor.copy_, []
-
-    def noted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        blocking.append(not non_blocking)
-        return copy(target, source)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    staging.to_device([np.arange(3)])
-    assert blocking == [True]
+def test_a_copy_is_waited_for_where_nothing_tells_its_end(copies: list[tuple[int, bool]]) -> None:
+    Staging(torch.device("cpu")).to_device([np.arange(3)])
+    assert [non_blocking for _, non_blocking in copies] == [False]

@@ -1,7 +1,5 @@
 """A forward that was prepared before its tokens were known: it is used as it stands, or leaves nothing behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
+from paged.forward_step import PreparedStep
 from paged.step_preparer import StepPreparer
 
 Manager = PagedKvCacheManager
@@ -33,16 +32,19 @@ def preparer_of(manager: Manager, max_seq_len: int = 100) -> StepPreparer:
     return StepPreparer(manager, vocab_size=128, max_seq_len=max_seq_len)
 
 
+def prepared_by(steps: StepPreparer, handles: list[KvCacheHandle]) -> PreparedStep:
+    prepared = steps.prepare(handles)
+    assert prepared is not None
+    return prepared
+
+
 def handles(manager: Manager, names: str = "abc") -> list[KvCacheHandle]:
-    found = [manager.get_handle(name) for name in names]
-    return [handle for handle in found if handle is not None]
+    return [handle for name in names if (handle := manager.get_handle(name))]
 
 
 def items(manager: Manager, names: str = "abc", count: int = 1) -> list[UnifiedBatchItem]:
-    return [
-        UnifiedBatchItem(str(handle.cache_id), [7, 8, 9][:count], pos_offset=handle.num_tokens)
-        for handle in handles(manager, names)
-    ]
+    tokens = [7, 8, 9][:count]
+    return [UnifiedBatchItem(h.cache_id, tokens, pos_offset=h.num_tokens) for h in handles(manager, names)]
 
 
 def state(manager: Manager) -> object:
@@ -53,8 +55,7 @@ def state(manager: Manager) -> object:
 @pytest.mark.parametrize("is_uploaded", [False, True])
 def test_what_was_prepared_is_used(manager: Manager, is_uploaded: bool) -> None:
     steps = preparer_of(manager)
-    prepared = steps.prepare(handles(manager))
-    assert prepared is not None
+    prepared = prepared_by(steps, handles(manager))
     if is_uploaded:
         prepared.step.upload()
     assert manager.stats().free_blocks == 2, "a and c begin new blocks"
@@ -68,9 +69,8 @@ def test_what_was_prepared_is_used(manager: Manager, is_uploaded: bool) -> None:
         assert step.input_ids.tolist() == [11, 12, 13]
         assert step.sample_rows.tolist() == [0, 1, 2]
         assert step.metadata.seq_lens.tolist() == [9, 7, 5]
-        assert step.metadata.slot_mapping.tolist() == [
-            4 * row[-1] + at for row, at in zip(blocks, (0, 2, 0), strict=True)
-        ]
+        slots = [4 * row[-1] + at for row, at in zip(blocks, (0, 2, 0), strict=True)]
+        assert step.metadata.slot_mapping.tolist() == slots
     assert prepared.is_used
     assert [handle.num_tokens for handle in handles(manager)] == [9, 7, 5]
     assert [handle.blocks for handle in handles(manager)] == blocks
@@ -89,14 +89,12 @@ def test_what_was_prepared_is_used(manager: Manager, is_uploaded: bool) -> None:
         lambda manager: items(manager, "abc", 2),
         lambda manager: [*items(manager, "ab"), UnifiedBatchItem("c", [1], pos_offset=4, is_final_chunk=False)],
         lambda manager: [*items(manager), UnifiedBatchItem("new", [1])],
-        lambda manager: [UnifiedBatchItem("new", [1])],
         lambda manager: [],
     ],
 )
 def test_another_forward_cancels_it(manager: Manager, other: Callable[[Manager], list[UnifiedBatchItem]]) -> None:
     steps = preparer_of(manager)
-    prepared = steps.prepare(handles(manager))
-    assert prepared is not None
+    prepared = prepared_by(steps, handles(manager))
     batch = other(manager)
     lengths = {handle.cache_id: handle.num_tokens for handle in manager.handles()}
     with steps.forward(batch) as step:
@@ -109,26 +107,24 @@ def test_another_forward_cancels_it(manager: Manager, other: Callable[[Manager],
 
 
 @pytest.mark.parametrize(
-    "fields", [{"q_tokens": [128]}, {"q_tokens": [-1]}, {"pos_offset": 7}, {"seq_id": "b"}, {"seq_id": "x"}], ids=str
+    ("fields", "is_in_order"),
+    [
+        ({"q_tokens": [128]}, False),
+        ({"pos_offset": 7}, False),
+        ({"seq_id": "b"}, False),
+        ({"seq_id": "x"}, True),
+        ({"logits_policy": VerifyLogits()}, True),  # one row of drafts is a row
+    ],
+    ids=str,
 )
-def test_what_is_not_in_order_is_not_expected(manager: Manager, fields: dict[str, Any]) -> None:
-    """Then all checks are made, which say what is wrong; only the last one is right."""
+def test_what_is_not_in_order_is_not_expected(manager: Manager, fields: dict[str, Any], is_in_order: bool) -> None:
+    """Then all checks are made, which say what is wrong."""
     steps = preparer_of(manager)
-    assert steps.prepare(handles(manager, "ab")) is not None
-    first, second = (
-        replace(item, kv_cache=handle)
-        for item, handle in zip(items(manager, "ab"), handles(manager, "ab"), strict=True)
-    )
-    assert steps.expects([replace(first, **fields), second]) == (fields == {"seq_id": "x"})
+    prepared_by(steps, handles(manager, "ab"))
+    pairs = zip(items(manager, "ab"), handles(manager, "ab"), strict=True)
+    first, second = (replace(item, kv_cache=handle) for item, handle in pairs)
+    assert steps.expects([replace(first, **fields), second]) == is_in_order
     assert steps.expects([first, second])
-
-
-def test_one_row_of_drafts_is_a_row(manager: Manager) -> None:
-    steps = preparer_of(manager)
-    prepared = steps.prepare(handles(manager, "a"))
-    assert prepared is not None
-    with steps.forward([UnifiedBatchItem("a", [1], pos_offset=8, logits_policy=VerifyLogits())]) as step:
-        assert step is prepared.step
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,7 @@ def test_one_row_of_drafts_is_a_row(manager: Manager) -> None:
         lambda manager, b: manager.free(b),
         lambda manager, b: manager.extend(b, 1),
         lambda manager, b: manager.write_kv(b, 0, 2, *torch.zeros(2, 1, 1, 8, device=manager.device)),
-        lambda manager, b: manager.share_prefix_blocks(handles(manager, "a")[0], manager.allocate("d"), 1),
+        lambda manager, b: manager.share_prefix_blocks(manager.get_handle("a"), manager.allocate("d"), 1),
         lambda manager, b: manager.clear_prefix_cache(),
         lambda manager, b: manager.evict(9),
         lambda manager, b: manager.allocate("d", 8),
@@ -153,48 +149,28 @@ def test_anything_may_happen_to_the_cache_meanwhile(
 ) -> None:
     """Used or not, the forward that follows is the one that would have run without it."""
     steps = preparer_of(manager)
-    prepared = steps.prepare(handles(manager))
-    assert prepared is not None
+    prepared_by(steps, handles(manager))
     b = handles(manager, "b")[0]
     change(manager, b)
-    manager.check_integrity()
     names = "abc" if b.is_valid and not b.is_swapped else "ac"
     lengths = [handle.num_tokens for handle in handles(manager, names)]
     with steps.forward(items(manager, names)) as step:
         assert step.metadata.positions.tolist() == lengths
-        rows = zip(handles(manager, names), lengths, strict=True)
-        assert step.metadata.slot_mapping.tolist() == [4 * h.blocks[n // 4] + n % 4 for h, n in rows]
-        assert (
-            not {h.blocks[n // 4] for h, n in zip(handles(manager, names), lengths, strict=True)} & manager._pool.shared
-        )
-    manager.check_integrity()
+        blocks = [h.blocks[n // 4] for h, n in zip(handles(manager, names), lengths, strict=True)]
+        assert step.metadata.slot_mapping.tolist() == [4 * at + n % 4 for at, n in zip(blocks, lengths, strict=True)]
+        assert not set(blocks) & manager._pool.shared
     for handle in manager.handles():
         manager.free(handle)
     assert manager.stats().used_blocks == 0
     manager.check_integrity()
 
 
-def test_a_shared_block_is_copied_ahead_and_taken_back(manager: Manager) -> None:
-    b = handles(manager, "b")[0]
-    manager.fork(b, "d")
-    before = state(manager)
-    steps = preparer_of(manager)
-    prepared = steps.prepare(handles(manager, "bd"))
-    assert prepared is not None
-    assert len({handle.blocks[1] for handle in handles(manager, "bd")}) == 2
-    manager.check_integrity()
-    prepared.cancel()
-    prepared.cancel()
-    assert state(manager) == before
-
-
 def test_a_forward_that_fails_gives_the_room_back(manager: Manager) -> None:
     steps, before = preparer_of(manager), state(manager)
-    prepared = steps.prepare(handles(manager))
+    prepared = prepared_by(steps, handles(manager))
 
     def fail() -> None:
         with steps.forward(items(manager)) as step:
-            assert prepared is not None
             assert step is prepared.step
             raise KeyboardInterrupt
 
@@ -217,11 +193,10 @@ def test_where_there_is_no_room_nothing_is_prepared(manager: Manager) -> None:
     assert steps.prepare([full]) is None, "it is as long as it may be"
     manager.free(full)
     assert steps.prepare([full]) is None
-    assert preparer_of(manager, max_seq_len=8).prepare(handles(manager)) is None, "beyond what the model can run"
-    short = preparer_of(manager, max_seq_len=8).prepare(handles(manager, "bc"))
-    assert short is not None
-    short.cancel()
-    assert steps.prepare(handles(manager)) is not None
-    assert steps.prepare(handles(manager, "b")) is not None, "the one before is cancelled"
-    assert manager.stats().free_blocks == 4
+    short = preparer_of(manager, max_seq_len=8)
+    assert short.prepare(handles(manager)) is None, "beyond what the model can run"
+    prepared_by(short, handles(manager, "bc")).cancel()
+    prepared_by(steps, handles(manager))
+    prepared_by(steps, handles(manager, "b"))
+    assert manager.stats().free_blocks == 4, "the one before is cancelled"
     manager.check_integrity()

@@ -21,24 +21,26 @@ SOURCES = [(package, path) for package in MAY_IMPORT for path in sorted((ROOT / 
 Graph = dict[str, set[str]]
 
 
-def names_imported(path: Path, *, when_run: bool = False) -> set[str]:
-    """Full names of the modules and of what is taken from them; `when_run`: not those for a type checker alone."""
-    tree = ast.parse(path.read_text())
-    left_out: set[ast.AST] = set()
-    if when_run:
-        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-        blocks = [node for node in tests if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"]
-        left_out = {node for block in blocks for node in block.body}
-    names = set()
-    for node in ast.walk(tree):
-        if node in left_out:
-            continue
+@cache
+def _imports(path: Path) -> tuple[set[str], set[str]]:
+    """Full names of what is imported when the file runs, and of what is for a type checker alone."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    tests = [node for node in nodes if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
+    for_types = {each for node in tests if node.test.id == "TYPE_CHECKING" for each in node.body}
+    names: tuple[set[str], set[str]] = (set(), set())
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            names[node in for_types].update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names[node in for_types].update(f"{node.module}.{alias.name}" for alias in node.names)
     return names
+
+
+def names_imported(path: Path, *, when_run: bool = False) -> set[str]:
+    """Full names of the modules and of what is taken from them; `when_run`: not those for a type checker alone."""
+    run, for_types = _imports(path)
+    return run if when_run else run | for_types
 
 
 def package_of(name: str) -> str | None:

@@ -4,20 +4,20 @@ Each package has a frame, from the top down as they may import; in it, arrows be
 imply is left out.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, combinations, pairwise
 
 from tests.structure.imports import MAY_IMPORT, ROOT, Graph, folder_files, folder_imports, reduced
-from tests.structure.layers import Entry, are_joined, rows_of
 
 PATH = ROOT / "docs" / "folders.svg"
 WIDTH = 1080
 BOX_WIDTH, BOX_HEIGHT, PASS_WIDTH = 202, 42, 20
 GAP, ROW_GAP, FRAME_HEAD, FRAME_GAP = 16, 24, 30, 30
 NAME_SIZE, LINE_SIZE = 12, 11
+# What stands in a row: a box, by its name, or a line that passes between boxes, by the two that it joins.
+Entry = str | tuple[str, str]
+Row = list[Entry]
 # One line of what a folder holds.
 HOLDS = {
     "bench": "timing, goals, the GPU run",
@@ -110,22 +110,17 @@ def _package(folder: str) -> str:
 
 def _frame(package: str, graph: Graph, top: int) -> tuple[str, int]:
     """A package's folders from `top` on, and where its frame ends."""
-    rows = rows_of(graph)
+    rows, parts = _rows(graph), []
     lefts: list[list[float]] = []
-    parts = []
     for row in rows:
-        used = sum(map(_width, row)) + GAP * (len(row) - 1)
-        lefts.append([])
-        left = (WIDTH - used) / 2
-        for entry in row:
-            lefts[-1].append(left)
-            left += _width(entry) + GAP
+        ends = [*accumulate((_width(entry) + GAP for entry in row), initial=0)]
+        lefts.append([(WIDTH - ends[-1] + GAP) / 2 + end for end in ends[:-1]])
     tops = [top + FRAME_HEAD + index * (BOX_HEIGHT + ROW_GAP) for index in range(len(rows))]
     bottom = tops[-1] + BOX_HEIGHT + GAP
     for index, (upper, lower) in enumerate(pairwise(rows)):
         for above, left in zip(upper, lefts[index], strict=True):
             for below, left_below in zip(lower, lefts[index + 1], strict=True):
-                if are_joined(graph, above, below):
+                if _are_joined(graph, above, below):
                     start = left + _width(above) / 2, tops[index] + BOX_HEIGHT
                     end = left_below + _width(below) / 2, tops[index + 1]
                     through = [] if isinstance(below, str) else [(end[0], end[1] + BOX_HEIGHT)]
@@ -139,6 +134,48 @@ def _frame(package: str, graph: Graph, top: int) -> tuple[str, int]:
     heading = f'<text class="name" x="{2 * GAP}" y="{top + 20}" font-size="15">{package}/</text>'
     outline = f'<rect x="{GAP}" y="{top}" width="{WIDTH - 2 * GAP}" height="{bottom - top}" rx="8" class="frame"/>'
     return "\n".join([outline, heading, *parts, *boxes]), bottom
+
+
+def _rows(graph: Graph) -> list[Row]:
+    """Rows from the top down: what others need stands further down, with as few crossings as are found."""
+    heights: dict[str, int] = {}
+
+    def height(name: str) -> int:
+        if name not in heights:
+            heights[name] = 1 + max(map(height, graph[name]), default=-1)
+        return heights[name]
+
+    rows: list[Row] = [[] for _ in range(1 + max(map(height, graph)))]
+    for name in sorted(graph):
+        rows[-1 - heights[name]].append(name)
+        for end in sorted(graph[name]):
+            for between in range(heights[end] + 1, heights[name]):
+                rows[-1 - between].append((name, end))
+    for index in [*range(len(rows))] * 6:
+        row, near = rows[index], rows[max(index - 1, 0) : index + 2]
+        for first, second in combinations(range(len(row)), 2):
+            before = _badness(graph, near)
+            row[first], row[second] = row[second], row[first]
+            if _badness(graph, near) >= before:
+                row[first], row[second] = row[second], row[first]
+    return rows
+
+
+def _are_joined(graph: Graph, upper: Entry, lower: Entry) -> bool:
+    """Whether a line leads from an entry of one row to one of the next."""
+    if isinstance(upper, tuple):
+        return lower in (upper, upper[1])
+    return lower[0] == upper if isinstance(lower, tuple) else lower in graph[upper]
+
+
+def _badness(graph: Graph, rows: list[Row]) -> tuple[int, float]:
+    """Crossings, then the distance that the lines go to the side where every row is centred."""
+    crossings, distance = 0, 0.0
+    for upper, lower in pairwise(rows):
+        lines = [(a, b) for a, x in enumerate(upper) for b, y in enumerate(lower) if _are_joined(graph, x, y)]
+        crossings += sum((a - c) * (b - d) < 0 for (a, b), (c, d) in combinations(lines, 2))
+        distance += sum(abs((a - (len(upper) - 1) / 2) - (b - (len(lower) - 1) / 2)) for a, b in lines)
+    return crossings, distance
 
 
 def _width(entry: Entry) -> int:

@@ -1,7 +1,5 @@
 """The picture of the folders is that of the sources, and can be read: no box on another, no text beyond its box."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """Replaces what vLLM lacks on a machine without accelerator and compiled extension, and nothing else of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

@@ -14,13 +14,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.worker.gpu.attn_utils import (
-    build_attn_metadata,
-    build_slot_mappings_by_layer,
-    get_kv_cache_spec,
-    init_attn_backend,
-    init_kv_cache,
-)
+from vllm.v1.worker.gpu import attn_utils
 
 HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = (4, 2), 32, 16, 64
 
@@ -37,9 +31,8 @@ class Batch:
     def on(cls, device: torch.device, *lengths: tuple[int, int]) -> Batch:
         """In shuffled blocks of the first group's half of the pool, but for block 0, which is vLLM's null block."""
         sizes = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-        ids = (torch.randperm(NUM_BLOCKS // 2 - 1, dtype=torch.int32) + 1).split(
-            [*sizes, NUM_BLOCKS // 2 - 1 - sum(sizes)]
-        )
+        shuffled = torch.randperm(NUM_BLOCKS // 2 - 1, dtype=torch.int32) + 1
+        ids = shuffled.split([*sizes, len(shuffled) - sum(sizes)])
         return cls(lengths, pad_sequence(ids[:-1], batch_first=True).to(device))
 
     @property
@@ -77,49 +70,40 @@ class Runner:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        dtype: torch.dtype = torch.float32,
-        layout: str = "LBNHC",
-        kv_cache_dtype: str = "auto",
-        head_dim: int = HEAD_DIM,
-        layers: tuple[dict[str, Any], ...] = ({}, {}),
-    ) -> None:
+        self, device: torch.device, *, dtype: torch.dtype = torch.float32, layout: str = "LBNHC",
+        kv_cache_dtype: str = "auto", head_dim: int = HEAD_DIM, layers: tuple[dict[str, Any], ...] = ({}, {}),
+    ) -> None:  # fmt: skip
         """layers: what each `Attention` gets besides heads, head size and scale, as `head_size_v`."""
         cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype=kv_cache_dtype)
         cache.kv_cache_layout = layout
         self.device = device
-        self.config = VllmConfig(
-            device_config=DeviceConfig(device=device.type),
-            cache_config=cache,
-            attention_config=AttentionConfig(backend=AttentionBackendEnum.CUSTOM),
-        )
+        attention = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+        device_config = DeviceConfig(device=device.type)
+        self.config = VllmConfig(device_config=device_config, cache_config=cache, attention_config=attention)
         self.config.model_config = SimpleNamespace(
             dtype=dtype, max_model_len=NUM_BLOCKS * BLOCK_SIZE, is_mm_prefix_lm=False, rswa_window=None,
             hf_config=SimpleNamespace(model_type="llama"),
         )  # fmt: skip
-        default = torch.get_default_dtype()
+        sizes, default = (HEADS[0], head_dim, head_dim**-0.5, HEADS[1]), torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with set_current_vllm_config(self.config), torch.device(device):
                 self.layers = [
-                    Attention(
-                        HEADS[0], head_dim, head_dim**-0.5, HEADS[1], cache_config=cache, prefix=f"layers.{i}.attn",
-                        **options,
-                    )
+                    Attention(*sizes, cache_config=cache, prefix=f"layers.{i}.attn", **options)
                     for i, options in enumerate(layers)
-                ]  # fmt: skip
+                ]
         finally:
             torch.set_default_dtype(default)
         context = self.config.compilation_config.static_forward_context
         with set_current_vllm_config(self.config):
-            specs = get_kv_cache_spec(self.config)
+            specs = attn_utils.get_kv_cache_spec(self.config)
             groups = get_kv_cache_groups(self.config, specs)
             pool = NUM_BLOCKS * sum(spec.page_size_bytes for spec in specs.values())
             self.cache = get_kv_cache_config_from_groups(self.config, groups, pool)
-            self.attn_groups, self.cudagraph_support, block_sizes = init_attn_backend(self.cache, self.config, device)
-            init_kv_cache(context, self.cache, device, block_sizes, self.config)
+            self.attn_groups, self.cudagraph_support, block_sizes = attn_utils.init_attn_backend(
+                self.cache, self.config, device
+            )
+            attn_utils.init_kv_cache(context, self.cache, device, block_sizes, self.config)
         for layer in self.layers:  # slots that were never written must not count
             layer.kv_cache.view(torch.uint8).fill_(0xFF)
 
@@ -143,7 +127,7 @@ class Runner:
         """
         given = batch.arguments()
         lengths = torch.tensor([seq_len for _, seq_len in batch.lengths])
-        return build_attn_metadata(
+        return attn_utils.build_attn_metadata(
             self.attn_groups,
             num_reqs=len(batch.lengths),
             num_tokens=batch.num_tokens,
@@ -152,9 +136,7 @@ class Runner:
             max_query_len=max(q_len for q_len, _ in batch.lengths),
             seq_lens=given["seq_lens"],
             max_seq_len=int(lengths.max()),
-            block_tables=[
-                pad(batch.of_group(group).block_table, (0, 0, 0, 1)) for group in range(len(self.attn_groups))
-            ],
+            block_tables=[pad(batch.of_group(i).block_table, (0, 0, 0, 1)) for i in range(len(self.attn_groups))],
             slot_mappings=self._slots(batch),
             kv_cache_config=self.cache,
             seq_lens_cpu_upper_bound=lengths,
@@ -166,7 +148,7 @@ class Runner:
         self, batch: Batch, metadata: dict[str, Any] | None, tensors: list[tuple[torch.Tensor, ...]]
     ) -> list[torch.Tensor]:
         """Each layer's output [num_tokens + padding_rows, num_q_heads, v_head_dim] of its query, key and value."""
-        by_layer = None if metadata is None else build_slot_mappings_by_layer(self._slots(batch), self.cache)
+        by_layer = None if metadata is None else attn_utils.build_slot_mappings_by_layer(self._slots(batch), self.cache)
         with torch.no_grad(), set_forward_context(metadata, self.config, slot_mapping=by_layer):
             outs = [layer(*given) for layer, given in zip(self.layers, tensors, strict=True)]
         return [out.unflatten(1, (HEADS[0], -1)) for out in outs]

@@ -1,7 +1,5 @@
 """The attention backend's metadata in vLLM's hands, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from paged.interop.vllm_engine.backend import PagedImpl
 from paged.interop.vllm_plugin import register
 from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, Batch, Runner
 
+pytestmark = pytest.mark.thorough
 LENGTHS = ((1, 37), (5, 18), (6, 6))
 
 
@@ -54,9 +53,7 @@ def test_layers_of_a_group_share_metadata_and_plan(device: torch.device, monkeyp
 
 
 @pytest.mark.parametrize("by", ["a capture", "an update"])
-def test_lengths_that_change_in_place_are_planned_anew(
-    by: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_lengths_are_planned_anew(by: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan made for 5 keys reads 5; what a captured graph launches, and what follows an update, reads them all."""
     runner = Runner(device, layers=({},))
     filled = Batch.on(device, (200, 200))
@@ -98,9 +95,8 @@ def test_batches_that_cannot_be_honoured_are_refused(device: torch.device) -> No
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_batch_invariant_mode_is_deterministic(
-    mode: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_invariant_mode(mode: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deterministic."""
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", mode, raising=False)
     given: dict[str, Any] = {}
     monkeypatch.setattr(vllm_backend, "paged_attention", lambda *tensors, **options: given.update(options))
@@ -110,40 +106,29 @@ def test_batch_invariant_mode_is_deterministic(
     assert given["deterministic"] is mode
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"attn_type": "encoder_only"}, {"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": "fp8_e5m2"},
-     {"use_alibi_sqrt": True}],
-    ids=str,
-)  # fmt: skip
-def test_layers_that_cannot_be_honoured_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=next(iter(option))):
-        PagedImpl(4, 32, 0.2, 2, **option)
+def test_layers_that_cannot_be_honoured_are_refused() -> None:
     assert PagedImpl(4, 32, 0.2, 2).num_kv_heads == 2
+    for name, value in (
+        ("attn_type", "encoder_only"), ("kv_cache_dtype", "int8_per_token_head"), ("kv_cache_dtype", "fp8_e5m2"),
+        ("use_alibi_sqrt", True),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=name):
+            PagedImpl(4, 32, 0.2, 2, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "width"),
-    [
-        ("output_scale", {"output_scale": torch.ones(1)}, 2 * HEAD_DIM),
-        ("output_block_scale", {"output_block_scale": torch.ones(1)}, 2 * HEAD_DIM),
-        ("kv_cache", {}, 2 * HEAD_DIM + 8),
-    ],
-)
-def test_calls_that_cannot_be_honoured_are_refused(
-    name: str, options: dict[str, Any], width: int, device: torch.device
-) -> None:
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale", "kv_cache"])
+def test_calls_that_cannot_be_honoured_are_refused(name: str, device: torch.device) -> None:
     """A scale of the output, and a cache that packs more than keys and values."""
     runner = Runner(device)
-    batch = Batch.on(device, (1, 1))
-    metadata = runner.metadata(batch)["layers.0.attn"]
+    metadata = runner.metadata(Batch.on(device, (1, 1)))["layers.0.attn"]
     q, key, value = (x.unflatten(1, (-1, HEAD_DIM)) for x in runner.tensors(1)[0])
+    width, options = (2 * HEAD_DIM + 8, {}) if name == "kv_cache" else (2 * HEAD_DIM, {name: torch.ones(1)})
     layer, cache = runner.layers[0], torch.zeros(4, HEADS[1], BLOCK_SIZE, width, device=device)
     out = torch.full_like(q, torch.nan)
     with pytest.raises(UnsupportedError, match=name):
         layer.impl.forward(layer, q, key, value, cache, metadata, out, **options)
     assert out.isnan().all()
-    layer.impl.forward(layer, q, key, value, torch.zeros_like(runner.layers[0].kv_cache), metadata, out)
+    layer.impl.forward(layer, q, key, value, torch.zeros_like(layer.kv_cache), metadata, out)
     assert not out.isnan().any()
 
 

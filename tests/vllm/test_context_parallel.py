@@ -1,7 +1,5 @@
 """Decode context parallelism: ranks, here threads, that each hold a part of a cache's positions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
@@ -26,6 +24,7 @@ from paged.interop.vllm_engine.backend import PagedImpl
 from paged.interop.vllm_engine.context_parallel import ContextShard
 from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder
 
+pytestmark = pytest.mark.thorough
 LENGTHS = ((1, 37), (5, 18), (6, 6), (1, 1), (1, 2), (20, 41))
 BLOCK_SIZE = 8
 
@@ -76,39 +75,37 @@ def shard_of(cache: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) 
 
 @pytest.mark.parametrize(("world_size", "interleave_size"), [(2, 1), (3, 4)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "sinks": True}], ids=str)
-def test_ranks_together_give_attention_to_the_whole_cache(
-    world_size: int, interleave_size: int, options: dict[str, Any], device: torch.device,
+def test_ranks_together_see_all(
+    world_size: int,
+    interleave_size: int,
+    options: dict[str, Any],
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """What the ranks hold lies before the step; its own keys all are given, and rows beyond the batch get 0."""
     monkeypatch.setenv("PAGED_BACKEND", "torch")  # triton's interpreter is none for threads
     heads = 2 * world_size
     problem = Problem("", LENGTHS, heads=(heads, 1), block_size=BLOCK_SIZE, padding_rows=3)
     tensors = make(problem, torch.device("cpu"))
-    q_lens = [q_len for q_len, _ in LENGTHS]
-    named = dict(options)
-    if named.pop("sinks", False):
-        named["sinks"] = torch.randn(heads)
+    q_lens = torch.tensor([q_len for q_len, _ in LENGTHS])
+    named = {**options, **({"sinks": torch.randn(heads)} if "sinks" in options else {})}
     wanted = reference.paged_attention(**vars(tensors), **named)[0]
 
     position = torch.cat([torch.arange(seq_len - q_len, seq_len) for q_len, seq_len in LENGTHS])
-    blocks = tensors.block_table.repeat_interleave(torch.tensor(q_lens), 0).gather(1, position[:, None] // BLOCK_SIZE)
+    blocks = tensors.block_table.repeat_interleave(q_lens, 0).gather(1, position[:, None] // BLOCK_SIZE)
     own = [torch.full((len(tensors.q), 1, cache.shape[3]), torch.nan) for cache in (tensors.k_cache, tensors.v_cache)]
     for rows, cache in zip(own, (tensors.k_cache, tensors.v_cache), strict=True):
         rows[: len(position)] = cache[blocks[:, 0].long(), position % BLOCK_SIZE]
-    common = SimpleNamespace(
-        query_start_loc=tensors.cu_seqlens_q.to(device), seq_lens=tensors.seq_lens.to(device), max_query_len=20,
-        max_seq_len=41,
-    )  # fmt: skip
+    lengths = {"seq_lens": tensors.seq_lens.to(device), "max_query_len": 20, "max_seq_len": 41}
+    common = {"query_start_loc": tensors.cu_seqlens_q.to(device), **lengths}
 
     def run(rank: int) -> torch.Tensor:
         held = torch.arange(64) // interleave_size % world_size == rank
         parts = [shard_of(cache, tensors.block_table, held) for cache in (tensors.k_cache, tensors.v_cache)]
+        shard = ContextShard.of(SimpleNamespace(**common), world_size, rank, interleave_size)
         metadata = PagedMetadata(
-            num_actual_tokens=len(position), max_query_len=20, query_start_loc=common.query_start_loc, max_seq_len=41,
-            seq_lens=common.seq_lens, block_table=tensors.block_table.to(device),
-            slot_mapping=torch.zeros(0, dtype=torch.int64), causal=True,
-            shard=ContextShard.of(common, world_size, rank, interleave_size),
+            **common, num_actual_tokens=len(position), block_table=tensors.block_table.to(device),
+            slot_mapping=torch.zeros(0, dtype=torch.int64), causal=True, shard=shard,
         )  # fmt: skip
         mine = slice(2 * rank, 2 * rank + 2)
         sinks = named["sinks"][mine].to(device) if "sinks" in named else None
@@ -123,7 +120,7 @@ def test_ranks_together_give_attention_to_the_whole_cache(
 
 
 def test_what_depends_on_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As is a step whose keys a fused operation has written, and CUDA graphs; a whole cache has them all."""
+    """A whole cache has them all."""
     assert PagedImpl(4, 32, 0.2, 1, sliding_window=9).window_size == (8, 8)
     monkeypatch.setattr(PagedImpl, "dcp_world_size", property(lambda self: 2, lambda self, value: None), raising=False)
     assert PagedImpl(4, 32, 0.2, 1).window_size == (-1, -1)

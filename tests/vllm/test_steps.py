@@ -1,7 +1,5 @@
 """Steps through vLLM's own layers, caches and metadata against float64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from paged.interop.vllm_plugin import register
 from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, NUM_BLOCKS, Batch, Runner
 
+pytestmark = pytest.mark.thorough
 SHORT = ((1, 37), (5, 18))  # a decode step and verify rows
 LENGTHS = (*SHORT, (6, 6), (1, 1), (33, 40))  # and prompts, and a chunk that goes on in the tile of prompts
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
@@ -49,56 +48,26 @@ class Case:
 
 
 _ONE_LAYER: dict[str, Any] = {"given": ({},), "expected": ({},)}
+_FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "scale": (0.5,)}
+_HALF: dict[str, Any] = {"dtype": torch.float16, "expected": ({},)}
+_WINDOW = ({}, {"per_layer_sliding_window": 9})
 CASES = (
     *(Case(f"layout {layout.name}", layout=layout.name) for layout in KVCacheLayout),
     Case("float16", dtype=torch.float16, lengths=LENGTHS, **_ONE_LAYER),
-    Case(
-        "float16 by name, without its scale", dtype=torch.float16, kv_cache_dtype="float16", scale=(0.5,), **_ONE_LAYER
-    ),
-    *(
-        Case(
-            f"heads of {head_dim} and {v_head_dim}",
-            head_dim=head_dim,
-            dtype=torch.float16,
-            given=({"head_size_v": v_head_dim},),
-            expected=({},),
-            layout=layout,
-        )
-        for head_dim, v_head_dim, layout in ((192, 128, "LBHNC"), (512, 512, "BLHNC"))
-    ),
-    Case(
-        "fp8 of heads of 24 and 40",
-        kv_cache_dtype="fp8",
-        scale=(0.5,),
-        head_dim=24,
-        given=({"head_size_v": 40},),
-        expected=({},),
-    ),
-    Case("fp8", kv_cache_dtype="fp8", scale=(0.5,), **_ONE_LAYER),
+    Case("float16 by name, without its scale", **_HALF, kv_cache_dtype="float16", scale=(0.5,), given=({},)),
+    Case("heads of 192 and 128", head_dim=192, **_HALF, given=({"head_size_v": 128},), layout="LBHNC"),
+    Case("heads of 512 and 512", head_dim=512, **_HALF, given=({"head_size_v": 512},), layout="BLHNC"),
+    Case("fp8 of heads of 24 and 40", head_dim=24, **_FP8, given=({"head_size_v": 40},), expected=({},)),
+    Case("fp8", **_FP8, **_ONE_LAYER),
     Case("fp8 of each head", kv_cache_dtype="fp8_e4m3", scale=(0.5, 2.0), layout="LBHNC", **_ONE_LAYER),
-    Case(
-        "window in every other layer",
-        given=({}, {"per_layer_sliding_window": 9}),
-        expected=({}, {"window_size": (8, -1)}),
-        layout="BLHNC",
-    ),
+    Case("window in every other layer", given=_WINDOW, expected=({}, {"window_size": (8, -1)}), layout="BLHNC"),
     Case(
         "sinks with softcap, ALiBi",
         given=({"sinks": SINKS, "logits_soft_cap": 3.0}, {"alibi_slopes": SLOPES}),
         expected=({"sinks": SINKS, "softcap": 3.0}, {"alibi_slopes": torch.tensor(SLOPES)}),
     ),
-    Case(
-        "not causal, and a window of two sides",
-        given=({}, {"per_layer_sliding_window": 9}),
-        expected=({}, {"window_size": (8, 8)}),
-        causal=False,
-    ),
-    Case(
-        "causal by sequence",
-        causal=(1, 0, 0, 1, 0),
-        lengths=LENGTHS,
-        **_ONE_LAYER,
-    ),
+    Case("not causal, a window of two sides", given=_WINDOW, expected=({}, {"window_size": (8, 8)}), causal=False),
+    Case("causal by sequence", causal=(1, 0, 0, 1, 0), lengths=LENGTHS, **_ONE_LAYER),
 )
 
 
@@ -109,14 +78,8 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
 
     A cache holds what vLLM expects where it expects it: keys, then values, of each head and position.
     """
-    runner = Runner(
-        device,
-        dtype=case.dtype,
-        layout=case.layout,
-        kv_cache_dtype=case.kv_cache_dtype,
-        head_dim=case.head_dim,
-        layers=case.given,
-    )
+    options = {name: getattr(case, name) for name in ("dtype", "layout", "kv_cache_dtype", "head_dim")}
+    runner = Runner(device, layers=case.given, **options)
     scales = {name: i * torch.tensor(case.scale) for i, name in enumerate(("k_scale", "v_scale"), 1) if case.scale}
     for layer, (name, scale) in itertools.product(runner.layers, scales.items()):
         setattr(layer, f"_{name}", scale.squeeze(0).to(device))

@@ -1,7 +1,5 @@
 """What vLLM's start-up compiles of attention, on an emulated GPU: all that its steps launch, and before they come."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -19,6 +17,7 @@ from paged.interop.vllm_plugin import register
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.vllm.runner import Batch, Runner
 
+pytestmark = pytest.mark.thorough
 # What a runner is made with, and its only layer.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a head size of 128": ({"head_dim": 128}, {}),

@@ -1,23 +1,18 @@
 """The parts of the tuner that need no GPU: its candidates, and that a plan takes the tile it is given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from paged.bench.attention.cases import CASES
-from paged.bench.attention.tune import NAMES, candidates, main, with_tile
+from paged.bench.attention.tune import NAMES, candidates, with_tile
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import AttentionTile
 from paged.kernels.attention.plan import AttentionPlan, AttentionShape
 
 
-def test_cases_exist() -> None:
-    assert set(NAMES) <= {case.name for case in CASES}
-
-
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_candidates_are_distinct_and_box_what_a_block_holds(kind: str) -> None:
+    assert set(NAMES) <= {case.name for case in CASES}
     tiles = list(candidates(kind, 64))
     assert len(set(tiles)) == len(tiles) > 40
     assert {tile.block_n for tile in tiles if tile.by_tma} == {32, 64}
@@ -25,9 +20,8 @@ def test_candidates_are_distinct_and_box_what_a_block_holds(kind: str) -> None:
 
 
 def test_plans_take_the_tile(device: torch.device) -> None:
-    shape = AttentionShape(
-        num_tokens=1, num_kv_heads=1, group=1, head_dim=64, v_head_dim=64, element_size=2, window=(NO_LIMIT, 0)
-    )  # fmt: skip
+    sizes = {"num_tokens": 1, "num_kv_heads": 1, "group": 1, "head_dim": 64, "v_head_dim": 64}
+    shape = AttentionShape(**sizes, element_size=2, window=(NO_LIMIT, 0))
 
     def tile_of_a_plan() -> AttentionTile:
         offsets, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [9]))
@@ -39,10 +33,3 @@ def test_plans_take_the_tile(device: torch.device) -> None:
     with with_tile("decode", None):
         assert tile_of_a_plan() == chosen != other
     assert tile_of_a_plan() == chosen
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be tuned")
-def test_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([])
-    assert "no GPU" in capsys.readouterr().err

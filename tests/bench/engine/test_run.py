@@ -1,38 +1,25 @@
 """The engine's benchmark: what its rows are made of, and that wrong text gets no speed."""
 
-from __future__ import annotations
-
-import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from paged import SamplingParams
 from paged.bench.check import WrongResultError
-from paged.bench.engine import decode as engine_decode
-from paged.bench.engine import long_prompt as engine_long_prompt
-from paged.bench.engine import models as engine_models
+from paged.bench.engine import decode, long_prompt, models, throughput
 from paged.bench.engine import run as bench_engine
-from paged.bench.engine import throughput as engine_throughput
-from paged.bench.engine.rows import Row, check_same_texts
-from paged.bench.engine.run import CASES, main
-from paged.bench.goal import at_most
+from paged.bench.engine.rows import check_same_texts
 
+pytestmark = pytest.mark.usefixtures("by_pytorch")
 CPU = torch.device("cpu")
-TINY = {
-    **engine_models.MODELS["Llama-10M"],
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-}
+TINY = models.MODELS["Llama-10M"] | {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 3}
 
 
 @pytest.fixture(autouse=True)
-def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.MODELS, "Llama-tiny", TINY)
 
 
 def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,24 +50,25 @@ def test_texts_must_agree() -> None:
 
 
 def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engine_models.MODELS, "Llama-tiny", TINY)
-    monkeypatch.setattr(engine_throughput, "_NEW_TOKENS", 4)
-    row = engine_throughput.throughput("tiny", 1.0, CPU, 1)
+    monkeypatch.setattr(throughput, "_NUM_PROMPTS", 6)
+    monkeypatch.setattr(throughput, "_NEW_TOKENS", 3)
+    monkeypatch.setattr(throughput, "_ROUNDS", {"cpu": (2, 2)})
+    row = throughput.throughput("tiny", 1.0, CPU, 1)
     detail = row.detail
     assert row.value == pytest.approx(detail["tokens_per_second"] / detail["peer_tokens_per_second"])
     assert row.times["percent"] == pytest.approx(100 * row.times["bound_us"] / row.times["median_us"])
-    assert detail["tokens_per_second"] == pytest.approx(32 * 4 / row.times["median_us"] * 1e6)
+    assert detail["tokens_per_second"] == pytest.approx(6 * 3 / row.times["median_us"] * 1e6)
     assert row.goals[0]["met"] == (row.value >= 1)
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
 def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 64th of the widths, 2 layers, 16 experts: bytes of weights and cache as counted by hand."""
-    config = dict(engine_models.MODELS[model], num_hidden_layers=2, vocab_size=512, head_dim=32, num_attention_heads=8)
+    config = dict(models.MODELS[model], num_hidden_layers=2, vocab_size=512, head_dim=32, num_attention_heads=8)
     config |= {name: config[name] // 64 for name in ("hidden_size", "intermediate_size")}
     config |= {"num_experts": 16, "moe_intermediate_size": 24} if "num_experts" in config else {}
-    monkeypatch.setitem(engine_models.MODELS, model, config)
-    row = engine_decode.decode(model, CPU, 3, batch=2, context=40, goal=1e6)
+    monkeypatch.setitem(models.MODELS, model, config)
+    row = decode.decode(model, CPU, 3, batch=2, context=40, goal=1e6)
     detail, hidden, kv_heads = row.detail, config["hidden_size"], config["num_key_value_heads"]
     projections = hidden * 32 * (8 + 2 * kv_heads) + 32 * 8 * hidden + 2 * 32 + 2 * hidden
     mlp = 3 * hidden * config["intermediate_size"]
@@ -97,25 +85,9 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     assert (detail["sequences"], row.goals[0]["met"]) == (2, False)
 
 
-@pytest.mark.parametrize(("stretch", "steps"), [(None, 3), (2.0, 600)])
-def test_long_prompt_is_measured_until_its_first_token(
-    stretch: float | None, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("stretch", [None, pytest.param(2.0, marks=pytest.mark.thorough)])
+def test_long_prompt_is_measured_until_its_first_token(stretch: float | None) -> None:
     """4,096 tokens in steps of 2,048, of which 32 rows decode; paced in many more."""
-    monkeypatch.setitem(engine_models.MODELS, "tiny", TINY)
-    row = engine_long_prompt.long_prompt("x", "tiny", stretch, CPU, 3)
-    assert row.detail["steps"] == 3 if stretch is None else 3 < row.detail["steps"] < steps
+    row = long_prompt.long_prompt("x", "Llama-tiny", stretch, CPU, 3)
+    assert row.detail["steps"] == 3 if stretch is None else 3 < row.detail["steps"] < 600
     assert row.value >= row.detail["median_times_steady"]
-
-
-def test_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def measure(device: torch.device, repeats: int) -> Row:
-        return Row("a.b", float(repeats), "us", [at_most("1 us", float(repeats), 1.0)], {"part": 0.5})
-
-    monkeypatch.setattr(bench_engine, "CASES", [bench_engine.Case("a.b", measure), *CASES])
-    lines: list[str] = []
-    path = tmp_path / "rows.json"
-    assert main(["--only", "a.b", "--repeats", "7", "--json", str(path)], lines.append) == 0
-    [row] = json.loads(path.read_text())["rows"]
-    assert (row["value"], row["detail"]) == (7.0, {"part": 0.5})
-    assert any("at most 1 us: MISSED" in line for line in lines)

@@ -1,7 +1,5 @@
 """What a layer costs the host, in counts: calls of Python functions and launches, where kernels never run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

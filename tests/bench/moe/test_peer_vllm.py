@@ -1,7 +1,5 @@
 """vLLM's experts as a peer: the same result out of its kernels, in the interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 

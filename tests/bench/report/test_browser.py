@@ -1,7 +1,5 @@
 """The report in a browser: its charts have a size, its tables sort and filter, and nothing complains."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -36,10 +34,8 @@ found.filtered = rows().map(row => row.cells[0].textContent);
 document.title = JSON.stringify(found);
 </script>"""
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: chromium, chromium-browser and google-chrome not found"),
-    pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"),
-]
+HAS_ALL = CHROMIUM and importlib.util.find_spec("matplotlib")
+pytestmark = pytest.mark.skipif(not HAS_ALL, reason="no Chromium or google-chrome, or matplotlib is not installed")
 
 
 def _opened(page: Path, profile: Path, width: int) -> tuple[str, list[str]]:

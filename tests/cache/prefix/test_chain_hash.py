@@ -1,7 +1,5 @@
 """The hashes of chains of blocks are their formulas, in every process."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

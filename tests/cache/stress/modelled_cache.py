@@ -3,26 +3,85 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paged import AttentionMetadata, BlockRemoved, BlocksStored, CacheCleared, MemoryPressure, OutOfBlocksError
+from paged import AttentionMetadata, MemoryPressure, OutOfBlocksError
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from tests.cache.stress.sequence_model import Model, Open
+from paged.cache.slot_reservation import KvSlotReservation
+from tests.cache.prefix_cache import Mirror
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 11
-NUM_SWAP_BLOCKS = 4
 # In place of 64, so that sequences of a few blocks have some behind their window.
 ROLLBACK_SLACK = 2
+
+
+@dataclass
+class Model:
+    """One sequence, in plain lists. `cells` are the numbers that fill the K of positions 0.. (V has the negatives), as
+    far as written; below `length`, and below `written`, they can be read.
+
+    `ids`: token ids of the positions from 0 whose cell is the number of (namespace, ids up to and including it).
+    `known`: how many of them the manager has been told. `first`: blocks behind the sliding window.
+    """
+
+    handle: KvCacheHandle
+    namespace: str | None
+    length: int = 0
+    written: int = 0
+    cells: list[int | None] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    known: int = 0
+    first: int = 0
+    is_swapped: bool = False
+
+    @property
+    def readable(self) -> int:
+        return max(self.length, self.written)
+
+    def put(self, position: int, numbers: Sequence[int], ids: Sequence[int] = ()) -> None:
+        """`numbers` stand at `position`..; with `ids`, they are those of these ids after the ones before."""
+        if numbers:
+            end = position + len(numbers)
+            self.cells += [None] * (end - len(self.cells))
+            self.cells[position:end] = numbers
+            self.ids[position:] = ids
+
+    def cut(self, length: int) -> None:
+        self.length = self.written = length
+        self.known = min(self.known, length)
+        del self.cells[length:], self.ids[length:]
+
+    def copy(self, **changes: Any) -> Model:
+        return replace(self, cells=self.cells.copy(), ids=self.ids.copy(), **changes)
+
+    def forked(self, handle: KvCacheHandle, length: int) -> Model:
+        copied = self.copy(handle=handle)
+        copied.cut(length)
+        return copied
+
+
+@dataclass
+class Open:
+    """A reservation that has not ended: the length each sequence would commit to, and what a rollback goes back to."""
+
+    reservation: KvSlotReservation
+    targets: dict[int, int]
+    before: dict[int, tuple[tuple[int, ...], Model]]
+    replaced: dict[int, set[int]]
+
+
+class InjectedError(Exception):
+    """Stands for a copy that fails on the device."""
 
 
 def of_layer(layer: int, numbers: Sequence[int | None]) -> torch.Tensor:
@@ -30,8 +89,30 @@ def of_layer(layer: int, numbers: Sequence[int | None]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32) * (layer + 1)
 
 
-class InjectedError(Exception):
-    """Stands for a copy that fails on the device."""
+def rule_of_a_sequence(
+    condition: Callable[[Model], bool] = lambda model: True,
+    *,
+    is_swapped: bool = False,
+    may_add: bool = False,
+    **drawn: Any,
+) -> Callable[[Callable[..., None]], Any]:
+    """A rule that is given one of the sequences, here or swapped out, of which `condition` holds, and `data`.
+
+    may_add: only while there are few, as it adds one.
+    """
+
+    def is_possible(cache: ModelledCache) -> bool:
+        return bool(cache.ids_where(condition, is_swapped)) and (cache.has_few() or not may_add)
+
+    def decorate(function: Callable[..., None]) -> Any:
+        def run(self: ModelledCache, data: st.DataObject, **given: Any) -> None:
+            seq_id = data.draw(st.sampled_from(self.ids_where(condition, is_swapped)))
+            function(self, data, self.models[seq_id], **given)
+
+        run.__name__ = function.__name__
+        return precondition(is_possible)(rule(data=st.data(), **drawn)(run))
+
+    return decorate
 
 
 class ModelledCache(RuleBasedStateMachine):
@@ -44,16 +125,7 @@ class ModelledCache(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        config = PagedKvCacheConfig(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            num_swap_blocks=NUM_SWAP_BLOCKS,
-            dtype=torch.float32,
-            device="cpu",
-        )
+        config = PagedKvCacheConfig(1, 1, 8, BLOCK_SIZE, 11, num_swap_blocks=4, dtype=torch.float32, device="cpu")
         self.stack = ExitStack()
         self.patch(self.stack)
         self.manager = PagedKvCacheManager(replace(config, **self.changes))
@@ -62,21 +134,17 @@ class ModelledCache(RuleBasedStateMachine):
         self.prompts: list[tuple[str | None, list[int]]] = [(None, [])]
         self.next_id = itertools.count()
         self.next_number = itertools.count(1)
-        self.numbers: dict[tuple[str | None, tuple[int, ...]], int] = {}
+        self.numbers: defaultdict[Any, int] = defaultdict(lambda: next(self.next_number))
         self.steps = -1  # the invariants are checked once before the first step
         self.is_armed = False
         self.num_tables = len(self.manager.config.tables)
         self.layers = [(layer, table) for table in self.manager.config.tables for layer in table.layers]
         self.window = next((table.sliding_window for _, table in self.layers if table.sliding_window), None)
         tensors = self.manager._tensors
-        for owner, name in (
-            (tensors, "copy"),
-            (tensors.host_blocks[0], "swap_out"),
-            (tensors.host_blocks[0], "swap_in"),
-        ):
+        host = tensors.host_blocks[0]
+        for owner, name in ((tensors, "copy"), (host, "swap_out"), (host, "swap_in")):
             setattr(owner, name, self.failing(getattr(owner, name)))
-        self.found: set[int | bytes] = set()
-        self.manager.subscribe(self.note_event)
+        self.mirror = Mirror(self.manager)
         self.level = MemoryPressure.LOW
         self.manager.on_pressure(lambda level: setattr(self, "level", level))
 
@@ -95,51 +163,22 @@ class ModelledCache(RuleBasedStateMachine):
 
         return copy
 
-    def note_event(self, event: BlocksStored | BlockRemoved | CacheCleared) -> None:
-        if isinstance(event, BlocksStored):
-            self.found |= set(event.hashes)
-        elif isinstance(event, BlockRemoved):
-            # Where all hashes collide, blocks of one publication displace one another before it is told.
-            self.found.discard(event.hash)
-        else:
-            self.found.clear()
-
-    def lookup(self, seq_id: int) -> KvCacheHandle:
-        handle = self.manager.get_handle(seq_id)
-        assert handle is not None
-        return handle
-
-    def ids_where(self, condition: Callable[[Model], bool] = lambda model: True) -> list[int]:
-        return sorted(i for i, model in self.models.items() if not model.is_swapped and condition(model))
-
-    def swapped_ids(self) -> list[int]:
-        return sorted(i for i, model in self.models.items() if model.is_swapped)
+    def ids_where(self, condition: Callable[[Model], bool] = lambda model: True, is_swapped: bool = False) -> list[int]:
+        return [i for i, model in self.models.items() if model.is_swapped == is_swapped and condition(model)]
 
     def has_few(self) -> bool:
         return len(self.models) < 6
 
-    def pick(self, data: st.DataObject, ids: Sequence[int]) -> tuple[int, KvCacheHandle, Model]:
-        seq_id = data.draw(st.sampled_from(ids))
-        return seq_id, self.lookup(seq_id), self.models[seq_id]
-
     def of_ids(self, namespace: str | None, ids: Sequence[int], start: int) -> list[int]:
         """The numbers of `ids` from `start` on."""
-        keys = [(namespace, tuple(ids[: i + 1])) for i in range(start, len(ids))]
-        return [self.numbers[key] if key in self.numbers else self.new_number(key) for key in keys]
-
-    def new_number(self, key: tuple[str | None, tuple[int, ...]]) -> int:
-        self.numbers[key] = next(self.next_number)
-        return self.numbers[key]
+        return [self.numbers[namespace, tuple(ids[: i + 1])] for i in range(start, len(ids))]
 
     def draw_rows(self, data: st.DataObject, model: Model, position: int, count: int) -> tuple[list[int], list[int]]:
         """What to write at `position`: numbers, and the ids they are of (or none)."""
-        ids: list[int] = []
-        if position <= len(model.ids) and data.draw(st.booleans()):
-            ids = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
-            numbers = self.of_ids(model.namespace, model.ids[:position] + ids, position)
-        else:
-            numbers = list(itertools.islice(self.next_number, count))
-        return numbers, ids
+        if position > len(model.ids) or not data.draw(st.booleans()):
+            return list(itertools.islice(self.next_number, count)), []
+        ids = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+        return self.of_ids(model.namespace, model.ids[:position] + ids, position), ids
 
     def write_layers(self, handle: KvCacheHandle, position: int, numbers: list[int]) -> None:
         for layer, table in self.layers:
@@ -147,17 +186,29 @@ class ModelledCache(RuleBasedStateMachine):
             width, v_width = table.sizes
             self.manager.write_kv(handle, layer, position, key.expand(-1, 1, width), -key.expand(-1, 1, v_width))
 
-    def settle(self, *seq_ids: int) -> None:
-        for entry in self.open:
-            for seq_id in seq_ids:
-                entry.targets.pop(seq_id, None)
+    def write_slots(self, metadata: AttentionMetadata, numbers: list[int], start: int = 0) -> None:
+        """As a model's layers do, at the slots from `start` on."""
+        for layer, _ in self.layers:
+            _, slots = metadata.table(self.manager.table_of(layer))
+            slots = slots[start : start + len(numbers)]
+            where, key = (slots // BLOCK_SIZE, slots % BLOCK_SIZE), of_layer(layer, numbers).view(-1, 1, 1)
+            self.manager.k_cache(layer)[where] = key
+            self.manager.v_cache(layer)[where] = -key
 
-    def drop_unseen(self, model: Model) -> None:
-        self.give_back(model, ROLLBACK_SLACK)
+    def settle(self, *models: Model) -> None:
+        for entry, model in itertools.product(self.open, models):
+            entry.targets.pop(model.handle.cache_id, None)
 
-    def give_back(self, model: Model, slack: int) -> None:
+    def give_back(self, model: Model, slack: int = ROLLBACK_SLACK) -> None:
+        """What is behind the window of every token that may come."""
         if self.window is not None:
             model.first = max(model.first, max(0, model.length - slack - self.window + 1) // BLOCK_SIZE)
+
+    def advance_by(self, model: Model, count: int) -> None:
+        self.manager.advance(model.handle, count)
+        model.length += count
+        self.give_back(model)
+        self.settle(model)
 
     def published(self) -> dict[int, int | bytes]:
         index = self.manager._prefixes.index
@@ -203,43 +254,35 @@ class ModelledCache(RuleBasedStateMachine):
             assert self.snapshot() == (handles, pools, published, stats)
             self.seen["refused"] += 1
 
-    def write_slots(self, metadata: AttentionMetadata, numbers: list[int], start: int = 0) -> None:
-        """As a model's layers do, at the slots from `start` on."""
-        for layer, _ in self.layers:
-            _, slots = metadata.table(self.manager.table_of(layer))
-            slots = slots[start : start + len(numbers)]
-            where, key = (slots // BLOCK_SIZE, slots % BLOCK_SIZE), of_layer(layer, numbers).view(-1, 1, 1)
-            self.manager.k_cache(layer)[where] = key
-            self.manager.v_cache(layer)[where] = -key
-
-    def advance_by(self, seq_id: int, count: int) -> None:
-        self.manager.advance(self.lookup(seq_id), count)
-        self.models[seq_id].length += count
-        self.drop_unseen(self.models[seq_id])
-        self.settle(seq_id)
+    @contextmanager
+    def refusal(self, error: type[Exception], match: str) -> Iterator[None]:
+        """A call that is not allowed says so, and changes nothing."""
+        before = self.snapshot()
+        with pytest.raises(error, match=match):
+            yield
+        assert self.snapshot() == before
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:
         self.steps += 1
         self.manager.check_integrity()
-        assert {handle.cache_id for handle in self.manager.handles()} == set(self.models)
+        assert {one.cache_id: one for one in self.manager.handles()} == {i: m.handle for i, m in self.models.items()}
         assert self.level is self.manager.pressure
-        assert self.found == set(self.published().values())
-        for seq_id, model in self.models.items():
-            handle = self.lookup(seq_id)
-            assert (handle.num_tokens, handle.is_swapped) == (model.length, model.is_swapped)
+        assert self.mirror.hashes == set(self.published().values())
+        for model in self.models.values():
+            assert (model.handle.num_tokens, model.handle.is_swapped) == (model.length, model.is_swapped)
             if not model.is_swapped:
-                self.check_layers(handle, model)
+                self.check_layers(model)
 
-    def check_layers(self, handle: KvCacheHandle, model: Model) -> None:
+    def check_layers(self, model: Model) -> None:
         for layer, table in self.layers:
             first = model.first if table.sliding_window else 0
             start = first * BLOCK_SIZE
-            key, value = self.manager.read_kv(handle, layer, start, model.readable - start)
+            key, value = self.manager.read_kv(model.handle, layer, start, model.readable - start)
             expected = of_layer(layer, model.cells[start : model.readable])
             for rows in (key[:, 0, 0], key[:, 0, -1], -value[:, 0, 0], -value[:, 0, -1]):
                 assert torch.equal(rows, expected)
-            blocks = handle.blocks[self.manager.table_of(layer) :: self.num_tables]
+            blocks = model.handle.blocks[self.manager.table_of(layer) :: self.num_tables]
             assert not any(blocks[:first])
             assert 0 not in blocks[first : -(-model.length // BLOCK_SIZE)]
 
@@ -247,15 +290,11 @@ class ModelledCache(RuleBasedStateMachine):
         for handle in self.manager.handles():
             self.manager.free(handle)
         self.manager.check_integrity()
-        stats = self.manager.stats()
-        config = self.manager.config
+        stats, config = self.manager.stats(), self.manager.config
         assert (stats.free_blocks, stats.swap_blocks_free) == (config.num_blocks, config.num_swap_blocks)
         assert self.level is MemoryPressure.LOW
+        names = ("prefix_hits", "evictions", "cow_copies", "swapped_in_blocks")
         self.seen.update(
-            steps=self.steps,
-            prefix_hits=stats.prefix_hits,
-            evictions=stats.evictions,
-            cow_copies=stats.cow_copies,
-            swapped_in_blocks=stats.swapped_in_blocks,
+            steps=self.steps, unknown=len(self.mirror.unknown), **{name: getattr(stats, name) for name in names}
         )
         self.stack.close()

@@ -3,8 +3,6 @@
 python -m tests.cache.stress.soak --steps 1000000
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,33 +1,36 @@
 """Random sequences of cache calls against a dictionary of what every sequence holds."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from paged import InvalidInputError, StaleHandleError
 from paged.batch import KvSlotRequest
 from paged.cache import groups
 from paged.cache.groups import CacheGroup
 from paged.cache.prefix.chain_hash import ChainHash
-from tests.cache.stress.modelled_cache import BLOCK_SIZE, ROLLBACK_SLACK, ModelledCache
-from tests.cache.stress.sequence_model import Model, Open
+from tests.cache.prefix_cache import FORGED, forged_chain
+from tests.cache.stress.modelled_cache import (
+    BLOCK_SIZE,
+    ROLLBACK_SLACK,
+    Model,
+    ModelledCache,
+    Open,
+    rule_of_a_sequence,
+)
 
 SMALL = st.integers(0, 6)
 # Lengths as likely as one another: lists of any length are mostly shorter than a block.
 TOKENS = st.integers(0, 14).flatmap(lambda size: st.lists(st.integers(0, 1), min_size=size, max_size=size))
 MOSTLY_FALSE = st.sampled_from([False, False, False, True])
-NAMESPACES = st.sampled_from([None, "adapter"])
 
 
 class CacheMachine(ModelledCache):
@@ -36,14 +39,14 @@ class CacheMachine(ModelledCache):
     seen: ClassVar[Counter[str]] = Counter()
 
     @precondition(ModelledCache.has_few)
-    @rule(room=st.integers(0, 10), namespace=NAMESPACES)
+    @rule(room=st.integers(0, 10), namespace=st.sampled_from([None, "adapter"]))
     def allocate(self, room: int, namespace: str | None) -> None:
         seq_id = next(self.next_id)
         fits = self.manager.can_allocate(room)
         with self.attempt():
             handle = self.manager.allocate(seq_id, room, namespace=namespace)
             assert handle.capacity - room in range(BLOCK_SIZE)
-            self.models[seq_id] = Model(namespace)
+            self.models[seq_id] = Model(handle, namespace)
         assert fits == (seq_id in self.models)
 
     @precondition(ModelledCache.has_few)
@@ -67,7 +70,7 @@ class CacheMachine(ModelledCache):
             length = handle.num_tokens
             assert length == handle.num_cached_tokens <= max(0, len(tokens) - 1)
             assert (length + 1) % BLOCK_SIZE == 0 or length % BLOCK_SIZE == 0
-            model = self.models[seq_id] = Model(namespace, length, length, known=length)
+            model = self.models[seq_id] = Model(handle, namespace, length, length, known=length)
             model.put(0, self.of_ids(namespace, tokens[:length], 0), tokens[:length])
             # Behind a first table that sees everything, others begin with what the next token sees alone.
             self.give_back(model, 0 if self.num_tables > 1 else ROLLBACK_SLACK)
@@ -79,183 +82,136 @@ class CacheMachine(ModelledCache):
                 numbers = self.of_ids(namespace, tokens, length)
                 self.write_slots(metadata, numbers)
                 model.put(length, numbers, tokens[length:])
-                self.advance_by(seq_id, count)
+                self.advance_by(model, count)
                 self.manager.append_tokens([(handle, tokens[length:])])
                 model.known = len(tokens)
 
-    @precondition(lambda self: self.ids_where())
-    @rule(data=st.data(), count=SMALL)
-    def extend(self, data: st.DataObject, count: int) -> None:
-        seq_id, handle, model = self.pick(data, self.ids_where())
+    @rule_of_a_sequence(count=SMALL)
+    def extend(self, data: st.DataObject, model: Model, count: int) -> None:
         with self.attempt():
-            self.manager.extend(handle, count)
+            self.manager.extend(model.handle, count)
             model.put(model.readable, [0] * (model.length + count - model.readable))
             model.length += count
-            self.drop_unseen(model)
-            self.settle(seq_id)
+            self.give_back(model)
+            self.settle(model)
 
-    @precondition(lambda self: self.ids_where(lambda model: model.written > model.length))
-    @rule(data=st.data())
-    def advance(self, data: st.DataObject) -> None:
-        seq_id, _, model = self.pick(data, self.ids_where(lambda model: model.written > model.length))
-        self.advance_by(seq_id, data.draw(st.integers(0, model.written - model.length)))
+    @rule_of_a_sequence(lambda model: model.written > model.length)
+    def advance(self, data: st.DataObject, model: Model) -> None:
+        self.advance_by(model, data.draw(st.integers(0, model.written - model.length)))
 
     @precondition(lambda self: self.ids_where())
     @rule(data=st.data(), is_told=st.booleans())
     def forward(self, data: st.DataObject, is_told: bool) -> None:
         """One step of some sequences, written as a model writes."""
-        batch = data.draw(st.lists(st.sampled_from(self.ids_where()), min_size=1, unique=True))
-        handles = [self.lookup(seq_id) for seq_id in batch]
+        ids = data.draw(st.lists(st.sampled_from(self.ids_where()), min_size=1, unique=True))
+        batch = [self.models[seq_id] for seq_id in ids]
+        handles = [model.handle for model in batch]
         counts = [data.draw(st.integers(0, handle.capacity - handle.num_tokens)) for handle in handles]
         with self.attempt():
             metadata = self.manager.build_metadata(zip(handles, counts, strict=True))
-            starts = [handle.num_tokens for handle in handles]
-            expected = [p for start, n in zip(starts, counts, strict=True) for p in range(start, start + n)]
-            assert metadata.positions.tolist() == expected
-            assert metadata.seq_lens.tolist() == [start + n for start, n in zip(starts, counts, strict=True)]
+            spans = [range(h.num_tokens, h.num_tokens + n) for h, n in zip(handles, counts, strict=True)]
+            assert metadata.positions.tolist() == list(itertools.chain(*spans))
+            assert metadata.seq_lens.tolist() == [span.stop for span in spans]
             for table in range(self.num_tables):
                 for handle, row in zip(handles, metadata.table(table)[0].tolist(), strict=True):
                     blocks = handle.blocks[table :: self.num_tables]
                     assert tuple(row) == blocks + (0,) * (len(row) - len(blocks))
-            for seq_id, count, end in zip(batch, counts, itertools.accumulate(counts), strict=True):
-                model = self.models[seq_id]
+            for model, count, end in zip(batch, counts, itertools.accumulate(counts), strict=True):
                 numbers, ids = self.draw_rows(data, model, model.length, count)
                 self.write_slots(metadata, numbers, end - count)
                 model.put(model.length, numbers, ids)
-                self.advance_by(seq_id, count)
+                self.advance_by(model, count)
                 if is_told and len(model.ids) >= model.length:
-                    self.tell(seq_id, count)
+                    self.tell(model, count)
 
-    def tell(self, seq_id: int, count: int) -> None:
-        model = self.models[seq_id]
-        self.manager.append_tokens([(self.lookup(seq_id), model.ids[model.length - count : model.length])])
+    def tell(self, model: Model, count: int) -> None:
+        self.manager.append_tokens([(model.handle, model.ids[model.length - count : model.length])])
         if model.known + count == model.length:
             model.known = model.length
 
-    @precondition(lambda self: self.ids_where(lambda model: len(model.ids) >= model.length))
-    @rule(data=st.data(), is_whole=st.booleans())
-    def append_tokens(self, data: st.DataObject, is_whole: bool) -> None:
-        seq_id, _, model = self.pick(data, self.ids_where(lambda model: len(model.ids) >= model.length))
-        missing = model.length - model.known
-        self.tell(seq_id, missing if is_whole else data.draw(st.integers(0, model.length)))
+    @rule_of_a_sequence(lambda model: len(model.ids) >= model.length, is_whole=st.booleans())
+    def append_tokens(self, data: st.DataObject, model: Model, is_whole: bool) -> None:
+        self.tell(model, model.length - model.known if is_whole else data.draw(st.integers(0, model.length)))
 
-    @precondition(lambda self: self.ids_where(lambda model: bool(model.ids)))
-    @rule(data=st.data(), is_whole=st.booleans())
-    def commit(self, data: st.DataObject, is_whole: bool) -> None:
-        _, handle, model = self.pick(data, self.ids_where(lambda model: bool(model.ids)))
+    @rule_of_a_sequence(lambda model: bool(model.ids), is_whole=st.booleans())
+    def commit(self, data: st.DataObject, model: Model, is_whole: bool) -> None:
         count = len(model.ids) if is_whole else data.draw(st.integers(0, len(model.ids)))
-        self.manager.commit(handle, model.ids[:count])
+        self.manager.commit(model.handle, model.ids[:count])
         model.known = max(model.known, min(count, model.length))
 
-    @precondition(lambda self: self.ids_where(lambda model: model.known > 0))
-    @rule(data=st.data())
-    def commit_other_ids(self, data: st.DataObject) -> None:
-        _, handle, model = self.pick(data, self.ids_where(lambda model: model.known > 0))
+    @rule_of_a_sequence(lambda model: model.known > 0)
+    def commit_other_ids(self, data: st.DataObject, model: Model) -> None:
         wrong = model.ids[: model.known]
         wrong[data.draw(st.integers(0, model.known - 1))] += 1
-        before = self.snapshot()
-        with pytest.raises(InvalidInputError, match="was given before"):
-            self.manager.commit(handle, wrong)
-        assert self.snapshot() == before
+        with self.refusal(InvalidInputError, "was given before"):
+            self.manager.commit(model.handle, wrong)
 
-    @precondition(lambda self: self.ids_where())
-    @rule(data=st.data())
-    def write_kv(self, data: st.DataObject) -> None:
-        seq_id, handle, model = self.pick(data, self.ids_where())
+    @rule_of_a_sequence()
+    def write_kv(self, data: st.DataObject, model: Model) -> None:
         # A rollback would undo what is written below the length meanwhile.
-        is_reserved = any(seq_id in entry.targets for entry in self.open)
-        position = data.draw(st.integers(model.length if is_reserved else model.first * BLOCK_SIZE, handle.capacity))
-        count = data.draw(st.integers(0, handle.capacity - position))
+        is_reserved = any(model.handle.cache_id in entry.targets for entry in self.open)
+        capacity = model.handle.capacity
+        position = data.draw(st.integers(model.length if is_reserved else model.first * BLOCK_SIZE, capacity))
+        count = data.draw(st.integers(0, capacity - position))
         numbers, ids = self.draw_rows(data, model, position, count)
         with self.attempt():
-            self.write_layers(handle, position, numbers)
+            self.write_layers(model.handle, position, numbers)
             if position <= model.readable:
                 model.written = max(model.readable, position + count)
             model.put(position, numbers, ids)
             if count:
                 model.known = min(model.known, position)
 
-    @precondition(lambda self: self.has_few() and self.ids_where())
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        seq_id, handle, model = self.pick(data, self.ids_where())
-        fork = next(self.next_id)
-        self.manager.fork(handle, fork)
-        self.models[fork] = model.copy(model.length)
-        self.settle(seq_id)
+    @rule_of_a_sequence(may_add=True)
+    def fork(self, data: st.DataObject, model: Model) -> None:
+        seq_id = next(self.next_id)
+        self.models[seq_id] = model.forked(self.manager.fork(model.handle, seq_id), model.length)
+        self.settle(model)
 
-    @precondition(lambda self: self.ids_where())
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        seq_id, handle, model = self.pick(data, self.ids_where())
+    @rule_of_a_sequence()
+    def truncate(self, data: st.DataObject, model: Model) -> None:
         length = data.draw(st.integers(0, model.length))
         kept = -(-length // BLOCK_SIZE)
         if self.window and max(0, length - self.window + 1) // BLOCK_SIZE < min(model.first, kept):
-            before = self.snapshot()
-            with pytest.raises(InvalidInputError, match="given back in part"):
-                self.manager.truncate(handle, length)
-            assert self.snapshot() == before
+            with self.refusal(InvalidInputError, "given back in part"):
+                self.manager.truncate(model.handle, length)
             return
-        self.manager.truncate(handle, length)
-        assert len(handle.blocks) == kept * self.num_tables
+        self.manager.truncate(model.handle, length)
+        assert len(model.handle.blocks) == kept * self.num_tables
         model.cut(length)
         model.first = min(model.first, kept)
-        self.settle(seq_id)
+        self.settle(model)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        seq_id, handle, _ = self.pick(data, sorted(self.models))
-        self.manager.free(handle)
-        self.manager.free(handle)
+        model = self.models.pop(data.draw(st.sampled_from(list(self.models))))
+        self.manager.free(model.handle)
+        self.manager.free(model.handle)
         with pytest.raises(StaleHandleError):
-            self.manager.fork(handle, seq_id)
-        del self.models[seq_id]
-        self.settle(seq_id)
+            self.manager.fork(model.handle, -1)
+        self.settle(model)
 
-    @precondition(lambda self: self.ids_where())
-    @rule(data=st.data())
-    def swap_out(self, data: st.DataObject) -> None:
-        seq_id, handle, model = self.pick(data, self.ids_where())
+    @rule_of_a_sequence()
+    def swap_out(self, data: st.DataObject, model: Model) -> None:
         with self.attempt(on_host=True):
-            self.manager.swap_out(handle)
-            blocks = handle.blocks
-            self.manager.swap_out(handle)
-            assert handle.blocks == blocks
+            self.manager.swap_out(model.handle)
+            blocks = model.handle.blocks
+            self.manager.swap_out(model.handle)
+            assert model.handle.blocks == blocks
             assert len(blocks) == -(-model.length // BLOCK_SIZE) * self.num_tables
             model.cut(model.length)
             model.is_swapped = True
-            self.settle(seq_id)
+            self.settle(model)
 
-    @precondition(lambda self: self.swapped_ids())
-    @rule(data=st.data())
-    def swap_in(self, data: st.DataObject) -> None:
-        _, handle, model = self.pick(data, self.swapped_ids())
+    @rule_of_a_sequence(is_swapped=True)
+    def swap_in(self, data: st.DataObject, model: Model) -> None:
         with self.attempt():
-            self.manager.swap_in(handle)
-            blocks = handle.blocks
-            self.manager.swap_in(handle)
-            assert handle.blocks == blocks
+            self.manager.swap_in(model.handle)
+            blocks = model.handle.blocks
+            self.manager.swap_in(model.handle)
+            assert model.handle.blocks == blocks
             model.is_swapped = False
-
-    @precondition(lambda self: self.swapped_ids())
-    @rule(data=st.data())
-    def use_swapped(self, data: st.DataObject) -> None:
-        seq_id, handle, _ = self.pick(data, self.swapped_ids())
-        calls: list[Callable[[], object]] = [
-            lambda: self.manager.extend(handle, 1),
-            lambda: self.manager.truncate(handle, 0),
-            lambda: self.manager.fork(handle, -1),
-            lambda: self.manager.commit(handle, []),
-            lambda: self.manager.append_tokens([(handle, [])]),
-            lambda: self.manager.read_kv(handle, 0, 0, 0),
-            lambda: self.manager.reserve([KvSlotRequest(seq_id, handle.num_tokens)]),
-            lambda: self.manager.build_metadata([(handle, 0)]),
-        ]
-        before = self.snapshot()
-        with pytest.raises(StaleHandleError, match="swapped out"):
-            data.draw(st.sampled_from(calls))()
-        assert self.snapshot() == before
 
     @precondition(lambda self: self.models and not self.is_armed)
     @rule(what=st.sampled_from(["arm", "arm", "evict", "clear"]), count=SMALL)
@@ -274,17 +230,14 @@ class CacheMachine(ModelledCache):
             stats = self.manager.stats()
             assert (stats.cached_blocks, stats.published_blocks) == (0, 0)
 
-    @precondition(lambda self: self.ids_where(lambda model: model.length >= BLOCK_SIZE and not model.first))
-    @rule(data=st.data(), room=SMALL)
-    def share_prefix_blocks(self, data: st.DataObject, room: int) -> None:
-        ids = self.ids_where(lambda model: model.length >= BLOCK_SIZE and not model.first)
-        _, handle, model = self.pick(data, ids)
+    @rule_of_a_sequence(lambda model: model.length >= BLOCK_SIZE and not model.first, room=SMALL)
+    def share_prefix_blocks(self, data: st.DataObject, model: Model, room: int) -> None:
         num_blocks = data.draw(st.integers(1, model.length // BLOCK_SIZE))
         seq_id = next(self.next_id)
         with self.attempt():
             target = self.manager.allocate(seq_id, room, namespace=model.namespace)
-            self.manager.share_prefix_blocks(handle, target, num_blocks)
-            self.models[seq_id] = model.copy(num_blocks * BLOCK_SIZE)
+            self.manager.share_prefix_blocks(model.handle, target, num_blocks)
+            self.models[seq_id] = model.forked(target, num_blocks * BLOCK_SIZE)
             assert target.num_cached_tokens == target.num_tokens
 
     @precondition(lambda self: self.ids_where())
@@ -292,12 +245,9 @@ class CacheMachine(ModelledCache):
     def reserve(self, data: st.DataObject, as_model: bool, admitted: int | None) -> None:
         """Room for some sequences, which is written at once and stays open while other calls run."""
         growth = data.draw(st.dictionaries(st.sampled_from(self.ids_where()), SMALL, min_size=1))
-        targets = {seq_id: self.models[seq_id].length + count for seq_id, count in growth.items()}
-        before = {}
-        for seq_id in growth:
-            model = self.models[seq_id]
-            state = replace(model, cells=model.cells.copy(), ids=model.ids.copy())
-            before[seq_id] = self.lookup(seq_id).blocks, state
+        models = {seq_id: self.models[seq_id] for seq_id in growth}
+        targets = {seq_id: model.length + growth[seq_id] for seq_id, model in models.items()}
+        before = {seq_id: (model.handle.blocks, model.copy()) for seq_id, model in models.items()}
         reservation = None
         with self.attempt():
             reservation = self.manager.reserve(
@@ -305,14 +255,14 @@ class CacheMachine(ModelledCache):
             )
         if reservation is None:
             return
-        self.settle(*growth)
+        self.settle(*models.values())
         replaced = {}
-        for seq_id, count in growth.items():
-            handle, model, (blocks, _) = self.lookup(seq_id), self.models[seq_id], before[seq_id]
+        for seq_id, model in models.items():
+            handle, blocks = model.handle, before[seq_id][0]
             replaced[seq_id] = {i for i, block in enumerate(blocks) if handle.blocks[i] != block}
-            numbers, ids = self.draw_rows(data, model, model.length, count)
+            numbers, ids = self.draw_rows(data, model, model.length, growth[seq_id])
             if as_model:
-                self.write_slots(self.manager.build_metadata([(handle, count)]), numbers)
+                self.write_slots(self.manager.build_metadata([(handle, growth[seq_id])]), numbers)
             else:
                 self.write_layers(handle, model.length, numbers)
                 model.written = max(model.written, model.length, targets[seq_id])
@@ -323,40 +273,40 @@ class CacheMachine(ModelledCache):
     @rule(data=st.data(), end=st.sampled_from(["commit", "rollback", "raise", "leave"]))
     def end_reservation(self, data: st.DataObject, end: str) -> None:
         entry = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        blocks_now = {seq_id: self.lookup(seq_id).blocks for seq_id in entry.targets}
-        if end == "commit":
-            entry.reservation.commit()
-            for seq_id, target in entry.targets.items():
-                self.models[seq_id].length = target
-                self.drop_unseen(self.models[seq_id])
-        elif end == "leave":
-            with entry.reservation:
-                pass
-        else:
-            if end == "rollback":
+        models = {seq_id: self.models[seq_id] for seq_id in entry.targets}
+        blocks_now = {seq_id: model.handle.blocks for seq_id, model in models.items()}
+        match end:
+            case "commit":
+                entry.reservation.commit()
+                for seq_id, model in models.items():
+                    model.length = entry.targets[seq_id]
+                    self.give_back(model)
+            case "leave":
+                with entry.reservation:
+                    pass
+            case "rollback":
                 entry.reservation.rollback()
-            else:
+            case "raise":
                 with pytest.raises(KeyError), entry.reservation:
                     raise KeyError
-            for seq_id, target in entry.targets.items():
-                if target == entry.before[seq_id][1].length:  # grows by nothing: a write behind its end may copy blocks
-                    continue
-                blocks, before = self.lookup(seq_id).blocks, entry.before[seq_id][0]
-                assert len(blocks) == len(before)
-                # A write behind the room of the reservation may have filled gaps.
-                changed = [then for now, then in zip(blocks, before, strict=True) if now != then]
-                assert not changed or (self.num_tables > 1 and not any(changed))
-                if blocks_now[seq_id] != entry.before[seq_id][0]:
-                    self.roll_back(seq_id, entry)
         assert not entry.reservation.is_open
+        for seq_id, model in models.items() if end in ("rollback", "raise") else ():
+            before, old = entry.before[seq_id]
+            if entry.targets[seq_id] == old.length:  # grows by nothing: a write behind its end may copy blocks
+                continue
+            assert len(model.handle.blocks) == len(before)
+            # A write behind the room of the reservation may have filled gaps.
+            changed = [then for now, then in zip(model.handle.blocks, before, strict=True) if now != then]
+            assert not changed or (self.num_tables > 1 and not any(changed))
+            if blocks_now[seq_id] != before:
+                self.roll_back(model, old, len(before), entry.replaced[seq_id])
 
-    def roll_back(self, seq_id: int, entry: Open) -> None:
+    def roll_back(self, model: Model, old: Model, num_blocks: int, replaced: set[int]) -> None:
         """Blocks that copies replaced hold again what they held; the others hold what was written meanwhile."""
-        model, (blocks, old) = self.models[seq_id], entry.before[seq_id]
         model.written = old.written
-        cells = model.cells[: len(blocks) // self.num_tables * BLOCK_SIZE]
-        for index in entry.replaced[seq_id]:
-            span = slice(index // self.num_tables * BLOCK_SIZE, (index // self.num_tables + 1) * BLOCK_SIZE)
+        cells = model.cells[: num_blocks // self.num_tables * BLOCK_SIZE]
+        for index in {index // self.num_tables for index in replaced}:
+            span = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
             cells[span] = old.cells[span]
         model.cells = cells
         model.ids = max((self.still_true(model, ids) for ids in (model.ids, old.ids)), key=len)
@@ -366,23 +316,22 @@ class CacheMachine(ModelledCache):
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(numbers, model.cells, strict=False))
         return ids[: sum(1 for _ in same)]
 
-    @precondition(lambda self: self.ids_where(lambda model: model.first > 0))
-    @rule(data=st.data())
-    def read_behind_window(self, data: st.DataObject) -> None:
-        _, handle, model = self.pick(data, self.ids_where(lambda model: model.first > 0))
+    @rule_of_a_sequence(lambda model: model.first > 0)
+    def read_behind_window(self, data: st.DataObject, model: Model) -> None:
         position = data.draw(st.integers(0, model.first * BLOCK_SIZE - 1))
         layer = next(layer for layer, table in self.layers if table.sliding_window)
         with pytest.raises(InvalidInputError, match="behind its sliding window"):
-            self.manager.read_kv(handle, layer, position, 1)
+            self.manager.read_kv(model.handle, layer, position, 1)
 
 
 class CollidingMachine(CacheMachine):
-    """All blocks have the same hash: only what is compared besides keeps prompts apart."""
+    """Blocks have the same hash as others, of other prompts: only what is compared besides keeps them apart."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
-    def patch(self, stack: ExitStack) -> None:
-        stack.enter_context(mock.patch.object(ChainHash, "extend", lambda self, previous, blocks: [0] * len(blocks)))
+    @initialize(forged=st.sampled_from(FORGED))
+    def forge(self, forged: Callable[[Any], int]) -> None:
+        self.stack.enter_context(mock.patch.object(ChainHash, "extend", forged_chain(forged)))
 
 
 class WindowMachine(CacheMachine):
@@ -395,7 +344,7 @@ class WindowMachine(CacheMachine):
         stack.enter_context(mock.patch.object(groups, "ROLLBACK_SLACK", ROLLBACK_SLACK))
 
 
-class GroupedMachine(CacheMachine):
+class GroupedMachine(WindowMachine):
     """Layers that see everything, of two shapes, one with a window, and one without K/V of its own."""
 
     changes: ClassVar[dict[str, Any]] = {
@@ -406,24 +355,20 @@ class GroupedMachine(CacheMachine):
     }
     seen: ClassVar[Counter[str]] = Counter()
 
-    def patch(self, stack: ExitStack) -> None:
-        stack.enter_context(mock.patch.object(groups, "ROLLBACK_SLACK", ROLLBACK_SLACK))
-
 
 MACHINES = (CacheMachine, CollidingMachine, WindowMachine, GroupedMachine)
 
 
-@pytest.mark.usefixtures("torch_backend")
-@pytest.mark.parametrize(("machine", "max_examples"), list(zip(MACHINES, (60, 45, 45, 60), strict=True)))
+@pytest.mark.parametrize("max_examples", [25, pytest.param(60, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
     """Further rounds of examples until enough was done and all met that it is about: Hypothesis also draws from the
     constants of whatever modules are loaded, so that no round is the same everywhere. The soak takes many.
     """
     machine.seen.clear()
-    # Hits are rare where all hashes collide or blocks soon leave the window; test_prefix_collisions.py and
-    # test_sliding_window.py provoke them.
+    # Hits are rare where blocks soon leave the window; test_sliding_window.py provokes them.
     events = {"refused", "injected", "cow_copies", "swapped_in_blocks"}
-    if machine in (CacheMachine, GroupedMachine):
+    if machine is not WindowMachine:
         events |= {"prefix_hits", "evictions"}
     for is_first in (True, *[False] * 7):
         run_state_machine_as_test(
@@ -437,7 +382,9 @@ def test_cache(machine: type[CacheMachine], max_examples: int) -> None:
                 suppress_health_check=[HealthCheck.too_slow],
             ),
         )
-        if machine.seen["steps"] > 1500 and events <= (+machine.seen).keys():
+        if machine.seen["steps"] > 25 * max_examples and events <= (+machine.seen).keys():
             break
-    assert machine.seen["steps"] > 1500
+    assert machine.seen["steps"] > 25 * max_examples
     assert events <= (+machine.seen).keys(), machine.seen
+    if machine is not CollidingMachine:  # there blocks of one publication displace one another before it is told
+        assert not machine.seen["unknown"]

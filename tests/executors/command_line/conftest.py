@@ -1,9 +1,9 @@
 """Commands run as `paged` runs them."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,25 @@ import pytest
 
 from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
-from paged.models.recall.task import RecallPrompt, sample_prompts
-from tests.executors.command_line.commands import Generate
+
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
-    """What `paged generate --json` prints; its errors with exit code 1."""
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """What a command prints with `--json`, or its error."""
 
-    def run(*arguments: str, code: int = 0) -> dict[str, Any]:
-        assert cli.main(["generate", *arguments, "--json"]) == code
+    def call(*arguments: str, code: int = 0) -> dict[str, Any]:
+        assert cli.main([*arguments, "--json"]) == code
         found = capsys.readouterr()
-        return json.loads(found.out) if code == 0 else {"error": found.err}
+        return json.loads(found.out) if found.out else {"error": found.err}
 
-    return run
+    return call
 
 
 @pytest.fixture
-def prompt() -> RecallPrompt:
-    return sample_prompts(3, 1)[0]
+def inspect(run: Run) -> Run:
+    return partial(run, "inspect")
 
 
 @pytest.fixture

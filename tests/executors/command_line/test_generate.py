@@ -1,21 +1,37 @@
-"""`paged generate`: right answers, options that reach the engine, named errors."""
+"""`paged generate`: right answers, options that reach the engine, where prompts and checkpoints come from, errors."""
 
-from __future__ import annotations
-
+import io
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
-from paged import ChatTokenizer
 from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
-from paged.models.recall.task import RecallPrompt
-from tests.executors.command_line.commands import Generate, texts
+from paged.models.recall.task import sample_prompts
 from tests.models.lora.folders import Adapter
+
+Generate = Callable[..., dict[str, Any]]
+PROMPT = sample_prompts(3, 1)[0]
+
+
+@pytest.fixture
+def generate(run: Generate) -> Generate:
+    """What `paged generate --json` prints; its errors with exit code 1."""
+    return partial(run, "generate")
+
+
+def texts(result: dict[str, Any]) -> list[str]:
+    """The answers, without spaces around."""
+    return [answer["text"].strip() for answer in result["answers"]]
 
 
 def test_command_answers_its_own_task(capsys: pytest.CaptureFixture[str], generate: Generate) -> None:
-    result = generate("--count", "4")
+    result = generate("--count", "4", "--device", "cpu")
     assert result["summary"]["correct"] == 4
     assert result["summary"]["peak_blocks"] > 0
     assert [answer["text"] for answer in result["answers"]] == [answer["expected"] for answer in result["answers"]]
@@ -27,107 +43,107 @@ def test_command_answers_its_own_task(capsys: pytest.CaptureFixture[str], genera
     assert "WRONG, expected" in capsys.readouterr().out
 
 
-def test_one_prompt_streams(capsys: pytest.CaptureFixture[str], prompt: RecallPrompt) -> None:
-    """Only the text goes to stdout."""
-    assert cli.main(["generate", "--prompt", prompt.text]) == 0
+def test_prompts_stream(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Only the text of one goes to stdout; files have one a line, and blank ones."""
+    assert cli.main(["generate", "--prompt", PROMPT.text]) == 0
     found = capsys.readouterr()
-    assert found.out == f"{prompt.answer}\n"
+    assert found.out == f"{PROMPT.answer}\n"
     assert "tokens/s" in found.err
+    path = tmp_path / "prompts.txt"
+    path.write_text(f"{PROMPT.text}\n\n")
+    assert cli.main(["generate", "--prompts", str(path), "--prompt", PROMPT.text]) == 0
+    assert capsys.readouterr().out.count(f"\n{PROMPT.answer}\n") == 2
 
 
-def test_chunks_and_budget_reach_the_engine(generate: Generate) -> None:
-    def summary(*arguments: str) -> dict[str, int]:
-        return dict(generate("--count", "3", *arguments)["summary"])
-
-    whole, chunked = summary("--chunk-size", "512", "--token-budget", "2048"), summary("--token-budget", "32")
-    assert whole["prefill_tokens"] == chunked["prefill_tokens"]
-    assert chunked["steps"] >= whole["prefill_tokens"] / 32 > whole["steps"]
-    assert chunked["mixed_steps"] > whole["mixed_steps"] == 0
-    small = summary("--num-blocks", "48", "--max-num-seqs", "2", "--num-swap-blocks", "16", "--warmup")
-    assert small["correct"] == 3
-    assert small["peak_blocks"] <= 48
-
-
-def test_sampling_options(generate: Generate, prompt: RecallPrompt) -> None:
-    arguments = ("--prompt", prompt.text, "--temperature", "30", "--ignore-eos", "--max-new-tokens", "6", "-n", "3")
-    first, again, other = (generate(*arguments, "--seed", seed) for seed in ("1", "1", "2"))
-    assert texts(first) == texts(again) != texts(other)
-    assert len(set(texts(first))) == 3
-    for option in (("--top-k", "1"), ("--top-p", "1e-9"), ("--min-p", "1")):
-        (best,) = set(texts(generate(*arguments, *option)))
-        assert best.startswith(prompt.answer)
-    (greedy,) = generate("--prompt", prompt.text, "--logprobs", "2", "--stop", prompt.answer[-2:])["answers"]
-    assert greedy["text"] == prompt.answer[:-2]
-    assert greedy["finish_reason"] == "stop"
+def test_sampling_options(generate: Generate) -> None:
+    arguments = ("--prompt", PROMPT.text, "--temperature", "30", "--ignore-eos", "--max-new-tokens", "6", "-n", "3")
+    first, again, other = (texts(generate(*arguments, "--seed", seed)) for seed in ("1", "1", "2"))
+    assert first == again != other
+    assert len(set(first)) == 3
+    (greedy,) = generate("--prompt", PROMPT.text, "--logprobs", "2", "--stop", PROMPT.answer[-2:])["answers"]
+    assert (greedy["text"], greedy["finish_reason"]) == (PROMPT.answer[:-2], "stop")
     assert [len(table) for table in greedy["logprobs"]] == [2] * greedy["new_tokens"]
-    free = generate("--prompt", prompt.text, "--ignore-eos", "--max-new-tokens", "20")
-    held = generate("--prompt", prompt.text, "--ignore-eos", "--max-new-tokens", "20", "--frequency-penalty", "50")
-    assert texts(free) != texts(held)
 
 
-def test_speculation_cache_dtype_and_drafts(generate: Generate) -> None:
+def test_speculation_and_drafts(generate: Generate) -> None:
     whole = ("--count", "3", "--max-new-tokens", "8", "--chunk-size", "512", "--token-budget", "2048")
-    plain = generate(*whole)
-    looked_up, drafted = (
-        generate(*whole, *option) for option in (("--speculate", "2"), ("--draft", str(RECALL), "--speculate", "3"))
-    )
-    assert texts(looked_up) == texts(drafted) == texts(plain)
-    assert plain["summary"]["draft_tokens"] == 0 < looked_up["summary"]["draft_tokens"]
-    assert 0 < drafted["summary"]["accepted_tokens"] <= drafted["summary"]["draft_tokens"]
-    assert drafted["summary"]["steps"] < plain["summary"]["steps"]
-    for name in ("fp8", "int8"):
-        assert generate("--count", "2", "--kv-cache-dtype", name)["summary"]["correct"] == 2
+    options = ((), ("--speculate", "2"), ("--draft", str(RECALL), "--speculate", "3"))
+    results = [generate(*whole, *option) for option in options]
+    assert texts(results[0]) == texts(results[1]) == texts(results[2])
+    plain, looked_up, drafted = (result["summary"] for result in results)
+    assert plain["draft_tokens"] == 0 < looked_up["draft_tokens"]
+    assert 0 < drafted["accepted_tokens"] <= drafted["draft_tokens"]
+    assert drafted["steps"] < plain["steps"]
 
 
-def test_adapters_answer_side_by_side(generate: Generate, tmp_path: Path, prompt: RecallPrompt) -> None:
+def test_adapters_answer_side_by_side(generate: Generate, tmp_path: Path) -> None:
     """One that changes next to nothing is right, and one that changes much is not."""
     weak = Adapter(("q_proj", "o_proj"), alpha=1e-6, seed=1).save(tmp_path / "weak", RECALL)
     strong = Adapter(("q_proj", "o_proj"), alpha=1e3, seed=1).save(tmp_path / "strong", RECALL)
-    result = generate("--prompt", prompt.text, "--lora", f"weak={weak}", "--lora", f"strong={strong}")
+    result = generate("--prompt", PROMPT.text, "--lora", f"weak={weak}", "--lora", f"strong={strong}")
     assert [answer["adapter"] for answer in result["answers"]] == ["weak", "strong"]
     right, wrong = texts(result)
-    assert right == prompt.answer != wrong
-    assert (
-        "rank 4, expected at most max_lora_rank 2"
-        in generate("--lora", f"a={weak}", "--max-lora-rank", "2", code=1)["error"]
-    )
+    assert right == PROMPT.answer != wrong
 
 
-def test_chat_template(generate: Generate, copy: Path, prompt: RecallPrompt) -> None:
+def test_chat_template(generate: Generate, copy: Path) -> None:
     """The system's text makes the question one that the template completes."""
-    facts, _, question = prompt.text.partition("; ")
+    facts, _, question = PROMPT.text.partition("; ")
     (copy / "chat_template.jinja").write_text("{{ messages[0].content }}; {{ messages[1].content }}")
-    assert texts(generate(str(copy), "--chat", "--system", facts, "--prompt", question)) == [prompt.answer]
-    (copy / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
-    assert "no system" in generate(str(copy), "--chat", "--prompt", question, code=1)["error"]
+    assert texts(generate(str(copy), "--chat", "--system", facts, "--prompt", question)) == [PROMPT.answer]
 
 
-def test_options_that_are_no_good_are_one_line(generate: Generate) -> None:
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (("--count", "-1"), "--count -1: expected 1 to 100000"),
         (("--system", "x"), "--system: only with --chat"),
         (("--device", "mps"), "--device mps: the kernels run on cpu and cuda"),
         (("--prompt", "\udcff"), "is half of a character"),
+        (("--prompt", "x", "--chat"), "no chat template"),
+        (("--prompts", "no/file"), "No such file"),
+        (("--lora", "french"), "expected NAME=FOLDER"),
         (("\x1b]8;;x\x07\u202e", "--prompt", "x"), r"model '\x1b]8;;x\x07\u202e': no such folder"),
         (("\x00", "--prompt", "x"), "model"),
-        (("a" * 5000, "--prompt", "x"), "model"),
-    ):
-        error = generate(*arguments, code=1)["error"]
-        assert message in error
-        assert error.count("\n") == 1
-    assert generate("--count", "1", "--device", "cpu")["summary"]["correct"] == 1
+        (("./nowhere", "--prompt", "x"), "no such folder, and no OWNER/NAME"),
+        ((str(RECALL / "config.json"), "--prompt", "x"), "a file, expected a folder"),
+    ],
+)
+def test_options_that_are_no_good_are_one_line(arguments: tuple[str, ...], message: str, generate: Generate) -> None:
+    error = generate(*arguments, code=1)["error"]
+    assert message in error
+    assert error.count("\n") == 1
 
 
-def test_special_tokens_in_prompts(generate: Generate, prompt: RecallPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count only where that is asked for."""
-    asked: list[bool] = []
-    encode = ChatTokenizer.encode
+def test_prompts_of_stdin(generate: Generate, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name, or where a model of one's own is given no prompts and stdin is no terminal."""
+    for arguments in (("--prompts", "-"), (str(copy),)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT.text}\n"))
+        assert texts(generate(*arguments)) == [PROMPT.answer]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert "no prompts" in generate(str(copy), code=1)["error"]
+    assert generate("--count", "1")["summary"]["correct"] == 1, "the bundled task does not wait for stdin"
+    terminal = io.StringIO("never read")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert "no prompts" in generate(str(copy), code=1)["error"]
 
-    def record(tokenizer: ChatTokenizer, text: str, *, parse_special: bool = False) -> list[int]:
-        asked.append(parse_special)
-        return encode(tokenizer, text, parse_special=parse_special)
 
-    monkeypatch.setattr(ChatTokenizer, "encode", record)
-    for option in ((), ("--parse-special",)):
-        assert texts(generate("--prompt", prompt.text, *option)) == [prompt.answer]
-    assert asked == [False, True]
+def test_models_of_the_hub(generate: Generate, inspect: Generate, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` downloads what running takes, and `inspect` no weights."""
+    files = ["config.json", "chat_template.jinja", "tokenizer.model", "a.bin", "consolidated.safetensors"]
+    asked: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        asked.append((repo_id, [*huggingface_hub.utils.filter_repo_objects(["model.safetensors", *files], **patterns)]))
+        return str(copy)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert texts(generate("owner/model-1.5", "--prompt", PROMPT.text)) == [PROMPT.answer]
+    assert inspect("owner/model")["parameters"] == 178_432
+    assert asked == [("owner/model-1.5", ["model.safetensors", *files[:3]]), ("owner/model", files[:3])]
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    error = generate("owner/model", "--prompt", "x", code=1)["error"]
+    assert "UnsupportedError" in error

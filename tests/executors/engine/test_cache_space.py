@@ -1,7 +1,6 @@
 """BlockSpace: preemption where blocks run out, and prefixes that are shared by those alone that may."""
 
-from __future__ import annotations
-
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -9,35 +8,21 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig
-from tests.executors.engine_cases import (
-    FIVE,
-    PROMPTS,
-    TEN,
-    check_empty,
-    expected_tokens,
-    run,
-    run_to_end,
-    spy,
-    tokens_of,
-)
+from paged.models.recall.task import sample_pairs
+from tests.executors.engine.answers import ANSWERS
+from tests.executors.engine_cases import EOS, GREEDY, PROMPTS, TEN, TOKENIZER, recall_engine, run, run_to_end, spy
 from tests.executors.oracle import make_executor
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_five_requests_in_six_blocks(preemption: Any, device: torch.device) -> None:
-    """Each needs up to 4 blocks of 8."""
-    executor = make_executor(device, num_blocks=6)
-    engine = Engine(executor, EngineConfig(preemption=preemption, admission_tokens=0))
-    assert tokens_of(engine.generate(PROMPTS, TEN, progress=False)) == [expected_tokens(p, 10) for p in PROMPTS]
-    assert engine.metrics.preempted["recompute"] > 0
-    check_empty(engine)
-
-
-def test_room_for_all_that_may_come_makes_preemption_needless(device: torch.device) -> None:
-    engine = Engine(make_executor(device, num_blocks=6), EngineConfig(admission_tokens=None))
-    assert tokens_of(engine.generate(PROMPTS, TEN, progress=False)) == [expected_tokens(p, 10) for p in PROMPTS]
-    assert not engine.metrics.preempted
-    assert engine.metrics.decode_tokens == 9 * len(PROMPTS)
+@pytest.mark.parametrize(
+    "options", [{"preemption": "recompute", "admission_tokens": 0}, {"preemption": "swap", "admission_tokens": 0}, {}]
+)
+def test_five_requests_in_six_blocks(options: dict[str, Any], device: torch.device) -> None:
+    """Each needs up to 4 blocks of 8; room for all that may come makes preemption needless."""
+    engine = Engine(make_executor(device, num_blocks=6), EngineConfig(**{"admission_tokens": None} | options))
+    assert run(engine, PROMPTS, TEN) == ANSWERS
+    assert (engine.metrics.preempted["recompute"] > 0) == bool(options)
+    assert options or engine.metrics.decode_tokens == 9 * len(PROMPTS)
 
 
 def test_blocks_held_by_others(device: torch.device) -> None:
@@ -49,31 +34,50 @@ def test_blocks_held_by_others(device: torch.device) -> None:
     assert blocked.error == "the cache has no room for it, and no request here holds any"
     assert small.error is None
     executor.kv_manager.free(other)
-    assert run(engine, [[1] * 20], TEN) == [expected_tokens([1] * 20, 10)]
+    assert run(engine, [[1] * 20], TEN) == [[1] * 10]
     alone = engine.add_request([1] * 8, TEN)
     engine.step()
     executor.kv_manager.allocate("other", executor.kv_manager.stats().free_blocks * 8)
     while engine.num_unfinished:
         engine.step()
-    assert alone.error is not None
-    assert alone.error.startswith("OutOfBlocksError")
+    assert str(alone.error).startswith("OutOfBlocksError")
 
 
-def test_prefixes_are_reused(device: torch.device) -> None:
-    executor = make_executor(device, num_blocks=128)
-    engine = Engine(executor)
-    context = [(i * i) % 13 for i in range(50)]
-    first = run(engine, [[*context, 1]], TEN)
-    assert engine.metrics.prefill_tokens == 51
-    [output] = engine.generate([[*context, 1]], TEN, progress=False)
-    assert tokens_of([output]) == first
-    assert (engine.metrics.prefill_tokens, engine.metrics.cached_tokens, output.num_cached_tokens) == (54, 48, 48)
-    other = engine.add_request([*context, 1], TEN, metadata={"tenant": "a"})
-    engine.step()
-    assert other.num_cached_tokens == 48
+@pytest.mark.parametrize("num_blocks", [256, 160])
+def test_a_prefix_of_many_prompts_is_computed_once(num_blocks: int) -> None:
+    """A checkpoint's right answers to 32 prompts, 405 tokens of which are alike; 160 blocks hold the prompts alone."""
+    pairs = sample_pairs(random.Random("prefix reuse"), 405)
+    context = " ".join(" ".join(pair[:-1]) + pair[-1] for pair in pairs)
+    prompts = [TOKENIZER.encode(f"{context} {key}").ids for key, *_ in pairs[:32]]
+    assert {len(prompt) for prompt in prompts} == {406}
+    options = {"block_size": 4, "num_swap_blocks": 64}
+    engine = recall_engine(num_blocks, options=options, preemption="swap", admission_tokens=0)
+    for _ in range(2):
+        outputs = [engine.add_request(prompts[0], replace(GREEDY, ignore_eos=True))]
+        engine.step()
+        outputs += [engine.add_request(prompt, replace(GREEDY, ignore_eos=True)) for prompt in prompts[1:]]
+        engine.step()
+        assert engine.status().used_blocks == 101 + 32
+        run_to_end(engine)
+        answers = [ids[: ids.index(EOS[0])] for ids in (output.outputs[0].token_ids for output in outputs)]
+        assert [TOKENIZER.decode(ids).strip() for ids in answers] == [" ".join(value) for _, *value, _ in pairs[:32]]
+        assert [output.num_cached_tokens for output in outputs[1:]] == [404] * 31
+    assert engine.metrics.prefill_tokens == 406 + 63 * 2, "also where some were swapped out"
+    assert bool(engine.metrics.preempted["swap"]) == (num_blocks == 160)
 
 
-def test_adapters_part_prefixes_and_reach_the_items(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([{"metadata": {"lora_adapter": "french"}}, {}, {"metadata": {"lora_adapter": "french"}}], [0, 0, 16]),
+        ([{}, {"metadata": {"tenant": "a"}}], [0, 16]),
+        ([{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}], [0, 0, 0, 16, 16]),
+    ],
+)
+def test_adapters_and_salts_part_prefixes(
+    options: list[dict[str, Any]], expected: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And adapters reach the items."""
     executor = make_executor(device)
     monkeypatch.setattr(executor, "_choose_adapters", lambda items: None)
     takes = replace(executor.capabilities(), supports_lora=True)
@@ -82,20 +86,9 @@ def test_adapters_part_prefixes_and_reach_the_items(device: torch.device, monkey
     spy(monkeypatch, executor, lambda batch: seen.extend(item.metadata.get("lora_adapter") for item in batch.items))
     engine = Engine(executor)
     cached = []
-    for adapter in ("french", None, "french"):
-        metadata = None if adapter is None else {"lora_adapter": adapter}
-        output = engine.add_request([4] * 20, replace(TEN, max_tokens=1), metadata=metadata)
-        engine.step()
-        cached.append(output.num_cached_tokens)
-    assert cached == [0, 0, 16]
-    assert seen == ["french", None, "french"]
-
-
-def test_salts_part_prefixes(device: torch.device) -> None:
-    engine = Engine(make_executor(device))
-    cached = []
-    for salt in (None, "a", "b", "a", None):
-        output = engine.add_request([3] * 20, FIVE, cache_salt=salt)
+    for one in options:
+        output = engine.add_request([4] * 20, replace(TEN, max_tokens=1), **one)
         run_to_end(engine)
         cached.append(output.num_cached_tokens)
-    assert cached == [0, 0, 0, 16, 16]
+    assert cached == expected
+    assert seen == [one.get("metadata", {}).get("lora_adapter") for one in options]

@@ -1,8 +1,5 @@
-"""RequestLifecycle: how requests end, what their texts are then, and their own times."""
+"""RequestLifecycle: how requests end, what their texts are then, and their times."""
 
-from __future__ import annotations
-
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,29 +7,28 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams
-from tests.executors.engine_cases import (
-    EOS,
-    FIVE,
-    GREEDY,
-    TOKENIZER,
-    check_empty,
-    encode,
-    recall_engine,
-    recall_prompts,
-    run_to_end,
-)
+from tests.executors.engine_cases import EOS, FIVE, GREEDY, TOKENIZER, encode, recall_engine, recall_prompts, run_to_end
 from tests.executors.oracle import make_executor
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the time is for an engine, in seconds."""
+    now = [100.0]
+    for module in ("core", "lifecycle", "admission"):
+        monkeypatch.setattr(f"paged.executors.engine.{module}.perf_counter", lambda: now[0])
+    return now
 
 
 def test_ends_of_a_text() -> None:
     """The answer is two words and a terminator, which is the end token."""
-    [prompt] = [one for one in recall_prompts(20) if one.answer.count(" ") == 1][:1]
+    prompt = next(one for one in recall_prompts(20) if one.answer.count(" ") == 1)
     ids, (first, second) = encode([prompt])[0], prompt.answer.split()
     engine = recall_engine()
 
     def ask(**fields: Any) -> Any:
-        [output] = engine.generate([ids], replace(GREEDY, **fields), progress=False)
-        check_empty(engine)
+        output = engine.add_request(ids, replace(GREEDY, **fields))
+        run_to_end(engine)
         return output.outputs[0]
 
     whole = ask()
@@ -41,42 +37,29 @@ def test_ends_of_a_text() -> None:
     cut = ask(stop=[second[1:3], "never"])
     assert (cut.text.strip(), cut.stop_reason) == (f"{first} {second[0]}", second[1:3])
     assert cut.token_ids == whole.token_ids[:2]
-    across = ask(stop=f"{first[-1]} {second[0]}")
-    assert across.text.strip() == first[:-1]
+    assert ask(stop=f"{first[-1]} {second[0]}").text.strip() == first[:-1]
     by_id = ask(stop_token_ids=[whole.token_ids[1]])
     assert (by_id.token_ids, by_id.text.strip(), by_id.stop_reason) == (whole.token_ids[:2], first, whole.token_ids[1])
     short = ask(max_tokens=1, stop=second)
     assert (short.text.strip(), short.finish_reason) == (first, "length")
     on = ask(ignore_eos=True, max_tokens=6)
-    assert (len(on.token_ids), on.finish_reason) == (6, "length")
-    assert on.token_ids[:3] == whole.token_ids
+    assert (len(on.token_ids), on.finish_reason, on.token_ids[:3]) == (6, "length", whole.token_ids)
+    assert on.text == TOKENIZER.decode(on.token_ids)
     later = ask(min_tokens=5, max_tokens=6)
     assert EOS[0] not in later.token_ids[:4]
     assert len(later.token_ids) >= 5
-    forbidden = ask(logit_bias={EOS[0]: -1e9}, max_tokens=5)
-    assert EOS[0] not in forbidden.token_ids
+    assert EOS[0] not in ask(logit_bias={EOS[0]: -1e9}, max_tokens=5).token_ids
 
-
-def test_streams_hold_back_what_may_be_a_stop() -> None:
-    [prompt] = [one for one in recall_prompts(20) if one.answer.count(" ") == 1][:1]
-    first, second = prompt.answer.split()
-    engine = recall_engine()
-    stop = f" {second}"
-    texts = [output.outputs[0].text for output in engine.stream(encode([prompt])[0], replace(GREEDY, stop=stop))]
+    stream = engine.stream(ids, replace(GREEDY, stop=f" {second}"))
+    texts = [output.outputs[0].text for output in stream]
     assert texts[-1].strip() == first
-    assert all(texts[-1].startswith(text) for text in texts)
-    plain = [output.copy() for output in engine.stream(encode([prompt])[0], GREEDY)]
+    assert all(texts[-1].startswith(text) for text in texts), "what may be a stop is held back"
+    plain = [output.copy() for output in engine.stream(ids, GREEDY)]
     assert [len(output.outputs[0].token_ids) for output in plain] == [1, 2, 3]
     assert [output.finished for output in plain] == [False, False, True]
 
 
-def test_text_of_a_completion_is_the_tokenizers() -> None:
-    prompts = recall_prompts(4)
-    for output in recall_engine().generate(encode(prompts), replace(GREEDY, ignore_eos=True), progress=False):
-        assert output.outputs[0].text == TOKENIZER.decode(output.outputs[0].token_ids)
-
-
-def test_a_request_may_time_out(device: torch.device) -> None:
+def test_a_request_may_time_out(device: torch.device, clock: list[float]) -> None:
     """One that waits, and one that runs: others go on."""
     engine = Engine(make_executor(device), EngineConfig(max_num_seqs=2))
     long = SamplingParams(temperature=0, max_tokens=100)
@@ -85,9 +68,8 @@ def test_a_request_may_time_out(device: torch.device) -> None:
     waits = engine.add_request([3], long, timeout_s=0.0)
     engine.step()
     assert (waits.outputs[0].finish_reason, waits.outputs[0].token_ids) == ("timeout", [])
-    time.sleep(0.25)
-    [changed] = [output for output in engine.step() if output is not stays]
-    assert changed is runs
+    clock[0] += 0.25
+    assert [output for output in engine.step() if output is not stays] == [runs]
     assert (runs.outputs[0].finish_reason, len(runs.outputs[0].token_ids)) == ("timeout", 1)
     assert "not done after 0." in str(runs.error)
     run_to_end(engine)
@@ -95,22 +77,19 @@ def test_a_request_may_time_out(device: torch.device) -> None:
     assert engine.metrics.finished == {"timeout": 2, "length": 1}
 
 
-def test_a_request_knows_its_times(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_knows_its_times(device: torch.device, clock: list[float]) -> None:
     """The mean is over the tokens of all completions: not the request's time by the tokens of one."""
-    now = [100.0]
-    for module in ("core", "lifecycle", "admission"):
-        monkeypatch.setattr(f"paged.executors.engine.{module}.perf_counter", lambda: now[0])
     engine = Engine(make_executor(device), EngineConfig(max_num_seqs=2))
     first = engine.add_request([1], SamplingParams(temperature=0, n=2, max_tokens=5))
     second = engine.add_request([2], SamplingParams(temperature=0, max_tokens=3))
     assert first.metrics.queued_s is first.metrics.first_token_s is first.metrics.mean_token_s is None
     while engine.num_unfinished:
-        now[0] += 1.0
+        clock[0] += 1.0
         engine.step()
     assert (first.metrics.queued_s, first.metrics.first_token_s, first.metrics.mean_token_s) == (1.0, 1.0, 1.0)
     assert (second.metrics.queued_s, second.metrics.first_token_s, second.metrics.mean_token_s) == (6.0, 6.0, 1.0)
-    assert engine.metrics.time_per_output_token.total == 2.0
-    assert engine.metrics.time_per_output_token.count == 2
+    per_token = engine.metrics.time_per_output_token
+    assert (per_token.total, per_token.count) == (2.0, 2)
 
 
 def test_rows_without_a_valid_token_end_alone(device: torch.device) -> None:
@@ -123,3 +102,4 @@ def test_rows_without_a_valid_token_end_alone(device: torch.device) -> None:
         run_to_end(engine)
         assert beside.outputs[0].token_ids == [1] * 5
         assert output.outputs[0].finish_reason == ("error" if params is odd else "length")
+        assert output.error == ("the logits left no token to choose" if params is odd else None)

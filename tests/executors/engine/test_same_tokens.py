@@ -1,8 +1,7 @@
 """One prompt has one greedy answer: alone or batched, in any chunks, preempted or not, with or without speculation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,15 @@ import pytest
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder
 from paged.executors.command_line.cli import RECALL
-from tests.executors.engine_cases import (
-    EOS,
-    TOKENIZER,
-    check_empty,
-    check_pool_empty,
-    encode,
-    recall_prompts,
-    tokens_of,
-)
+from tests.executors.engine_cases import EOS, TOKENIZER, check_pool_empty, encode, recall_prompts, run
 from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.pairwise import rows_of_pairs
 
-# (engine configuration, executor options); None for num_blocks means plenty.
+CHECKPOINTS = ["gpt_oss", "llama", "mistral", "qwen3_moe", "recall"]
+TIGHT = {"num_blocks": "tight"}
+SWAP = {"admission_tokens": 0, "preemption": "swap"}
+SWAPPED = TIGHT | {"num_swap_blocks": 64}
+# (engine configuration, executor options); without "tight" there are plenty of blocks.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batched": ({}, {}),
     "two at a time": ({"max_num_seqs": 2}, {}),
@@ -30,25 +26,19 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunks of 64": ({"chunk_size": 64}, {}),
     "budget of 9": ({"token_budget": 9}, {}),
     "no prefix cache": ({}, {"enable_prefix_cache": False}),
-    "recompute": ({"admission_tokens": 0}, {"num_blocks": "tight"}),
-    "recompute in chunks": ({"admission_tokens": 0, "chunk_size": 7}, {"num_blocks": "tight"}),
-    "recompute without prefix cache": ({"admission_tokens": 0}, {"num_blocks": "tight", "enable_prefix_cache": False}),
-    "swap": ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": "tight", "num_swap_blocks": 64}),
-    "swap without room": ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": "tight", "num_swap_blocks": 1}),
+    "recompute": ({"admission_tokens": 0}, TIGHT),
+    "recompute in chunks": ({"admission_tokens": 0, "chunk_size": 7}, TIGHT),
+    "recompute without prefix cache": ({"admission_tokens": 0}, TIGHT | {"enable_prefix_cache": False}),
+    "swap": (SWAP, SWAPPED),
+    "swap without room": (SWAP, TIGHT | {"num_swap_blocks": 1}),
     "paced": ({"decode_stretch": 1.5}, {}),
     "ahead": ({"prepare_ahead": True}, {}),
     "ahead, two at a time": ({"prepare_ahead": True, "max_num_seqs": 2}, {}),
-    "ahead, recompute": ({"prepare_ahead": True, "admission_tokens": 0}, {"num_blocks": "tight"}),
-    "ahead, swap": (
-        {"prepare_ahead": True, "admission_tokens": 0, "preemption": "swap"},
-        {"num_blocks": "tight", "num_swap_blocks": 64, "cuda_graphs": (1, 2, 6)},
-    ),
+    "ahead, recompute": ({"prepare_ahead": True, "admission_tokens": 0}, TIGHT),
+    "ahead, swap": (SWAP | {"prepare_ahead": True}, SWAPPED | {"cuda_graphs": (1, 2, 6)}),
     "graphs": ({}, {"cuda_graphs": (1, 2, 6)}),
-    "graphs, recompute": ({"admission_tokens": 0}, {"cuda_graphs": True, "num_blocks": "tight"}),
-    "graphs, swap": (
-        {"admission_tokens": 0, "preemption": "swap"},
-        {"cuda_graphs": (2, 3), "num_blocks": "tight", "num_swap_blocks": 64},
-    ),
+    "graphs, recompute": ({"admission_tokens": 0}, TIGHT | {"cuda_graphs": True}),
+    "graphs, swap": (SWAP, SWAPPED | {"cuda_graphs": (2, 3)}),
 }
 
 
@@ -56,14 +46,15 @@ class Case:
     """A checkpoint, prompts, and the answer to each alone. `tight` blocks hold the prompts, not what follows."""
 
     def __init__(
-        self, folder: Path, prompts: list[list[int]], params: SamplingParams, *, tight: int, eos: list[int]
+        self, folder: Path, prompts: list[list[int]], *, max_tokens: int, tight: int, eos: list[int] | None = None
     ) -> None:
-        self.folder, self.prompts, self.params, self.tight, self.eos = folder, prompts, params, tight, eos
-        self.expected = [self.engine().generate([prompt], params, progress=False)[0] for prompt in prompts]
-        self.tokens = tokens_of(self.expected)
+        self.folder, self.prompts, self.tight, self.eos = folder, prompts, tight, eos or []
+        self.params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        engine = self.engine()
+        self.tokens = [run(engine, [prompt], self.params)[0] for prompt in prompts]
 
-    def executor(self, num_blocks: int | str = 64, block_size: int = 4, **options: Any) -> LlmExecutor:
-        count = self.tight if num_blocks == "tight" else int(num_blocks) * 4
+    def executor(self, num_blocks: int | str = 256, block_size: int = 4, **options: Any) -> LlmExecutor:
+        count = self.tight if num_blocks == "tight" else num_blocks
         executor = LlmExecutor.from_pretrained(self.folder, num_blocks=count, block_size=block_size, **options)
         if "cuda_graphs" in options:
             executor.warmup()
@@ -72,56 +63,88 @@ class Case:
     def engine(self, config: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> Engine:
         return Engine(self.executor(**(options or {})), EngineConfig(**(config or {})), eos_token_ids=self.eos, seed=1)
 
+    def check(self, way: str) -> Engine:
+        """The engine that gave the same tokens in a way."""
+        config, options = WAYS[way]
+        engine = self.engine(config, options)
+        assert run(engine, self.prompts, self.params) == self.tokens
+        status, preempted = engine.executor.status(), engine.metrics.preempted
+        assert status.forwards >= engine.metrics.steps > status.graph_replays
+        assert bool(status.graph_replays) == ("cuda_graphs" in options)
+        assert bool(engine.metrics.prepared_steps) == config.get("prepare_ahead", False)
+        if "num_blocks" not in options:
+            assert not preempted
+        elif self.folder != RECALL:  # its answers take a block or two, and seldom the one too many
+            assert preempted["swap" if way.endswith("swap") else "recompute"] > 0
+        return engine
 
-@pytest.fixture(scope="module", params=["recall", "gpt_oss", "llama", "mistral", "qwen3_moe"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGED_BACKEND", "torch")
-        if request.param == "recall":
-            prompts = encode(recall_prompts(5, max_tokens=60))
-            made = Case(RECALL, prompts, SamplingParams(temperature=0, max_tokens=8), tight=42, eos=EOS)
-            texts = [TOKENIZER.decode(ids[:-1]).strip() for ids in made.tokens]
-            assert texts == [prompt.answer for prompt in recall_prompts(5, max_tokens=60)]
-            return made
-        folder = tmp_path_factory.mktemp(request.param)
-        save_checkpoint(FAMILIES[request.param], folder)
-        prompts = [tokens(length, seed=length) for length in (1, 5, 17, 30, 23)]
-        return Case(folder, prompts, SamplingParams(temperature=0, max_tokens=24), tight=23, eos=[])
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """The case of a checkpoint, made once."""
+
+    @cache
+    def make(name: str) -> Case:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PAGED_BACKEND", "torch")
+            if name == "recall":
+                questions = recall_prompts(5, max_tokens=60)
+                made = Case(RECALL, encode(questions), max_tokens=8, tight=42, eos=EOS)
+                texts = [TOKENIZER.decode(ids[:-1]).strip() for ids in made.tokens]
+                assert texts == [question.answer for question in questions]
+                return made
+            folder, config = tmp_path_factory.mktemp(name), FAMILIES[name.removeprefix("short ")]
+            if name == "short llama":  # a forward of one layer takes a quarter of a second in the interpreter
+                config.num_hidden_layers = 1
+            save_checkpoint(config, folder)
+            if name == "short llama":
+                return Case(folder, [tokens(n, seed=n) for n in (4, 8)], max_tokens=4, tight=4)
+            return Case(folder, [tokens(n, seed=n) for n in (1, 5, 17, 30, 23)], max_tokens=10, tight=23)
+
+    return make
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_same_tokens(case: Case, way: str) -> None:
+def _thorough(*row: str, unless: bool) -> Any:
+    return pytest.param(*row, marks=[] if unless else pytest.mark.thorough)
+
+
+ROWS = [
+    _thorough(name, way, unless=name == ("llama", "mistral")[index % 2] or (name == "recall" and index % 8 == 0))
+    for index, way in enumerate(WAYS)
+    for name in CHECKPOINTS
+]
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS)
+def test_same_tokens(case_of: Callable[[str], Case], name: str, way: str) -> None:
+    case_of(name).check(way)
+
+
+AXES = CHECKPOINTS, ["batched", "chunks of 7", "recompute", "graphs, recompute"], ["itself", "random", "text"]
+DRAFTED = [[axis[at] for axis, at in zip(AXES, row, strict=True)] for row in rows_of_pairs(AXES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "draft"), [_thorough(*row, unless=index < 12) for index, row in enumerate(DRAFTED)]
+)
+def test_same_tokens_with_speculation(
+    case_of: Callable[[str], Case], name: str, way: str, draft: str, tmp_path: Path
+) -> None:
+    case = case_of(name)
     config, options = WAYS[way]
-    engine = case.engine(config, options)
-    assert tokens_of(engine.generate(case.prompts, case.params, progress=False)) == case.tokens
-    check_empty(engine)
-    status = engine.executor.status()
-    assert status.forwards >= engine.metrics.steps > status.graph_replays
-    assert bool(status.graph_replays) == ("cuda_graphs" in options)
-    assert bool(engine.metrics.prepared_steps) == config.get("prepare_ahead", False)
-    preempted = engine.metrics.preempted
-    if "num_blocks" not in options:
-        assert not preempted
-    elif case.folder != RECALL:  # its answers take a block or two, and seldom the one too many
-        assert preempted["swap" if way.endswith("swap") else "recompute"] > 0
-
-
-@pytest.mark.parametrize("way", ["batched", "chunks of 7", "recompute", "graphs, recompute"])
-@pytest.mark.parametrize("draft", ["itself", "random", "text"])
-def test_same_tokens_with_speculation(case: Case, way: str, draft: str, tmp_path: Path) -> None:
-    config, options = WAYS[way]
-    target = case.executor(**options)
-    drafts: dict[str, Callable[[], LlmExecutor | None]] = {
-        "itself": case.executor,
-        "random": lambda: _random_draft(case, tmp_path),
-        "text": lambda: None,
-    }
-    drafter = drafts[draft]()
+    target, drafter = case.executor(**options), None
+    if draft == "itself":
+        drafter = case.executor()
+    elif draft == "random":  # a model of the same vocabulary that knows nothing of the target
+        other = FAMILIES["llama"]
+        other.vocab_size, other.num_hidden_layers = target.info().vocab_size, 1
+        other.max_position_embeddings = 1024
+        save_checkpoint(other, tmp_path)
+        drafter = LlmExecutor.from_pretrained(tmp_path, num_blocks=256, block_size=8)
     decoder = SpeculativeDecoder(
         target, drafter, num_draft_tokens=3, config=EngineConfig(**config), eos_token_ids=case.eos
     )
-    assert tokens_of(decoder.generate(case.prompts, case.params, progress=False)) == case.tokens
-    check_empty(decoder)
+    assert run(decoder, case.prompts, case.params) == case.tokens
     if drafter is not None:
         check_pool_empty(drafter)
     metrics = decoder.metrics
@@ -132,48 +155,28 @@ def test_same_tokens_with_speculation(case: Case, way: str, draft: str, tmp_path
         assert metrics.accepted_tokens < metrics.draft_tokens
 
 
-def _random_draft(case: Case, folder: Path) -> LlmExecutor:
-    """A model of the same vocabulary that knows nothing of the target."""
-    config = FAMILIES["llama"].__class__(
-        **{**FAMILIES["llama"].to_diff_dict(), "vocab_size": case.executor().info().vocab_size, "num_hidden_layers": 1}
-    )
-    config.max_position_embeddings = 1024
-    save_checkpoint(config, folder)
-    return LlmExecutor.from_pretrained(folder, num_blocks=256, block_size=8)
-
-
-def test_forks_are_the_same(case: Case) -> None:
+@pytest.mark.parametrize("name", [_thorough(name, unless=name == "mistral") for name in CHECKPOINTS])
+def test_forks_are_the_same(case_of: Callable[[str], Case], name: str) -> None:
+    case = case_of(name)
     engine = case.engine()
     params = SamplingParams(temperature=0, max_tokens=case.params.max_tokens, n=4)
     outputs = engine.generate(case.prompts, params, progress=False)
-    for output, expected in zip(outputs, case.tokens, strict=True):
-        assert [one.token_ids for one in output.outputs] == [expected] * 4
+    assert [[one.token_ids for one in output.outputs] for output in outputs] == [[ids] * 4 for ids in case.tokens]
     assert engine.metrics.prefill_tokens == sum(map(len, case.prompts)), "the prompt runs once for all four"
-    check_empty(engine)
+    check_pool_empty(engine.executor)
 
 
-@pytest.fixture(scope="module")
-def short_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Few tokens, as a forward takes a third of a second in the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGED_BACKEND", "torch")
-        folder = tmp_path_factory.mktemp("llama")
-        save_checkpoint(FAMILIES["llama"], folder)
-        prompts = [tokens(length, seed=length) for length in (4, 8, 3)]
-        return Case(folder, prompts, SamplingParams(temperature=0, max_tokens=6), tight=6, eos=[])
+@pytest.mark.parametrize("way", [_thorough(one, unless=one == "swap") for one in ("swap", "recompute", "ahead, swap")])
+def test_ways_in_triton(case_of: Callable[[str], Case], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("short llama")
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    case.check(way)
 
 
-@pytest.mark.parametrize("way", ["chunks of 7", "recompute", "ahead, swap"])
-def test_ways_on_both_backends(short_case: Case, backend: str, way: str) -> None:
-    config, options = WAYS[way]
-    engine = short_case.engine(config, options)
-    assert tokens_of(engine.generate(short_case.prompts, short_case.params, progress=False)) == short_case.tokens
-    assert bool(engine.metrics.preempted) == ("num_blocks" in options)
-    check_empty(engine)
-
-
-def test_all_at_once_on_both_backends(backend: str) -> None:
+@pytest.mark.parametrize("kernels", [_thorough(name, unless=name == "torch") for name in ("torch", "triton")])
+def test_all_at_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts, chunks, swap, a prefix that comes again, and forks."""
+    monkeypatch.setenv("PAGED_BACKEND", kernels)
     executor = LlmExecutor.from_pretrained(RECALL, num_blocks=16, num_swap_blocks=16)
     config = EngineConfig(chunk_size=16, max_num_seqs=2, preemption="swap", admission_tokens=0)
     engine = SpeculativeDecoder(executor, num_draft_tokens=2, config=config, tokenizer=TOKENIZER, eos_token_ids=EOS)
@@ -184,4 +187,4 @@ def test_all_at_once_on_both_backends(backend: str) -> None:
     for output, prompt in zip(outputs, prompts, strict=True):
         assert {one.text.strip() for one in output.outputs} == {prompt.answer}
     assert outputs[-1].num_cached_tokens > 0
-    check_empty(engine)
+    check_pool_empty(executor)

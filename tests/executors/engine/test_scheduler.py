@@ -1,14 +1,14 @@
-"""The scheduler by itself, on a cache that is a number: budgets, order, fairness, preemption."""
-
-from __future__ import annotations
+"""The scheduler on a cache that is a number: budgets, order, fairness, preemption; and what paces its prompts."""
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from paged import EngineConfig, RequestOutput, SamplingParams
 from paged.executors.engine.scheduler import Plan, Scheduler
+from paged.executors.engine.step_pacer import StepPacer
 from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import Completion, Request, State
 
@@ -40,10 +40,6 @@ class Numbers:
         return True
 
 
-def refuse(completion: Completion, reason: str) -> None:
-    raise AssertionError(f"{completion!r} was not admitted: {reason}")
-
-
 def make(number: int, length: int = 10, *, priority: int = 0, max_tokens: int = 99) -> Completion:
     """The `number`-th request."""
     output = RequestOutput(number, [1] * length, [CompletionOutput(0)])
@@ -51,6 +47,21 @@ def make(number: int, length: int = 10, *, priority: int = 0, max_tokens: int = 
     return Completion(
         Request(number, [1] * length, SamplingParams(), rank, {}, max_tokens, frozenset(), output, 0.0), 0, 0, None
     )
+
+
+def scheduler_of(
+    *lengths: int, room: int = 1000, host: int = 0, decode_cost: int = 1, **config: Any
+) -> tuple[Scheduler, Numbers]:
+    """A scheduler to which requests of these lengths were added, and its cache."""
+
+    def refuse(completion: Completion, reason: str) -> None:
+        raise AssertionError(f"{completion!r} was not admitted: {reason}")
+
+    space = Numbers(room, host)
+    scheduler = Scheduler(EngineConfig(**config), space, refuse, decode_cost=decode_cost)
+    for number, length in enumerate(lengths):
+        scheduler.add(make(number, length))
+    return scheduler, space
 
 
 def finish_step(scheduler: Scheduler, plan: Plan) -> list[Completion]:
@@ -72,33 +83,25 @@ def rows(plan: Plan) -> dict[int, int]:
 
 
 def test_decodes_first_then_chunks_within_the_budget() -> None:
-    scheduler = Scheduler(EngineConfig(token_budget=8, chunk_size=6), Numbers(1000), refuse)
-    for number, length in enumerate([3, 20, 4]):
-        scheduler.add(make(number, length))
+    scheduler, _ = scheduler_of(3, 20, 4, token_budget=8, chunk_size=6)
     steps = []
     for _ in range(6):
         plan = scheduler.plan()
         assert plan.num_prefill_tokens == sum(len(one.item.q_tokens) for one in plan.chunks)
         steps.append(rows(plan))
         finish_step(scheduler, plan)
-    assert steps == [
-        {0: 3, 1: 5},
-        {0: 1, 1: 6, 2: 1},
-        {0: 1, 1: 6, 2: 1},
-        {0: 1, 1: 3, 2: 2},
-        {0: 1, 1: 1, 2: 1},
-        {0: 1, 1: 1, 2: 1},
-    ]
+    full = [{0: 3, 1: 5}, {0: 1, 1: 6, 2: 1}, {0: 1, 1: 6, 2: 1}]
+    assert steps == [*full, {0: 1, 1: 3, 2: 2}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}]
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_predicted_comes(seed: int) -> None:
     """When a step is under way, of the next one: its decodes, where it will hold all who decode and no chunks."""
     rng = random.Random(seed)
-    config = EngineConfig(
-        token_budget=rng.choice([4, 12]), chunk_size=rng.choice([None, 3]), max_num_seqs=rng.choice([3, 16])
+    budget, room = rng.choice([4, 12]), rng.choice([60, 1000])
+    scheduler, _ = scheduler_of(
+        room=room, token_budget=budget, chunk_size=rng.choice([None, 3]), max_num_seqs=rng.choice([3, 16])
     )
-    scheduler = Scheduler(config, Numbers(rng.choice([60, 1000])), refuse)
     for number in range(12):
         scheduler.add(make(number, rng.randint(1, 20), max_tokens=rng.randint(1, 20)))
     right = missed = 0
@@ -108,7 +111,7 @@ def test_what_is_predicted_comes(seed: int) -> None:
             completion.cached += len(completion.item.q_tokens)
             if completion.num_to_prefill == 0:
                 scheduler.to_decoding(completion)
-        predicted, takes_turns = scheduler.predict(), len(scheduler.decoding) > config.token_budget
+        predicted, takes_turns = scheduler.predict(), len(scheduler.decoding) > budget
         for completion in [*plan.decodes, *(one for one in plan.chunks if one.state is State.DECODE)]:
             if completion.advance(1):
                 scheduler.remove(completion)
@@ -122,19 +125,8 @@ def test_what_is_predicted_comes(seed: int) -> None:
     assert missed <= 2, "the first in the queue might have been admitted"
 
 
-def test_what_is_predicted_under_a_full_budget() -> None:
-    scheduler = Scheduler(EngineConfig(token_budget=2), Numbers(1000), refuse)
-    running = [make(number) for number in range(3)]
-    for completion in running[:2]:
-        scheduler.add_decoding(completion)
-    scheduler.add(make(3))
-    assert scheduler.predict() == running[:2], "nothing is left for who waits"
-    scheduler.add_decoding(running[2])
-    assert scheduler.predict() == [], "they take turns"
-
-
 def test_more_decodes_than_budget_take_turns() -> None:
-    scheduler = Scheduler(EngineConfig(token_budget=4), Numbers(1000), refuse, decode_cost=2)
+    scheduler, _ = scheduler_of(token_budget=4, decode_cost=2)
     for number in range(5):
         scheduler.add_decoding(make(number))
     served = [number for _ in range(5) for number in rows(scheduler.plan())]
@@ -142,11 +134,9 @@ def test_more_decodes_than_budget_take_turns() -> None:
 
 
 def test_an_order_by_arrival_and_priority_without_starvation() -> None:
-    scheduler = Scheduler(EngineConfig(max_num_seqs=1), Numbers(1000), refuse)
-    scheduler.add(make(0))
-    scheduler.add(make(5, priority=1))
-    scheduler.add(make(900, priority=1))
-    scheduler.add(make(1100, priority=1))
+    scheduler, _ = scheduler_of(max_num_seqs=1)
+    for number, priority in [(0, 0), (5, 1), (900, 1), (1100, 1)]:
+        scheduler.add(make(number, priority=priority))
     order = []
     for _ in range(4):
         plan = scheduler.plan()
@@ -156,10 +146,7 @@ def test_an_order_by_arrival_and_priority_without_starvation() -> None:
 
 
 def test_a_large_request_is_not_passed_by() -> None:
-    space = Numbers(30)
-    scheduler = Scheduler(EngineConfig(), space, refuse)
-    for number, length in enumerate([20, 25, 5]):
-        scheduler.add(make(number, length))
+    scheduler, _ = scheduler_of(20, 25, 5, room=30)
     first = scheduler.plan()
     assert rows(first) == {0: 20}
     finish_step(scheduler, first)
@@ -169,44 +156,50 @@ def test_a_large_request_is_not_passed_by() -> None:
 
 
 def test_the_last_in_rank_is_preempted_and_waits_for_an_end() -> None:
-    space = Numbers(1000)
-    scheduler = Scheduler(EngineConfig(), space, refuse)
+    scheduler, space = scheduler_of()
     for number, priority in [(0, 0), (1, 0), (2, 1)]:
         scheduler.add(make(number, priority=priority))
     finish_step(scheduler, scheduler.plan())
     victim = scheduler.preempt()
-    assert victim is not None
     assert (victim.request.request_id, victim.state, victim.cached, victim.handle) == (1, State.WAITING, 0, None)
     assert victim not in space.held
     assert rows(scheduler.plan()) == {2: 1, 0: 1}, "there is room, but it was too little"
     spared = [one for one in scheduler.decoding if one.request.request_id == 0]
-    second = scheduler.preempt(spared)
-    assert second is not None
-    assert second.request.request_id == 2
+    assert scheduler.preempt(spared).request.request_id == 2
     assert scheduler.preempt() is None, "one must run on"
     scheduler.remove(spared[0])
     assert rows(scheduler.plan()) == {2: 11, 1: 11}, "with the tokens they had"
 
 
 def test_what_is_swapped_decodes_on() -> None:
-    space = Numbers(1000, host=1)
-    scheduler = Scheduler(EngineConfig(preemption="swap", token_budget=40), space, refuse, decode_cost=3)
-    for number in range(3):
-        scheduler.add(make(number))
+    scheduler, space = scheduler_of(10, 10, 10, host=1, decode_cost=3, preemption="swap", token_budget=40)
     finish_step(scheduler, scheduler.plan())
     swapped, recomputed = scheduler.preempt(), scheduler.preempt()
-    assert swapped is not None
-    assert recomputed is not None
     assert (swapped.is_swapped, swapped.cached, recomputed.is_swapped, recomputed.cached) == (True, 10, False, 0)
-    last = scheduler.preempt()
-    assert last is swapped, "it may hold shared blocks that the one which runs needs"
+    assert scheduler.preempt() is swapped, "it may hold shared blocks that the one which runs needs"
     assert not swapped.is_swapped
     scheduler.remove(scheduler.decoding[0])
     assert rows(scheduler.plan()) == {1: 11, 2: 11}
     space.host = 1
     assert scheduler.preempt() is swapped
     scheduler.remove(recomputed)
-    swapped.cached = 10
-    swapped.is_swapped = True
+    swapped.cached, swapped.is_swapped = 10, True
     plan = scheduler.plan()
     assert (plan.decodes, plan.chunks) == ([swapped], [])
+
+
+def test_pacer_keeps_steps_within_the_stretch() -> None:
+    """On a machine where a decode step takes 10 ms and a prompt token 0.1 ms at first, 0.3 ms later."""
+    pacer = StepPacer(2.0)
+    assert pacer.max_prefill_tokens == 0, "one step shows what decodes take"
+    pacer.observe(0.010, 0)
+    taken = []
+    for step in range(40):
+        count = pacer.max_prefill_tokens
+        seconds = 0.010 + count * (0.0001 + 0.0002 * step / 40)
+        assert seconds <= 0.020
+        taken.append(count)
+        pacer.observe(seconds, count)
+    assert taken[0] == 8
+    assert max(taken) > 50
+    assert taken[-1] == pytest.approx(0.6 * 0.010 / 0.000295, rel=0.2)

@@ -1,67 +1,49 @@
 """SpeculativeDecoder: the output of the target, and nothing left behind by drafts."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from paged import (
-    Engine,
-    EngineConfig,
-    InvalidInputError,
-    PagedKvCacheManager,
-    PromptLookup,
-    SamplingParams,
-    SpeculativeDecoder,
-    UnsupportedError,
-)
-from paged.executors.requests.request import Completion
+from paged import Engine, EngineConfig, InvalidInputError, PromptLookup, SamplingParams, SpeculativeDecoder
+from paged.errors import UnsupportedError
+from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.sampling.noise import uniform
-from paged.executors.sampling.sampler import Drafts
-from tests.executors.engine_cases import check_pool_empty, tokens_of
+from tests.executors.engine.answers import parrot_tokens
+from tests.executors.engine_cases import check_pool_empty, run, tokens_of
 from tests.executors.oracle import make_executor
-from tests.executors.parrot import Parrot, other_executor, parrot_logits
+from tests.executors.parrot import Parrot, other_executor
+from tests.executors.sampling.completions import chi_square_p
 
 
-def _oracle_tokens(device: torch.device, *, drafted: bool, first_seed: int) -> Counter[tuple[int, ...]]:
-    """The first three tokens of 1,500 sampled completions."""
+def _fit(device: torch.device) -> float:
+    """How well the first three tokens of 800 drafted completions fit the target's distribution: Pearson's p-value."""
     sizes = {"vocab_size": 4, "num_layers": 1, "num_blocks": 4096}
     target = make_executor(device, num_heads=1, num_kv_heads=1, head_dim=4, **sizes)
+    draft = make_executor(device, num_heads=2, num_kv_heads=2, head_dim=2, **sizes, embedding="sinusoidal")
     config = EngineConfig(token_budget=8192, max_num_seqs=2048)
-    if drafted:
-        draft = make_executor(device, num_heads=2, num_kv_heads=2, head_dim=2, **sizes, embedding="sinusoidal")
-        engine: Engine = SpeculativeDecoder(target, draft, num_draft_tokens=3, config=config)
-    else:
-        engine = Engine(target, config)
-    params = [SamplingParams(temperature=0.25, max_tokens=4, seed=first_seed + i) for i in range(800)]
-    outputs = engine.generate([[1, 2, 1, 3, 1]] * len(params), params, progress=False)
-    if drafted:
-        assert 0.05 < engine.metrics.accepted_tokens / engine.metrics.draft_tokens < 0.95
-    return Counter(tuple(ids[:3]) for ids in tokens_of(outputs))
+    engine = SpeculativeDecoder(target, draft, num_draft_tokens=3, config=config)
+    prompt, shares = [1, 2, 1, 3, 1], {(): 1.0}
+    params = [SamplingParams(temperature=0.25, max_tokens=4, seed=seed) for seed in range(800)]
+    counts = Counter(tuple(ids[:3]) for ids in run(engine, [prompt] * len(params), params))
+    assert 0.05 < engine.metrics.accepted_tokens / engine.metrics.draft_tokens < 0.95
+    for _ in range(3):
+        shares = {
+            (*ids, token): share * chance
+            for ids, share in shares.items()
+            for token, chance in enumerate((expected_logits(target.config, [*prompt, *ids]) / 0.25).softmax(0).tolist())
+        }
+    common = [ids for ids, share in shares.items() if share * len(params) >= 10]
+    assert len(common) > 10
+    found, expected = ([each[ids] for ids in common] for each in (counts, shares))
+    return chi_square_p([*found, len(params) - sum(found)], [*expected, 1 - sum(expected)])
 
 
-def test_sampled_output_is_distributed_as_without_drafts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not so where drafts are accepted half as hard as they should be."""
-    plain = _oracle_tokens(device, drafted=False, first_seed=0)
-    drafted = _oracle_tokens(device, drafted=True, first_seed=10_000)
-    assert len(plain) > 20
-
-    def fit(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]]) -> float:
-        common = [key for key in first | second if first[key] + second[key] >= 20]
-        left = [first[key] for key in common]
-        shares = [(first[key] + second[key]) for key in common]
-        # Of a pooled cell each sample has a half; their difference has twice the variance of one against the truth.
-        total = sum(left) / sum(shares)
-        statistic = sum((a - total * n) ** 2 / (total * (1 - total) * n) for a, n in zip(left, shares, strict=True))
-        half = torch.tensor([(len(common) - 1) / 2, statistic / 2], dtype=torch.float64)
-        return float(torch.special.gammaincc(half[0], half[1]))
-
-    assert fit(plain, drafted) > 1e-4
+def test_sampled_output_has_the_targets_distribution(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has not where drafts are accepted half as hard as they should be."""
+    assert _fit(device) > 1e-4
     monkeypatch.setattr("paged.executors.sampling.sampler.uniform", lambda keys: uniform(keys) / 2)
-    assert fit(plain, _oracle_tokens(device, drafted=True, first_seed=10_000)) < 1e-4
+    assert _fit(device) < 1e-4
 
 
 def test_rejected_drafts_leave_the_cache(device: torch.device) -> None:
@@ -81,41 +63,12 @@ def test_rejected_drafts_leave_the_cache(device: torch.device) -> None:
 
 def test_anothers_model_verifies_through_its_own_calls() -> None:
     """It has neither a cache manager nor a unified forward: `forward_verify` runs drafts, what fails is truncated."""
-    prompts, params = [[1, 2, 3, 6, 12], [4, 8]], SamplingParams(temperature=0, max_tokens=8)
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(8):
-            tokens.append(int(parrot_logits(tokens).argmax()))
-        expected.append(tokens[len(prompt) :])
+    prompts, params = [[0, 0, 9, 52], [7, 7]], SamplingParams(temperature=0, max_tokens=8)
     executor = other_executor(Parrot())
-    engine = Engine(executor, proposer=_Guesses(expected))
-    assert tokens_of(engine.generate(prompts, params, progress=False)) == expected
+    engine = Engine(executor, proposer=PromptLookup(2))
+    assert tokens_of(engine.generate(prompts, params, progress=False)) == [parrot_tokens(one, 8) for one in prompts]
     assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
-    assert executor.model.caches == {}  # type: ignore[attr-defined]
-
-
-class _Guesses:
-    """Drafts two tokens, the second of which is wrong every other time."""
-
-    num_tokens = 2
-    vocab_size = None
-
-    def __init__(self, expected: list[list[int]]) -> None:
-        self._expected = expected
-
-    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        drafts = []
-        for one, limit in zip(completions, limits, strict=True):
-            done = len(one.token_ids)
-            answer = next(tokens for tokens in self._expected if tokens[:done] == one.token_ids)
-            drafts.append([answer[done], (answer[done + 1] + done % 2) % 61][:limit] if limit > 1 else [])
-        return Drafts(drafts)
-
-    def forget(self, completion: Completion) -> None: ...
-
-    def make_room(self, manager: PagedKvCacheManager) -> bool:
-        return False
+    assert executor.model.caches == {}
 
 
 def test_what_cannot_speculate_is_refused(device: torch.device) -> None:

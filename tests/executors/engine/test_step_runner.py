@@ -1,9 +1,5 @@
-"""StepRunner: what fails ends alone, and what does not fit the results ends at all."""
+"""StepRunner and HandleRunner: what fails ends alone, and any executor will do."""
 
-from __future__ import annotations
-
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +7,11 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams, UnifiedBatch
-from tests.executors.engine_cases import GREEDY, PROMPTS, TEN, check_empty, expected_tokens, spy, tokens_of
+from tests.executors.engine.answers import ANSWERS, parrot_tokens
+from tests.executors.engine_cases import GREEDY, PROMPTS, TEN, check_empty, expected_tokens, run, run_to_end, spy
+from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import make_executor
-from tests.executors.parrot import UnifiedParrot, other_executor
+from tests.executors.parrot import Parrot, UnsupportedParrot, other_executor
 
 
 def test_a_reservation_that_fails_runs_nothing(device: torch.device) -> None:
@@ -21,13 +19,12 @@ def test_a_reservation_that_fails_runs_nothing(device: torch.device) -> None:
     prompts = [[i] * 16 for i in range(1, 6)]
     executor = make_executor(device, num_blocks=12, num_swap_blocks=32)
     engine = Engine(executor, EngineConfig(preemption="swap", admission_tokens=0))
-    assert tokens_of(engine.generate(prompts, TEN, progress=False)) == [expected_tokens(p, 10) for p in prompts]
+    assert run(engine, prompts, TEN) == [expected_tokens(p, 10) for p in prompts]
     assert engine.metrics.preempted["swap"] > 0
     assert not engine.metrics.preempted["recompute"]
     assert (executor.prefill_count, executor.decode_count) == (5, 45)
     assert executor.status().prefill_tokens == engine.metrics.prefill_tokens == 80
     assert executor.kv_manager.stats().allocation_failures > 0
-    check_empty(engine)
 
 
 def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,90 +40,68 @@ def test_one_that_cannot_run_fails_alone(device: torch.device, monkeypatch: pyte
                 raise RuntimeError("a bad token")
 
     spy(monkeypatch, executor, breaks)
-    while engine.num_unfinished:
-        engine.step()
+    run_to_end(engine)
     assert (poisoned.outputs[0].finish_reason, poisoned.error) == ("error", "RuntimeError: a bad token")
-    assert poisoned.outputs[0].token_ids == expected_tokens(PROMPTS[2], 3)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        if output is not poisoned:
-            assert output.error is None
-            assert output.outputs[0].token_ids == expected_tokens(prompt, 10)
+    assert [one.error for one in outputs if one is not poisoned] == [None] * 4
+    expected = [answer[:3] if at == 2 else answer for at, answer in enumerate(ANSWERS)]
+    assert [one.outputs[0].token_ids for one in outputs] == expected
     assert engine.metrics.finished == {"length": 4, "error": 1}
     assert engine.metrics.failed_forwards == 3, "of five, of two, of one"
-    check_empty(engine)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("n", "ahead"), [(1, False), (3, False), (1, True)])
 def test_an_error_that_does_not_come_again_ends_none(
-    n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    n: int, ahead: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Raised before anything runs, and inside of a step, where it has taken one that was prepared."""
     executor = make_executor(device, num_blocks=64)
-    engine = Engine(executor)
-    calls = [0]
+    engine, calls = Engine(executor, EngineConfig(prepare_ahead=ahead)), [0]
 
-    def flaky(batch: UnifiedBatch) -> None:
+    def flaky(*_: Any) -> None:
         calls[0] += 1
-        if calls[0] in (1, 4, 9):
+        if calls[0] in (1, 7, 12):
             raise RuntimeError("a moment of weakness")
 
     spy(monkeypatch, executor, flaky)
+    attend = executor._attend
+    monkeypatch.setattr(executor, "_attend", lambda step: (flaky(), attend(step))[1])
     outputs = engine.generate(PROMPTS, replace(TEN, n=n), progress=False)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert [one.token_ids for one in output.outputs] == [expected_tokens(prompt, 10)] * n
+    assert [[one.token_ids for one in output.outputs] for output in outputs] == [[answer] * n for answer in ANSWERS]
     assert engine.metrics.failed_forwards == 3
-    check_empty(engine)
-
-
-def test_a_prompt_that_fails_takes_its_forks_along(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = make_executor(device)
-    engine = Engine(executor)
-
-    def breaks(batch: UnifiedBatch) -> None:
-        if any(5 in item.q_tokens for item in batch.items):
-            raise RuntimeError("five")
-
-    spy(monkeypatch, executor, breaks)
-    bad, good = engine.generate([[1, 5], [1, 2]], SamplingParams(n=3, temperature=0, max_tokens=1), progress=False)
-    assert [one.finish_reason for one in bad.outputs] == ["error"] * 3
-    assert [one.finish_reason for one in good.outputs] == ["length"] * 3
-    assert bad.error == "RuntimeError: five"
+    assert (engine.metrics.prepared_steps > 5) == ahead
     check_empty(engine)
 
 
 @pytest.mark.parametrize("change", [lambda rows: rows[:-1], lambda rows: [None, *rows[1:]], lambda rows: []])
-def test_results_that_do_not_fit(
-    change: Callable[[list[Any]], list[Any]], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an executor, which may have moved its caches on, or of a model, whose executor takes back what it did."""
+def test_results_that_do_not_fit(change: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an executor, which may have moved its caches on."""
     executor = make_executor(device)
     forward = executor.unified_decode
     monkeypatch.setattr(executor, "unified_decode", lambda batch: change(forward(batch)))
     engine = Engine(executor)
     for output in engine.generate(PROMPTS, TEN, progress=False):
         assert output.outputs[0].finish_reason == "error"
-        assert output.error is not None
-        assert "results for 5 items" in output.error
+        assert "results for 5 items" in str(output.error)
     assert engine.metrics.failed_forwards == 1
     check_empty(engine)
 
-    model = UnifiedParrot()
-    monkeypatch.setattr(model, "answer", change)
-    for output in Engine(other_executor(model)).generate([[1], [2]], GREEDY, progress=False):
-        assert output.error is not None
-    assert model.caches == {}
+
+@pytest.mark.parametrize("other", [MinimalExecutor, Parrot, UnsupportedParrot])
+def test_any_executor_will_do(other: Any) -> None:
+    """One with the five required calls, and another's model behind LlmExecutor: no forks, no prefixes, same answers."""
+    prompts, cached = [[1, 2, 3], [4], [5, 6]], other()
+    executor = cached if other is MinimalExecutor else other_executor(cached)
+    engine = Engine(executor, EngineConfig(chunk_size=2))
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4, n=2), progress=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.error is None
+        assert [one.token_ids for one in output.outputs] == [parrot_tokens(prompt, 4)] * 2
+    assert engine.num_unfinished == 0
+    assert cached.caches == {}
 
 
-def test_logits_that_say_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = make_executor(device)
-    forward = executor.unified_decode
-
-    def unified_decode(batch: UnifiedBatch) -> Any:
-        rows = forward(batch)
-        return [row * math.nan if item.q_tokens[0] == 5 else row for row, item in zip(rows, batch.items, strict=True)]
-
-    monkeypatch.setattr(executor, "unified_decode", unified_decode)
-    engine = Engine(executor)
-    bad, good = engine.generate([[5, 1], [1, 2]], replace(TEN, max_tokens=1), progress=False)
-    assert (bad.outputs[0].token_ids, bad.error) == ([], "the logits left no token to choose")
-    assert good.outputs[0].token_ids == expected_tokens([1, 2], 1)
-    check_empty(engine)
+def test_a_minimal_executor_that_fails() -> None:
+    executor = MinimalExecutor()
+    outputs = Engine(executor).generate([[1, 2], [60], [3]], replace(GREEDY, max_tokens=3), progress=False)
+    assert [output.error for output in outputs] == [None, "RuntimeError: 60 breaks it", None]
+    assert executor.caches == {}

@@ -1,8 +1,7 @@
-"""One set of processes for all tests."""
-
-from __future__ import annotations
+"""One set of processes for all tests, and others for those that lose some."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -11,9 +10,14 @@ from tests.executors.parallel.followers import Followers
 
 @pytest.fixture(scope="session")
 def followers() -> Iterator[Followers]:
-    started = Followers(3)
-    yield started
-    started.close()
+    with closing(Followers(3)) as started:
+        yield started
+
+
+@pytest.fixture
+def mortals() -> Iterator[Followers]:
+    with closing(Followers(2)) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

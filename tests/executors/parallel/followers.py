@@ -1,7 +1,5 @@
 """Other processes that share models with the tests' own, which is rank 0."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket
@@ -21,6 +19,7 @@ from paged.models.parallel.config import ParallelConfig
 # One server imports torch, which takes seconds, and the others are forked from it.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
+OPTIONS: dict[str, Any] = {"block_size": 8, "num_blocks": 64, "num_swap_blocks": 16, "cuda_graphs": [4]}
 
 
 class Followers:
@@ -39,8 +38,7 @@ class Followers:
     @contextmanager
     def load(self, folder: Path, size: int, *, expert_parallel: bool = False, **options: Any) -> Iterator[LlmExecutor]:
         """An executor over `size` processes, which is shut down in the end; then the others have ended well."""
-        config = {"tensor_parallel_size": size, "expert_parallel": expert_parallel, "timeout_s": 20.0}
-        executor = self.order(folder, size, config, options)
+        executor = self.order(folder, size, {"expert_parallel": expert_parallel, "timeout_s": 20.0}, options)
         try:
             yield executor
         finally:
@@ -49,7 +47,8 @@ class Followers:
         assert answers == ["served"] * (size - 1)
 
     def order(self, folder: Path, size: int, config: dict[str, Any], options: dict[str, Any]) -> LlmExecutor:
-        """Let the others load it and serve, and load it here."""
+        """Let the others load it and serve, and load it here; `config` is that of the parallel model."""
+        config = {"tensor_parallel_size": size} | config
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
@@ -72,10 +71,9 @@ class Followers:
 
 def parallel_config(config: dict[str, Any]) -> ParallelConfig:
     """The configuration; `mesh` is the shape of one whose last dimension is named "tp"."""
-    if "mesh" not in config:
-        return ParallelConfig(**config)
-    names = ("dp", "tp")[-len(config["mesh"]) :]
-    return ParallelConfig(**config | {"mesh": init_device_mesh("cpu", config["mesh"], mesh_dim_names=names)})
+    shape = config.get("mesh")
+    mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return ParallelConfig(**config | {"mesh": mesh})
 
 
 def _follow(orders: Connection) -> None:

@@ -1,32 +1,72 @@
 """A model over several processes gives the logits that one process gives, in every way to run it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paged.batch import DrawToken, GreedyArgmax, UnifiedBatchItem, VerifyLogits
-from tests.executors.parallel.cases import Case, case_id, loaded_case
-from tests.executors.parallel.followers import Followers
-from tests.models.families import tokens
+from paged.batch import DrawToken, GreedyArgmax, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.executors.llm_executor import LlmExecutor
+from tests.executors.parallel.followers import OPTIONS, Followers
+from tests.models.families import FAMILIES, save_checkpoint, tokens
 
 PROMPT = tokens(40)
-# The family, processes, whether they hold whole experts.
-CASES = [
-    ("llama", 2, False),
-    ("gemma3", 4, False),
-    ("gpt_oss", 4, False),
-    ("qwen3_moe", 2, True),
-]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=case_id)
+def _cases(fast: str, thorough: str) -> list[Any]:
+    """The family, how many processes, and whether they hold whole experts."""
+    marked = ((fast, []), (thorough, [pytest.mark.thorough]))
+    return [pytest.param(case, marks=marks) for cases, marks in marked for case in cases.split(", ")]
+
+
+CASES = _cases("llama 2, qwen3_moe 2 experts", thorough="gemma3 4, gpt_oss 4")
+# What else layers are made of, each once. Where there are more processes than KV heads, some have the same ones.
+OTHERS = _cases(
+    "gemma4_moe 2 experts",
+    thorough="cohere2 2, gemma4_shared_kv 2, glm4_moe 4 experts, gpt_oss 2 experts, granite_moe_shared 2, olmo2 2, "
+    "llama4 2 experts, llama_biases_linear_rope 4, minimax_m2 4, minimax_m2 2 experts, olmo3 4, phi3 2, qwen2_moe 2, "
+    "qwen3_moe 4",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same checkpoint in one process and in several."""
+
+    alone: LlmExecutor
+    spread: LlmExecutor
+
+    def same(self, *items: UnifiedBatchItem) -> list[torch.Tensor]:
+        """Run in both, and compare; the logits that are there."""
+        expected, found = (one.unified_decode(UnifiedBatch(items)) for one in (self.alone, self.spread))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+                assert float((mine - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
+        return [row for row in found if row is not None]
+
+    def managers(self) -> list[Any]:
+        return [self.alone.kv_manager, self.spread.kv_manager]
+
+
+@contextmanager
+def _load(case: str, folder: Path, followers: Followers) -> Iterator[Case]:
+    name, size, *experts = case.split()
+    save_checkpoint(FAMILIES[name], folder)
+    with followers.load(folder, int(size), expert_parallel=bool(experts), **OPTIONS) as spread:
+        yield Case(LlmExecutor.from_pretrained(folder, **OPTIONS), spread)
+
+
+@pytest.fixture(scope="module", params=CASES)
 def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, followers: Followers
 ) -> Iterator[Case]:
-    with loaded_case(request.param, tmp_path_factory.mktemp("checkpoint"), followers) as case:
+    with _load(request.param, tmp_path_factory.mktemp("checkpoint"), followers) as case:
         yield case
 
 
@@ -35,9 +75,15 @@ def case(loaded: Case) -> Iterator[Case]:
     yield loaded
     for executor in (loaded.alone, loaded.spread):
         executor.model.reset()
-        assert executor.kv_manager is not None
         executor.kv_manager.check_integrity()
         executor.kv_manager.clear_prefix_cache()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers(name: str, tmp_path: Path, followers: Followers) -> None:
+    with _load(name, tmp_path, followers) as case:
+        case.same(UnifiedBatchItem("a", PROMPT[:12]), UnifiedBatchItem("b", PROMPT[:9], is_final_chunk=False))
+        case.same(UnifiedBatchItem("a", [5], pos_offset=12), UnifiedBatchItem("b", PROMPT[9:], pos_offset=9))
 
 
 def test_whole_prompts_chunks_and_decodes_in_one_batch(case: Case) -> None:

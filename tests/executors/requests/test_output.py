@@ -1,7 +1,5 @@
 """RequestOutput: copies keep their moment."""
 
-from __future__ import annotations
-
 import torch
 
 from paged import Engine, SamplingParams

@@ -1,13 +1,11 @@
 """The counter-based noise: uniform, independent of its neighbours, and fixed for good."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.kernels.sampling.torch_ops import noise
-from tests.executors.sampling.statistics import chi_square_p
+from tests.executors.sampling.completions import chi_square_p
 
 
 def _keys(seeds: list[int], positions: list[int], stream: Stream = Stream.TOKEN) -> torch.Tensor:

@@ -1,40 +1,38 @@
 """DraftModel: whatever becomes of it, the output is the same."""
 
-from __future__ import annotations
+import itertools
 
 import pytest
 import torch
 
-from paged import DraftModel, Engine, SamplingParams
+from paged import DraftModel, Engine, SamplingParams, UnifiedBatch
 from tests.executors.engine_cases import check_pool_empty, tokens_of
 from tests.executors.oracle import make_executor
 
 
-@pytest.mark.parametrize("trouble", ["no room", "raises", "raises later", "behind", "one cache"])
+@pytest.mark.parametrize("trouble", ["no room", "raises", "raises later", "behind", "one cache", "no token"])
 def test_a_draft_in_trouble_costs_nothing_but_drafts(
     trouble: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Logits of NaN leave no token: found when drafts are read, before any of them is taken for one."""
     prompts = [[i, 3, i, 5, i] * 4 for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = tokens_of(Engine(make_executor(device, num_blocks=64)).generate(prompts, params, progress=False))
     target = make_executor(device, num_blocks=24 if trouble == "one cache" else 64)
-    draft = make_executor(device, num_blocks=7 if trouble == "no room" else 64)
-    if trouble == "one cache":
-        draft = target
-    if trouble.startswith("raises"):
-        calls, forward = [0], draft.unified_decode
+    draft = target if trouble == "one cache" else make_executor(device, num_blocks=7 if trouble == "no room" else 64)
+    calls, forward = itertools.count(1), draft.unified_decode
 
-        def failing(batch: object) -> object:
-            calls[0] += 1
-            if trouble == "raises" or calls[0] % 3 == 0:
-                raise RuntimeError("the draft model broke")
-            return forward(batch)  # type: ignore[arg-type]
+    def failing(batch: UnifiedBatch) -> list[torch.Tensor | None]:
+        if trouble == "raises" or (trouble == "raises later" and next(calls) % 3 == 0):
+            raise RuntimeError("the draft model broke")
+        return [row * torch.nan if trouble == "no token" and row is not None else row for row in forward(batch)]
 
+    if trouble != "one cache":
         monkeypatch.setattr(draft, "unified_decode", failing)
     proposer = DraftModel(draft, 3, token_budget=8 if trouble == "behind" else 2048)
     engine = Engine(target, proposer=proposer)
     assert tokens_of(engine.generate(prompts, params, progress=False)) == expected
-    assert (engine.metrics.draft_tokens > 0) == (trouble != "raises")
+    assert (engine.metrics.draft_tokens > 0) == (trouble not in ("raises", "no token"))
     assert not engine.metrics.finished["error"]
     check_pool_empty(target)
     check_pool_empty(draft)
@@ -62,18 +60,3 @@ def test_drafts_that_the_device_alone_knows(
         runs.append((tokens, engine.metrics.draft_tokens, engine.metrics.accepted_tokens, cached))
     assert runs[0] == runs[1]
     assert max(runs[0][-1]) > len(prompts[0]), "generated tokens are published"
-
-
-def test_a_draft_of_no_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of NaN leave none: found when the drafts are read, before any of them is taken for a token."""
-    draft = make_executor(device, num_blocks=64)
-    forward = draft.unified_decode
-    monkeypatch.setattr(
-        draft, "unified_decode", lambda batch: [None if row is None else row * torch.nan for row in forward(batch)]
-    )
-    engine = Engine(make_executor(device, num_blocks=64), proposer=DraftModel(draft, 3))
-    params = SamplingParams(temperature=0, max_tokens=6)
-    expected = Engine(make_executor(device, num_blocks=64)).generate([[1, 2, 3]], params, progress=False)
-    assert tokens_of(engine.generate([[1, 2, 3]], params, progress=False)) == tokens_of(expected)
-    assert engine.metrics.draft_tokens == 0
-    check_pool_empty(draft)

@@ -1,7 +1,5 @@
 """PromptLookup continues the longest run of last tokens."""
 
-from __future__ import annotations
-
 from paged import PromptLookup, SamplingParams
 from tests.executors.sampling.completions import completion
 

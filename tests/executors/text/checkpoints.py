@@ -1,14 +1,13 @@
 """Folders with a tokenizer and a chat template, and conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+
+from paged import ChatTokenizer
 
 SPECIAL = ["<bos>", "<eos>", "<|start|>", "<|end|>", "<|turn|>"]
 
@@ -69,12 +68,17 @@ GEMMA = """{{ bos_token }}
 SYSTEM = {"role": "system", "content": "Be brief. "}
 USER = {"role": "user", "content": " <b>Größe</b> & 'é'?\n"}
 ANSWER = {"role": "assistant", "content": "<think>hm</think>\n42 {{ bos_token }}", "tool_calls": None}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"function": {"name": "weather", "arguments": {"town": "Zürich", "days": [1, 2.5, True]}}}],
-}
+_ARGUMENTS = {"town": "Zürich", "days": [1, 2.5, True]}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": _ARGUMENTS}}]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+# Templates with what they are for: messages, and further variables.
+CONVERSATIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
+    (LLAMA, [SYSTEM, USER, ANSWER, USER], {}),
+    (LLAMA, [USER], {"date": "2 May", "bos_token": "<|turn|>"}),
+    (CHATML, [SYSTEM, USER, ANSWER, {"role": "comment", "content": "none"}, USER], {"enable_thinking": False}),
+    (CHATML, [USER, CALL], {"enable_thinking": True}),
+    (GEMMA, [SYSTEM, USER, ANSWER, USER], {}),
+]
 
 
 def tokenizer_of_bytes() -> Tokenizer:
@@ -89,12 +93,20 @@ def tokenizer_of_bytes() -> Tokenizer:
     return tokenizer
 
 
-def save(folder: Path, chat_template: str | dict[str, str] | None) -> PreTrainedTokenizerFast:
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of_bytes(), bos_token="<bos>", eos_token="<eos>", chat_template=chat_template
-    )
+def save(folder: Path, chat_template: str | dict[str, str] | None) -> Any:
+    """A checkpoint's tokenizer, as transformers writes and reads it."""
+    from transformers import PreTrainedTokenizerFast
+
+    options = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": chat_template}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of_bytes(), **options)
     theirs.save_pretrained(folder)
     return theirs
+
+
+def chat_tokenizer(folder: Path, chat_template: str | dict[str, str] | None) -> ChatTokenizer:
+    """Ours, of a folder that transformers has written."""
+    save(folder, chat_template)
+    return ChatTokenizer.from_folder(folder)
 
 
 def edit(file: Path, **values: Any) -> None:

@@ -1,43 +1,33 @@
 """ChatTemplate: where templates are found, and what they refuse."""
 
-from __future__ import annotations
-
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from paged import ChatTokenizer, InvalidInputError
-from tests.executors.text.checkpoints import GEMMA, TOOL, USER, edit, save
-
-
-def test_generation_prompt_is_the_default(tmp_path: Path) -> None:
-    save(tmp_path, GEMMA)
-    ours = ChatTokenizer.from_folder(tmp_path)
-    assert ours.render([USER]) == ours.render([USER], add_generation_prompt=False) + "<|start|>model\n"
+from tests.executors.text.checkpoints import GEMMA, TOOL, USER, chat_tokenizer, edit, save
 
 
 @pytest.mark.parametrize("form", ["jinja files", "one text", "named texts"])
 def test_where_templates_are_found(form: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     named = {"default": "plain {{ messages[0].content }}{{ eos_token }}", "tool_use": "tools {{ tools | length }}"}
     save(tmp_path, named)
     assert (tmp_path / "chat_template.jinja").is_file()
+    config = tmp_path / "tokenizer_config.json"
     if form != "jinja files":
         (tmp_path / "chat_template.jinja").unlink()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
         assert not ChatTokenizer.from_folder(tmp_path).has_chat_template
-        chat_template: Any = [{"name": name, "template": text} for name, text in named.items()]
-        edit(
-            tmp_path / "tokenizer_config.json", chat_template=named["default"] if form == "one text" else chat_template
-        )
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        edit(config, chat_template=named["default"] if form == "one text" else listed)
     # As written before transformers 5.
-    edit(tmp_path / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<eos>"}, pad_token=None)
+    edit(config, eos_token={"__type": "AddedToken", "content": "<eos>"}, pad_token=None)
     ours, theirs = ChatTokenizer.from_folder(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for tools in (None, [TOOL]):
-        expected = theirs.apply_chat_template([USER], tokenize=False, tools=tools)
-        assert ours.render([USER], tools=tools) == expected
+        assert ours.render([USER], tools=tools) == theirs.apply_chat_template([USER], tokenize=False, tools=tools)
     assert ours.render([USER]) == f"plain {USER['content']}<eos>"
 
 
@@ -45,12 +35,10 @@ def test_where_templates_are_found(form: str, tmp_path: Path) -> None:
     ("template", "messages", "message"),
     [
         (None, [USER], "no chat template"),
-        (GEMMA, [], r"messages: \[\], expected at least one"),
         (GEMMA, ["hello"], r"messages: \['hello'\], expected at least one, each a mapping"),
         (GEMMA, [{"role": "user", "content": Path()}], "not JSON serializable, expected JSON values"),
         (GEMMA, [USER, USER], "refuses them: roles must alternate user/assistant"),
         ("{{ messages[0].name + 1 }}", [USER], "refuses them: .*has no attribute 'name'"),
-        ("{{ messages[0].content + 1 }}", [USER], "refuses them: can only concatenate str"),
         # What the sandbox is for.
         ("{{ ''.__class__.__mro__ }}", [USER], "refuses them: .*unsafe"),
         ("{{ messages.append(1) }}", [USER], "refuses them: .*unsafe"),
@@ -58,16 +46,8 @@ def test_where_templates_are_found(form: str, tmp_path: Path) -> None:
     ],
 )
 def test_refusals(template: str | None, messages: list[Any], message: str, tmp_path: Path) -> None:
-    save(tmp_path, template)
-    ours = ChatTokenizer.from_folder(tmp_path)
+    ours = chat_tokenizer(tmp_path, template)
     for run in (ours.render, ours.encode_chat):
         with pytest.raises(InvalidInputError, match=message):
             run(messages)
     assert ours.has_chat_template == (template is not None)
-
-
-def test_the_clock(tmp_path: Path) -> None:
-    save(tmp_path, "{{ strftime_now('%d %B %Y') }}")
-    before = datetime.now()
-    text = ChatTokenizer.from_folder(tmp_path).render([USER])
-    assert text in {moment.strftime("%d %B %Y") for moment in (before, datetime.now())}

@@ -1,7 +1,5 @@
 """Text token by token: that of the whole, also where characters and spaces depend on neighbours."""
 
-from __future__ import annotations
-
 import pytest
 
 from paged.executors.text.detokenizer import Detokenizer
@@ -18,13 +16,6 @@ class Bytes:
         return bytes(token_ids).decode("utf-8", errors="replace")
 
 
-class Words:
-    """Tokens are words, with spaces between them."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return " ".join(f"w{token}" for token in token_ids)
-
-
 @pytest.mark.parametrize("text", ["plain", "smörgås", "日本語 text 🙂!", "🙂🙂"])
 def test_characters_of_several_tokens(text: str) -> None:
     ids, reader, so_far = list(text.encode()), Detokenizer(Bytes()), ""
@@ -33,17 +24,6 @@ def test_characters_of_several_tokens(text: str) -> None:
         assert text.startswith(so_far)
         assert "\N{REPLACEMENT CHARACTER}" not in so_far
     assert so_far == text
-
-
-def test_an_unfinished_end_shows_at_last() -> None:
-    ids, reader = list("a🙂".encode())[:-1], Detokenizer(Bytes())
-    assert reader.read(ids, 4) == ""
-    assert reader.read(ids, 4, is_last=True) == "a\N{REPLACEMENT CHARACTER}"
-
-
-def test_spaces_between_words() -> None:
-    reader, ids = Detokenizer(Words()), [0, 1, 2, 3]
-    assert [reader.read(ids, end) for end in (1, 2, 4, 4)] == ["w0", " w1", " w2 w3", ""]
 
 
 @pytest.mark.parametrize("ids", [[0xFF] * 300, [0xE2] * 300, [*b"\xff" * 15, *"€".encode()] * 20, [0x80, 0xE2] * 99])

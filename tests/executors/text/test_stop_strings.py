@@ -1,7 +1,5 @@
 """Stop strings: the first to be complete ends a text, however it is cut."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,14 +1,13 @@
 """An engine with neighbours: requests whose tokens are known from a run of their own, to be run beside odd ones."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from paged import Engine, EngineConfig, PagedAttentionExecutor, RequestOutput, SamplingParams
+from paged import AsyncEngine, Engine, EngineConfig, PagedAttentionExecutor, RequestOutput, SamplingParams
 from tests.executors.engine_cases import check_empty
 from tests.executors.oracle import make_executor
 
@@ -19,6 +18,8 @@ NEIGHBOURS: tuple[tuple[tuple[int, ...], SamplingParams], ...] = (
 )
 # Far more than any request here takes: 100 tokens, one a step, and some steps in the queue.
 MOST_STEPS = 400
+# Far more than anything here takes: a reader that waits longer waits for ever.
+WAIT_S = 30
 
 
 class Letters:
@@ -28,11 +29,10 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def small_engine(**config: Any) -> Engine:
-    """An engine on the oracle; `proposer` goes to the engine, the rest to its configuration."""
-    proposer = config.pop("proposer", None)
+def small_engine(*, tokenizer: Any = None, proposer: Any = None, **config: Any) -> Engine:
+    """An engine on the oracle."""
     config = {"token_budget": 64} | config
-    return Engine(small_executor(), EngineConfig(**config), tokenizer=Letters(), proposer=proposer, seed=0)
+    return Engine(small_executor(), EngineConfig(**config), tokenizer=tokenizer or Letters(), proposer=proposer, seed=0)
 
 
 def small_executor() -> PagedAttentionExecutor:
@@ -54,12 +54,17 @@ def run_to_end(engine: Engine) -> None:
     raise AssertionError(f"{engine.status()} after {MOST_STEPS} steps")
 
 
-def check_neighbours(outputs: Sequence[RequestOutput]) -> None:
-    """They got the tokens that they get alone."""
+def check_neighbours(engine: Engine, outputs: Sequence[RequestOutput], *, drafts: bool = False) -> None:
+    """At the end they have the tokens that they get alone, and nothing is held.
+
+    drafts: whether some were drafted: these are accepted by other chances, so sampled tokens differ from plain ones.
+    """
+    run_to_end(engine)
     for index, output in enumerate(outputs):
         assert output.error is None
-        assert [one.token_ids for one in output.outputs] == alone(index)
         assert [one.finish_reason for one in output.outputs] == ["length"] * len(output.outputs)
+        assert (drafts and index > 0) or [one.token_ids for one in output.outputs] == alone(index)
+    check_empty(engine)
 
 
 @cache
@@ -69,5 +74,36 @@ def alone(index: int) -> list[list[int]]:
     prompt, params = NEIGHBOURS[index]
     output = engine.add_request(prompt, params)
     run_to_end(engine)
-    check_empty(engine)
     return [one.token_ids for one in output.outputs]
+
+
+def stream_beside(engine: Engine, scenario: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    """Run the scenario while the neighbours' tokens are streamed: they are those that they get alone."""
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as server:
+            neighbours = [asyncio.create_task(tokens_of(server, index)) for index in range(len(NEIGHBOURS))]
+            await scenario(server)
+            assert [await asyncio.wait_for(task, WAIT_S) for task in neighbours] == list(map(alone, range(3)))
+
+    asyncio.run(main())
+    check_empty(engine)
+
+
+async def tokens_of(server: AsyncEngine, index: int) -> list[list[int]]:
+    """A neighbour's tokens, put together from what came new each time."""
+    prompt, params = NEIGHBOURS[index]
+    tokens: list[list[int]] = [[] for _ in range(params.n)]
+    async for output in server.generate(prompt, params, deltas=True):
+        for one in output.outputs:
+            tokens[one.index] += one.token_ids
+    return tokens
+
+
+def check_ended(output: RequestOutput) -> None:
+    """It ended once, with a reason, and what it has fits that."""
+    assert output.finished
+    for one in output.outputs:
+        assert one.finish_reason in ("stop", "length", "error", "timeout")
+        assert all(type(token) is int and token >= 0 for token in one.token_ids)
+        assert isinstance(one.text, str)

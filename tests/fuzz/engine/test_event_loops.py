@@ -1,47 +1,56 @@
-"""Coroutines that are cancelled, raced or called from elsewhere: no reader waits for ever, and none loses a token."""
-
-from __future__ import annotations
+"""Coroutines that are cancelled, raced or called from elsewhere, and readers of all kinds beside each other: none waits
+for ever, none loses or doubles a token, and nothing is left behind."""
 
 import asyncio
-import threading
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from paged import AsyncEngine, AsyncModelExecutor, EngineStoppedError, InvalidInputError, PagedError, SamplingParams
+from paged import (
+    AsyncEngine,
+    AsyncModelExecutor,
+    EngineStoppedError,
+    InvalidInputError,
+    PagedError,
+    RequestOutput,
+    SamplingParams,
+)
 from tests.executors.engine_cases import check_empty
-from tests.fuzz.engine.neighbours import NEIGHBOURS, alone, small_engine, small_executor
-from tests.fuzz.engine.test_requests import tokens_of
+from tests.fuzz.engine.neighbours import (
+    NEIGHBOURS,
+    WAIT_S,
+    alone,
+    run_to_end,
+    small_engine,
+    small_executor,
+    stream_beside,
+    tokens_of,
+)
 from tests.fuzz.fuzzing import fuzz
 
 LONG = SamplingParams(temperature=0, max_tokens=60)
-# Far more than anything here takes: a reader that waits longer waits for ever.
-WAIT_S = 30
-
-
 CALLS = ["abort", "pause", "resume", "status", "steps", "list_loras", "generate", "nothing"]
 SCRIPTS = st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 6)), min_size=1, max_size=10)
 
 
-@fuzz(SCRIPTS, examples=30)
+@fuzz(SCRIPTS, examples=8, thorough=30)
 def test_cancelled_calls(case: list[tuple[str, int]]) -> None:
     """Every call, cancelled after some turns of the loop: readers end, by their tokens, an abort or an error."""
     engine = small_engine()
+    stopped = {"stopped"} if any(kind == "steps" for kind, _ in case) else set()
 
     async def read(server: AsyncEngine, name: str) -> str | None:
         with suppress(EngineStoppedError):
-            async for output in server.generate([7, 7], LONG, request_id=name):
-                last = output
-            assert last.finished
-            return last.outputs[0].finish_reason
+            outputs = [one async for one in server.generate([7, 7], LONG, request_id=name)]
+            assert outputs[-1].finished
+            return outputs[-1].outputs[0].finish_reason
         return "stopped"
 
     async def scenario() -> None:
         server = AsyncEngine(engine)
         readers = [asyncio.create_task(read(server, str(index))) for index in range(3)]
-        stopped = {"stopped"} if any(kind == "steps" for kind, _ in case) else set()
         for kind, turns in case:
             calls: dict[str, Any] = {
                 "abort": lambda turns=turns: server.abort(str(turns % 3)),
@@ -72,47 +81,17 @@ def test_cancelled_calls(case: list[tuple[str, int]]) -> None:
     check_empty(engine)
 
 
-def test_no_step_runs_while_paused() -> None:
-    """Also where it was resumed just before, and the task that runs steps had no turn in between."""
-    engine = small_engine()
-
-    async def scenario() -> None:
-        async with AsyncEngine(engine) as server:
-            await server.pause()
-            reader = asyncio.create_task(tokens_of(server, 0))
-            for _ in range(5):
-                await asyncio.sleep(0.005)
-                await server.resume()
-                await server.pause()
-                steps = engine.metrics.steps
-                await asyncio.sleep(0.01)
-                assert engine.metrics.steps == steps
-            await server.resume()
-            assert await asyncio.wait_for(reader, WAIT_S) == alone(0)
-
-    asyncio.run(scenario())
-
-
 def test_one_loop_after_another() -> None:
     """A loop that has ended leaves nothing that the next one waits for; two at once are refused."""
     engine = small_engine()
     server = AsyncEngine(engine)
-    errors: list[BaseException] = []
 
     async def first() -> None:
         await server.pause()
         asyncio.create_task(tokens_of(server, 1))  # noqa: RUF006
         await asyncio.sleep(0.01)
-
-        def other() -> None:
-            try:
-                asyncio.run(asyncio.wait_for(tokens_of(server, 0), WAIT_S))
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        await asyncio.to_thread(thread.join)
+        with pytest.raises(InvalidInputError):
+            await asyncio.to_thread(lambda: asyncio.run(asyncio.wait_for(tokens_of(server, 0), WAIT_S)))
 
     async def second() -> None:
         async with server:
@@ -120,8 +99,6 @@ def test_one_loop_after_another() -> None:
             assert await asyncio.wait_for(tokens_of(server, 0), WAIT_S) == alone(0)
 
     asyncio.run(first())
-    [error] = errors
-    assert isinstance(error, InvalidInputError)
     asyncio.run(second())
     check_empty(engine)
 
@@ -134,10 +111,8 @@ def test_every_error_arrives(error: type[BaseException], monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise error("a fault")
 
-    monkeypatch.setattr(executor, "prefill", fail)
-    monkeypatch.setattr(executor, "load_lora", fail, raising=False)
-    monkeypatch.setattr(executor, "unload_lora", fail, raising=False)
-    monkeypatch.setattr(executor, "list_loras", fail, raising=False)
+    for name in ("prefill", "load_lora", "unload_lora", "list_loras"):
+        monkeypatch.setattr(executor, name, fail, raising=False)
 
     async def scenario() -> None:
         own = AsyncModelExecutor(executor)
@@ -157,77 +132,136 @@ class Syllables:
         return "".join("ab"[one % 2] * (one % 4) + "é"[: one % 5 == 0] for one in token_ids)
 
 
-STREAMS = st.fixed_dictionaries(
-    {
-        "stop": st.lists(st.text("ab", min_size=1, max_size=7), max_size=3),
-        "n": st.integers(1, 3),
-        "logprobs": st.sampled_from([None, 0, 3]),
-        "seed": st.integers(0, 50),
-        "min_tokens": st.integers(0, 12),
-        "waits": st.lists(st.integers(0, 3), min_size=1, max_size=6),
-        "end": st.sampled_from([None, None, 3, 8]),
+STREAMS = st.fixed_dictionaries({
+    "params": st.fixed_dictionaries({
+        "stop": st.lists(st.text("ab", min_size=1, max_size=7), max_size=3), "n": st.integers(1, 3),
+        "logprobs": st.sampled_from([None, 0, 3]), "seed": st.integers(0, 50), "min_tokens": st.integers(0, 12),
         "stop_token_ids": st.lists(st.integers(0, 40), max_size=4),
-    }
-)
+    }),
+    "waits": st.lists(st.integers(0, 3), min_size=1, max_size=6), "end": st.sampled_from([None, None, 3, 8]),
+})  # fmt: skip
 
 
-@fuzz(STREAMS, examples=40)
+@fuzz(STREAMS, examples=8, thorough=40)
 def test_deltas_add_up(case: dict[str, Any]) -> None:
     """However slowly they are read, all that came new is the final output, exactly; and that is the one without a
     stream, where no call aborts it.
     """
-    params = SamplingParams(
-        n=case["n"],
-        seed=case["seed"],
-        stop=case["stop"],
-        stop_token_ids=case["stop_token_ids"],
-        logprobs=case["logprobs"],
-        min_tokens=case["min_tokens"],
-        max_tokens=20,
-    )
-    engine = small_engine()
-    engine._admission._tokenizer = Syllables()
+    params = SamplingParams(max_tokens=20, **case["params"])
+    plain = small_engine(tokenizer=Syllables())
+    whole = plain.add_request(NEIGHBOURS[2][0], params)
+    run_to_end(plain)
+    assert plain.metrics.generated_tokens == sum(len(one.token_ids) for one in whole.outputs)
+
+    async def scenario(server: AsyncEngine) -> None:
+        texts, tokens, logprobs = [""] * params.n, [[] for _ in whole.outputs], [[] for _ in whole.outputs]
+        count = 0
+        async for output in server.generate(NEIGHBOURS[2][0], params, deltas=True, request_id="a"):
+            for one in output.outputs:
+                texts[one.index] += one.text
+                tokens[one.index] += one.token_ids
+                logprobs[one.index] += one.logprobs or []
+            count += 1
+            if count == case["end"]:
+                await server.abort("a")
+            await asyncio.sleep(0.001 * case["waits"][count % len(case["waits"])])
+        assert output.finished
+        for index, (one, streamed) in enumerate(zip(whole.outputs, output.outputs, strict=True)):
+            if streamed.finish_reason != "abort":
+                assert (texts[index], tokens[index]) == (one.text, one.token_ids)
+                assert streamed.finish_reason == one.finish_reason
+            assert one.text.startswith(texts[index])
+            if params.logprobs is not None:
+                assert [next(iter(table)) for table in logprobs[index]] == tokens[index]
+
+    stream_beside(small_engine(tokenizer=Syllables()), scenario)
+
+
+READERS = ["whole", "deltas", "slow", "never", "left", "cancelled", "cancelled at once", "aborted", "reused id"]
+READING = st.fixed_dictionaries({
+    "readers": st.lists(st.tuples(st.sampled_from(READERS), st.integers(0, 3)), min_size=1, max_size=8),
+    "ending": st.sampled_from(["drain", "shutdown", "both", "two"]),
+    "pauses": st.booleans(), "max_num_seqs": st.integers(1, 4),
+})  # fmt: skip
+
+
+async def read(server: AsyncEngine, kind: str, turns: int, index: int) -> None:
+    """One reader; what it sees must be right as far as it goes."""
+    prompt, params = NEIGHBOURS[index % 3]
+    if kind == "deltas":
+        with suppress(EngineStoppedError):
+            assert await tokens_of(server, index % 3) == alone(index % 3)
+        return
+    name = "shared" if kind == "reused id" else None
+    stream = server.generate(prompt, LONG if kind in ("never", "aborted") else params, request_id=name)
+    seen: list[RequestOutput] = []
+    try:
+        async for output in stream:
+            if seen:
+                pairs = zip(output.outputs, seen[-1].outputs, strict=True)
+                assert all(len(new.token_ids) >= len(old.token_ids) for new, old in pairs)
+            seen.append(output)
+            if kind == "slow":
+                await asyncio.sleep(0.002 * turns)
+            elif kind == "never":
+                await asyncio.sleep(3600)
+            elif kind == "left" and len(seen) > turns:
+                await stream.aclose()
+                return
+            elif kind == "aborted" and len(seen) == turns:
+                await server.abort(output.request_id)
+    except EngineStoppedError:
+        return
+    except InvalidInputError:  # the id is in use
+        if kind == "reused id":
+            return
+        raise
+    if kind != "left":
+        assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+        if kind in ("whole", "slow", "reused id"):
+            assert [one.token_ids for one in seen[-1].outputs] == alone(index % 3)
+
+
+@fuzz(READING, examples=12, thorough=40)
+def test_scripts_of_readers(case: dict[str, Any]) -> None:
+    engine = small_engine(max_num_seqs=case["max_num_seqs"])
 
     async def scenario() -> None:
-        async with AsyncEngine(engine) as server:
-            neighbour = asyncio.create_task(tokens_of(server, 1))
-            texts, tokens = [""] * case["n"], [[] for _ in range(case["n"])]  # type: ignore[var-annotated]
-            logprobs: list[list[Any]] = [[] for _ in range(case["n"])]
-            count = 0
-            async for output in server.generate(NEIGHBOURS[2][0], params, deltas=True, request_id="a"):
-                for one in output.outputs:
-                    texts[one.index] += one.text
-                    tokens[one.index] += one.token_ids
-                    logprobs[one.index] += one.logprobs or []
-                count += 1
-                if count == case["end"]:
-                    await server.abort("a")
-                await asyncio.sleep(0.001 * case["waits"][count % len(case["waits"])])
-            assert output.finished
-            assert await neighbour == alone(1)
-            plain = small_engine()
-            plain._admission._tokenizer = Syllables()
-            whole = plain.add_request(NEIGHBOURS[2][0], params)
-            while not whole.finished:
-                plain.step()
-            for index, one in enumerate(whole.outputs):
-                if output.outputs[index].finish_reason != "abort":
-                    assert (texts[index], tokens[index]) == (one.text, one.token_ids)
-                    assert output.outputs[index].finish_reason == one.finish_reason
-                assert one.text.startswith(texts[index])
-                if case["logprobs"] is not None:
-                    assert [next(iter(table)) for table in logprobs[index]] == tokens[index]
+        server = AsyncEngine(engine)
+        readers = []
+        for index, (kind, turns) in enumerate(case["readers"]):
+            reader = asyncio.create_task(read(server, kind, turns, index))
+            readers.append(reader)
+            if kind.startswith("cancelled"):
+                await asyncio.sleep(0.003 * turns if kind == "cancelled" else 0)
+                reader.cancel()
+        if case["pauses"]:
+            for _ in range(2):
+                await server.pause()
+                await server.resume()  # the task that runs steps has no turn before the next pause
+                await server.pause()
+                steps = engine.metrics.steps
+                await asyncio.sleep(0.005)
+                assert engine.metrics.steps == steps
+                await server.resume()
+        await asyncio.sleep(0.005)
+        for (kind, _), reader in zip(case["readers"], readers, strict=True):
+            if kind == "never":
+                await asyncio.sleep(0.01)
+                reader.cancel()
+        if case["ending"] == "two":
+            await asyncio.gather(server.shutdown(drain=True), server.shutdown())
+        else:
+            await server.shutdown(drain=case["ending"] != "shutdown")
+        if case["ending"] == "both":
+            await server.shutdown()
+        for reader in readers:
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait_for(reader, WAIT_S)
+        for call in (server.status(), server.abort("x"), server.pause(), server.resume(), server.prometheus_text()):
+            with pytest.raises(EngineStoppedError):
+                await call
 
     asyncio.run(scenario())
+    assert engine.metrics.requests == sum(engine.metrics.finished.values())
     check_empty(engine)
-
-
-def test_every_token_has_its_log_probabilities() -> None:
-    """Also where the last one was none, as the logits allowed none."""
-    engine = small_engine()
-    params = SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2, logprobs=1)
-    output = engine.add_request([1, 2], params)
-    while engine.num_unfinished:
-        engine.step()
-    assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == ([], [])
-    assert engine.metrics.generated_tokens == 0

@@ -1,23 +1,35 @@
-"""Whatever raises on behalf of one completion, it alone ends: the others' tokens are those of runs of their own."""
-
-from __future__ import annotations
+"""Whatever raises on behalf of one completion, it alone ends: the others' tokens are those of runs of their own. Also
+in another's model that keeps its K/V itself and has a way back or none: no sequence runs on wrongly."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from paged import AsyncEngine, EngineStoppedError, PromptLookup, RequestOutput, SamplingParams
+from paged import (
+    AsyncEngine,
+    DecodeInput,
+    Engine,
+    EngineStoppedError,
+    PrefillInput,
+    PromptLookup,
+    RequestOutput,
+    SamplingParams,
+    StaleHandleError,
+    UnsupportedError,
+)
+from paged.executors.engine.batch_runner import UnifiedRunner
 from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.engine.lifecycle import RequestLifecycle
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
+from paged.seq_id import SeqId
 from tests.executors.engine_cases import check_empty
-from tests.fuzz.engine.neighbours import add_neighbours, alone, check_neighbours, run_to_end, small_engine
-from tests.fuzz.engine.test_requests import tokens_of
+from tests.executors.parrot import Parrot, UnifiedParrot, UnsupportedParrot, other_executor, parrot_logits
+from tests.fuzz.engine.neighbours import add_neighbours, check_neighbours, run_to_end, small_engine, stream_beside
 from tests.fuzz.fuzzing import fuzz
 
 Patch = pytest.MonkeyPatch
@@ -37,16 +49,8 @@ class PanicException(BaseException):
 ERRORS: dict[str, type[BaseException]] = {
     one.__name__: one
     for one in (
-        RuntimeError,
-        MemoryError,
-        KeyError,
-        StopIteration,
-        RecursionError,
-        AssertionError,
-        SilentError,
-        PanicException,
-        asyncio.CancelledError,
-        GeneratorExit,
+        *(RuntimeError, MemoryError, KeyError, StopIteration, RecursionError, AssertionError, SilentError),
+        *(PanicException, asyncio.CancelledError, GeneratorExit),
     )
 }
 # Where a signal cannot have raised them, they too are of whoever was called.
@@ -54,136 +58,64 @@ EXITS: dict[str, type[BaseException]] = {"KeyboardInterrupt": KeyboardInterrupt,
 VICTIM = [4, 4, 8]
 
 
-def fault_tokenizer(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    whole = Completion._read_text
+class Fault(NamedTuple):
+    """What goes wrong in calls of some methods that work for the victim.
 
-    def read(self: Completion, *args: Any, **options: Any) -> bool:
-        if is_victim(self):
-            fail()
-        return whole(self, *args, **options)
+    completions: those that a call works for, from its arguments. kind: the error comes "before" the work of the call or
+    "after" it; or the victim's logits are "nan", or none of this "shape"; or its "metrics" are broken.
+    """
 
-    patch.setattr(Completion, "_read_text", read)
+    owner: type
+    methods: tuple[str, ...]
+    completions: Callable[..., list[Completion]]
+    kind: str
 
+    def install(self, patch: Patch, is_victim: Callable[[Completion], bool], error: type[BaseException]) -> None:
+        for name in self.methods:
+            whole = getattr(self.owner, name)
 
-def fault_stop_check(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    whole = Completion.finish_reason
+            def call(owner: Any, *args: Any, whole: Any = whole, **options: Any) -> Any:
+                are_victims = [is_victim(one) for one in self.completions(owner, *args)]
+                if any(are_victims) and self.kind == "before":
+                    raise error("a fault")
+                if any(are_victims) and self.kind == "metrics":
+                    patch.setattr(owner.metrics, "time_per_output_token", None)
+                result = whole(owner, *args, **options)
+                if any(are_victims) and self.kind == "after":
+                    raise error("a fault")
+                for index in range(len(are_victims)) if self.kind in ("nan", "shape") else ():
+                    if are_victims[index] and result[index] is not None:
+                        result[index] = torch.zeros(3) if self.kind == "shape" else result[index].fill_(torch.nan)
+                return result
 
-    def finish_reason(self: Completion) -> str | None:
-        reason = whole(self)
-        if is_victim(self):
-            fail()
-        return reason
-
-    patch.setattr(Completion, "finish_reason", finish_reason)
-
-
-def fault_sampling(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    for name in ("sample", "verify"):
-        whole = getattr(Sampler, name)
-
-        def sample(self: Sampler, logits: Any, completions: list[Completion], *rest: Any, whole: Any = whole) -> Any:
-            sampled = whole(self, logits, completions, *rest)
-            if any(map(is_victim, completions)):
-                fail()
-            return sampled
-
-        patch.setattr(Sampler, name, sample)
+            patch.setattr(self.owner, name, call)
 
 
-def fault_admission(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    for name in ("_take_blocks", "_growth_of"):
-        whole = getattr(BlockSpace, name)
-
-        def admit(self: BlockSpace, completion: Completion, whole: Any = whole) -> Any:
-            if is_victim(completion):
-                fail()
-            return whole(self, completion)
-
-        patch.setattr(BlockSpace, name, admit)
-
-
-def fault_fork(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    whole = BlockSpace.fork
-
-    def fork(self: BlockSpace, source: Completion, target: Completion) -> None:
-        if is_victim(target):
-            fail()
-        whole(self, source, target)
-
-    patch.setattr(BlockSpace, "fork", fork)
+FAULTS = {
+    "tokenizer": Fault(Completion, ("_read_text",), lambda completion, *_: [completion], "before"),
+    "stop check": Fault(Completion, ("finish_reason",), lambda completion: [completion], "after"),
+    "sampling": Fault(Sampler, ("sample", "verify"), lambda _, logits, completions, *rest: completions, "after"),
+    "admission": Fault(BlockSpace, ("_take_blocks", "_growth_of"), lambda _, completion: [completion], "before"),
+    "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
+    "forward": Fault(UnifiedRunner, ("run",), lambda _, group: group, "shape"),
+    "logits": Fault(UnifiedRunner, ("run",), lambda _, group: group, "nan"),
+    "metrics": Fault(RequestLifecycle, ("finish",), lambda _, completion, reason: [completion], "metrics"),
+}
+CASES = st.fixed_dictionaries({
+    "fault": st.sampled_from(sorted(FAULTS)), "error": st.sampled_from(sorted(ERRORS)), "tokens": st.integers(0, 5),
+    "index": st.integers(0, 2), "drafts": st.booleans(), "n": st.integers(1, 3),
+})  # fmt: skip
+STREAM_CASES = st.tuples(CASES, st.sampled_from([*ERRORS, *EXITS])).map(lambda case: case[0] | {"error": case[1]})
 
 
-def fault_forward(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    from paged.executors.engine.batch_runner import UnifiedRunner
-
-    whole = UnifiedRunner.run
-
-    def run(self: UnifiedRunner, group: list[Completion]) -> list[torch.Tensor | None]:
-        rows = whole(self, group)
-        for index, completion in enumerate(group):
-            if is_victim(completion) and rows[index] is not None:
-                rows[index] = torch.zeros(3)  # no logits of this model
-        return rows
-
-    patch.setattr(UnifiedRunner, "run", run)
-
-
-def fault_logits(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    from paged.executors.engine.batch_runner import UnifiedRunner
-
-    whole = UnifiedRunner.run
-
-    def run(self: UnifiedRunner, group: list[Completion]) -> list[torch.Tensor | None]:
-        rows = whole(self, group)
-        for completion, row in zip(group, rows, strict=True):
-            if is_victim(completion) and row is not None:
-                row.fill_(torch.nan)
-        return rows
-
-    patch.setattr(UnifiedRunner, "run", run)
-
-
-def fault_metrics(patch: Patch, is_victim: Callable[[Completion], bool], fail: Callable[[], None]) -> None:
-    whole = RequestLifecycle.finish
-
-    def finish(self: RequestLifecycle, completion: Completion, reason: str) -> None:
-        if is_victim(completion):
-            patch.setattr(self.metrics, "time_per_output_token", None)
-        whole(self, completion, reason)
-
-    patch.setattr(RequestLifecycle, "finish", finish)
-
-
-FAULTS = {name.removeprefix("fault_"): fault for name, fault in dict(globals()).items() if name.startswith("fault_")}
-CASES = st.fixed_dictionaries(
-    {
-        "fault": st.sampled_from(sorted(FAULTS)),
-        "error": st.sampled_from(sorted(ERRORS)),
-        "tokens": st.integers(0, 5),
-        "index": st.integers(0, 2),
-        "drafts": st.booleans(),
-        "n": st.integers(1, 3),
-    }
-)
-
-
-def install(case: dict[str, Any], patch: Patch) -> None:
-    """Have the case's fault raise for one completion of the victim from so many tokens on."""
+def install(case: dict[str, Any], patch: Patch) -> SamplingParams:
+    """Have the case's fault hit one completion of the victim from so many tokens on; the victim's parameters."""
 
     def is_victim(completion: Completion) -> bool:
-        return (
-            completion.request.prompt == VICTIM
-            and completion.index == case["index"] % case["n"]
-            and len(completion.token_ids) >= case["tokens"]
-        )
+        is_it = completion.request.prompt == VICTIM and completion.index == case["index"] % case["n"]
+        return is_it and len(completion.token_ids) >= case["tokens"]
 
-    def fail() -> None:
-        raise (ERRORS | EXITS)[case["error"]]("a fault")
-
-    FAULTS[case["fault"]](patch, is_victim, fail)
-
-
-def victim_params(case: dict[str, Any]) -> SamplingParams:
+    FAULTS[case["fault"]].install(patch, is_victim, (ERRORS | EXITS)[case["error"]])
     return SamplingParams(n=case["n"], seed=2, max_tokens=7, stop=["never"], presence_penalty=0.25)
 
 
@@ -195,64 +127,43 @@ def check_victim(output: RequestOutput) -> None:
     assert (output.error is not None) == any(one.finish_reason == "error" for one in output.outputs)
 
 
-@fuzz(CASES, examples=80)
+@fuzz(CASES, examples=25, thorough=80)
 def test_faults_of_one_completion(case: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        install(case, patch)
+        params = install(case, patch)
         engine = small_engine(proposer=PromptLookup(2) if case["drafts"] else None)
         outputs = add_neighbours(engine)
         engine.step()
-        victim = engine.add_request(VICTIM, victim_params(case))
-        run_to_end(engine)
-        if not case["drafts"]:  # drafts are accepted by other chances, so sampled tokens differ from plain ones
-            check_neighbours(outputs)
-        assert [output.error for output in outputs] == [None] * 3
-        assert outputs[0].outputs[0].token_ids == alone(0)[0]
+        victim = engine.add_request(VICTIM, params)
+        check_neighbours(engine, outputs, drafts=case["drafts"])
         check_victim(victim)
-        check_empty(engine)
 
 
-STREAM_CASES = st.tuples(CASES, st.sampled_from([*ERRORS, *EXITS])).map(
-    lambda case: case[0] | {"drafts": False, "error": case[1]}
-)
-
-
-@fuzz(STREAM_CASES, examples=50)
+@fuzz(STREAM_CASES, examples=12, thorough=50)
 def test_faults_of_one_stream(case: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        install(case, patch)
-        engine = small_engine()
+        params = install(case, patch)
 
-        async def scenario() -> None:
-            async with AsyncEngine(engine) as server:
-                neighbours = [asyncio.create_task(tokens_of(server, index)) for index in range(3)]
-                outputs = [output async for output in server.generate(VICTIM, victim_params(case))]
-                check_victim(outputs[-1])
-                assert [await task for task in neighbours] == [alone(index) for index in range(3)]
+        async def scenario(server: AsyncEngine) -> None:
+            check_victim([output async for output in server.generate(VICTIM, params)][-1])
 
-        asyncio.run(scenario())
-        check_empty(engine)
+        stream_beside(small_engine(), scenario)
 
 
 def test_a_copy_that_fails_ends_its_stream(monkeypatch: Patch) -> None:
-    engine, whole = small_engine(), RequestOutput.copy
+    whole = RequestOutput.copy
 
     def copy(self: RequestOutput) -> RequestOutput:
         if list(self.prompt_token_ids) == VICTIM:
             raise SilentError
         return whole(self)
 
+    async def scenario(server: AsyncEngine) -> None:
+        with pytest.raises(EngineStoppedError, match="SilentError"):
+            await anext(server.generate(VICTIM))
+
     monkeypatch.setattr(RequestOutput, "copy", copy)
-
-    async def scenario() -> None:
-        async with AsyncEngine(engine) as server:
-            neighbours = [asyncio.create_task(tokens_of(server, index)) for index in range(3)]
-            with pytest.raises(EngineStoppedError, match="SilentError"):
-                await anext(server.generate(VICTIM))
-            assert [await task for task in neighbours] == [alone(index) for index in range(3)]
-
-    asyncio.run(scenario())
-    check_empty(engine)
+    stream_beside(small_engine(), scenario)
 
 
 class OddProposer:
@@ -303,41 +214,102 @@ def test_what_gives_back_may_raise(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(engine.executor, "release_cache", refuse)
     for _ in range(2):
-        outputs = add_neighbours(engine)
-        run_to_end(engine)
-        check_neighbours(outputs)
-    check_empty(engine)
+        check_neighbours(engine, add_neighbours(engine))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_exit_leaves_a_sound_engine(error: type[BaseException]) -> None:
-    """Ctrl-C comes through, wherever it comes: what was under way has ended, and the engine can be used."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_a_step_raises_once_for_one_cause(error: type[BaseException]) -> None:
+    """Ctrl-C, wherever it comes, and what is of no request, as a scheduler with a fault: told once, all requests end,
+    and the engine can be used."""
     engine = small_engine()
     outputs = add_neighbours(engine)
     engine.step()
+    owner, name = (engine._scheduler, "plan") if error is ZeroDivisionError else (Completion, "_read_text")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Completion, "_read_text", lambda *_, **__: (_ for _ in ()).throw(error("stop")))
+        patch.setattr(owner, name, lambda *_, **__: (_ for _ in ()).throw(error("stop")))
         with pytest.raises(error):
             engine.step()
     assert all(output.finished and error.__name__ in str(output.error) for output in outputs)
-    check_empty(engine)
-    outputs = add_neighbours(engine)
-    run_to_end(engine)
-    check_neighbours(outputs)
-
-
-def test_a_step_raises_once_for_one_cause() -> None:
-    """Something that is of no request, as a scheduler with a fault: all requests end, and it is told once."""
-    engine = small_engine()
-    outputs = add_neighbours(engine)
-    engine.step()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._scheduler, "plan", lambda **_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-    assert all(output.finished and "ZeroDivisionError" in str(output.error) for output in outputs)
     assert engine.step() == []
     check_empty(engine)
-    outputs = add_neighbours(engine)
-    run_to_end(engine)
-    check_neighbours(outputs)
+    check_neighbours(engine, add_neighbours(engine))
+
+
+POISON = 60
+
+
+def with_faults(base: type[Parrot], way_back: str, fails_at: set[int]) -> Parrot:
+    """A parrot whose `fails_at`-th runs of tokens raise once, half of the batch being done, and POISON always."""
+
+    class Faulty(base):  # type: ignore[misc, valid-type]
+        runs = 0
+
+        def _run(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
+            self.runs += 1
+            logits = super()._run(cache_id, tokens)
+            if self.runs in fails_at:
+                raise MemoryError("once")
+            return logits
+
+        def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
+            if way_back == "none":
+                raise UnsupportedError("no way back")
+            if way_back == "broken":
+                raise RuntimeError("a broken way back")
+            super().truncate_kv(cache_id, new_len)
+
+    return Faulty()
+
+
+def own_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What the parrot says to a prompt, up to the token that breaks it."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and tokens[-1] != POISON:
+        tokens.append(int(parrot_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+MODELS: dict[str, type[Parrot]] = {one.__name__: one for one in (Parrot, UnsupportedParrot, UnifiedParrot)}
+MODEL_CASES = st.fixed_dictionaries({
+    "model": st.sampled_from(sorted(MODELS)), "way_back": st.sampled_from(["right", "none", "broken"]),
+    "fails_at": st.lists(st.integers(1, 30), max_size=4),
+    "prompts": st.lists(st.lists(st.integers(1, POISON), min_size=1, max_size=5), min_size=1, max_size=3),
+})  # fmt: skip
+
+
+@fuzz(MODEL_CASES, examples=40, thorough=100)
+def test_models_that_fail(case: dict[str, Any]) -> None:
+    model = with_faults(MODELS[case["model"]], case["way_back"], set(case["fails_at"]))
+    engine = Engine(other_executor(model), eos_token_ids=())
+    outputs = [engine.add_request(one, SamplingParams(temperature=0, max_tokens=6)) for one in case["prompts"]]
+    for _ in range(200):
+        engine.step()
+    assert engine.num_unfinished == 0
+    for prompt, output in zip(case["prompts"], outputs, strict=True):
+        expected = own_tokens(prompt, 6)
+        is_poisoned = POISON in prompt or len(expected) < 6
+        [one] = output.outputs
+        if one.finish_reason == "error":
+            # One that is alone in its call when that fails for once is blamed itself.
+            assert is_poisoned or case["fails_at"]
+            assert one.token_ids == expected[: len(one.token_ids)]
+        else:
+            assert not is_poisoned
+            assert one.token_ids == expected
+    assert model.caches == {}
+
+
+def test_siblings_of_a_failed_batch_are_given_up() -> None:
+    """Directly on the executor: their handles are no longer valid, and the model holds nothing of them."""
+    model = with_faults(Parrot, "none", set())
+    executor = other_executor(model)
+
+    handles = [executor.prefill(PrefillInput(torch.tensor([[1, 2]]))).kv_cache for _ in range(2)]
+    inputs = [DecodeInput(torch.tensor([[token]]), handle) for token, handle in zip((3, POISON), handles, strict=True)]
+    with pytest.raises(RuntimeError, match="breaks it"):
+        executor.batch_decode(inputs)
+    assert [handle.is_valid for handle in handles] == [False, False]
+    assert model.caches == {}
+    with pytest.raises(StaleHandleError):
+        executor.decode(inputs[0])
+    assert executor.prefill(PrefillInput(torch.tensor([[1, 2]]))).kv_cache.is_valid

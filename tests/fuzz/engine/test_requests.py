@@ -1,105 +1,80 @@
-"""Any value in any field of a request, with neighbours: it is refused at the door, or runs, or ends alone."""
+"""Any value in any field of a request, with neighbours: it is refused at the door, or runs, or ends alone. Also callers
+that change what they gave or got, give objects with ideas of their own, or call from within a step."""
 
-from __future__ import annotations
-
-import asyncio
+import gc
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from paged import AsyncEngine, Engine, InvalidInputError, PagedError, RequestOutput, SamplingParams
+from paged import AsyncEngine, Engine, InvalidInputError, PagedError, PromptLookup, SamplingParams, UnsupportedError
 from tests.executors.engine_cases import check_empty
-from tests.fuzz.engine.neighbours import add_neighbours, alone, check_neighbours, run_to_end, small_engine
+from tests.fuzz.engine.neighbours import (
+    Letters,
+    add_neighbours,
+    check_ended,
+    check_neighbours,
+    run_to_end,
+    small_engine,
+    stream_beside,
+)
 from tests.fuzz.fuzzing import fuzz
-from tests.fuzz.values import VALUES, value
+from tests.fuzz.values import VALUES, expressions, value
 
-PARAMS = st.dictionaries(st.sampled_from([one.name for one in fields(SamplingParams)]), VALUES, max_size=3)
-OPTIONS = st.dictionaries(
-    st.sampled_from(["request_id", "priority", "metadata", "timeout_s", "cache_salt"]), VALUES, max_size=2
-)
-ADAPTERS = VALUES.map(lambda text: f"{{'lora_adapter': {text}}}")
-PROMPTS = st.one_of(st.just("[4, 4, 8]"), st.just("[4, 4, 8]"), VALUES)
-REQUESTS = st.fixed_dictionaries(
-    {"prompt": PROMPTS, "params": PARAMS, "options": OPTIONS},
-    optional={"metadata": ADAPTERS, "whole_params": VALUES},
+PROMPT = [4, 4, 8, 2, 9]
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+ARGUMENTS = "prompt_token_ids params request_id priority metadata lora_adapter timeout_s cache_salt".split()
+FIELDS = [one.name for one in fields(SamplingParams)]
+REQUESTS = st.tuples(
+    st.dictionaries(st.sampled_from(ARGUMENTS), VALUES, max_size=2),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
 )
 
 
-def arguments(case: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def arguments(case: tuple[dict[str, str], dict[str, str]]) -> dict[str, Any]:
     """What the case's expressions stand for, made anew."""
-    options = {name: value(text) for name, text in case["options"].items()}
-    if "metadata" in case:
-        options["metadata"] = value(case["metadata"])
-    if "whole_params" in case:
-        return value(case["prompt"]), value(case["whole_params"]), options
-    params = SamplingParams(**{name: value(text) for name, text in case["params"].items()})
-    return value(case["prompt"]), params, options
+    given, params = ({name: value(text) for name, text in one.items()} for one in case)
+    if "lora_adapter" in given:
+        given["metadata"] = {"lora_adapter": given.pop("lora_adapter")}
+    if "params" not in given:
+        given["params"] = SamplingParams(**params)
+    return {"prompt_token_ids": [4, 4, 8]} | given
 
 
-def check_ended(output: RequestOutput) -> None:
-    """It ended once, with a reason, and what it has fits that."""
-    assert output.finished
-    for one in output.outputs:
-        assert one.finish_reason in ("stop", "length", "error", "timeout")
-        assert all(type(token) is int and token >= 0 for token in one.token_ids)
-        assert isinstance(one.text, str)
-
-
-@fuzz(REQUESTS, examples=80)
-def test_request_fields(case: dict[str, Any]) -> None:
+@fuzz(REQUESTS, examples=25, thorough=80)
+def test_request_fields(case: Any) -> None:
     engine = small_engine()
     outputs = add_neighbours(engine)
     engine.step()
-    odd = None
     try:
-        prompt, params, options = arguments(case)
-        odd = engine.add_request(prompt, params, **options)
+        odd = engine.add_request(**arguments(case))
     except PagedError:
         assert engine.num_unfinished == len(outputs)
-    run_to_end(engine)
-    check_neighbours(outputs)
-    if odd is not None:
+    else:
+        run_to_end(engine)
         check_ended(odd)
-    check_empty(engine)
+    check_neighbours(engine, outputs)
 
 
-@fuzz(REQUESTS, examples=40)
-def test_streamed_request_fields(case: dict[str, Any]) -> None:
-    engine = small_engine()
+@fuzz(REQUESTS, examples=12, thorough=40)
+def test_streamed_request_fields(case: Any) -> None:
+    async def scenario(server: AsyncEngine) -> None:
+        with suppress(PagedError):
+            outputs = [one async for one in server.generate(**arguments(case), deltas=True)]
+            check_ended(outputs[-1])
 
-    async def scenario() -> None:
-        async with AsyncEngine(engine) as server:
-            neighbours = [asyncio.create_task(tokens_of(server, index)) for index in range(3)]
-            try:
-                prompt, params, options = arguments(case)
-                outputs = [one async for one in server.generate(prompt, params, deltas=True, **options)]
-                check_ended(outputs[-1])
-            except PagedError:
-                pass
-            assert [await task for task in neighbours] == [alone(index) for index in range(3)]
-
-    asyncio.run(scenario())
-    check_empty(engine)
+    stream_beside(small_engine(), scenario)
 
 
-async def tokens_of(server: AsyncEngine, index: int) -> list[list[int]]:
-    """A neighbour's tokens, put together from what came new each time."""
-    from tests.fuzz.engine.neighbours import NEIGHBOURS
-
-    prompt, params = NEIGHBOURS[index]
-    tokens: list[list[int]] = [[] for _ in range(params.n)]
-    async for output in server.generate(prompt, params, deltas=True):
-        for one in output.outputs:
-            tokens[one.index] += one.token_ids
-    return tokens
+IDS = st.lists(st.sampled_from(["1", "'1'", "'request-0'", "'request-1'", "None", "'a'", "'a/0'", "0"]), max_size=8)
 
 
-NAMES = st.lists(st.sampled_from(["1", "'1'", "'request-0'", "'request-1'", "None", "'a'", "'a/0'", "0"]), max_size=8)
-
-
-@fuzz(NAMES, examples=40)
+@fuzz(IDS, examples=20)
 def test_request_names(case: list[str]) -> None:
     """Requests of two engines over one executor, and a sequence of the caller's own: none is taken for another."""
     engine = small_engine()
@@ -116,10 +91,189 @@ def test_request_names(case: list[str]) -> None:
                     each.add_request([4, 4, 8], params, request_id=given)
             else:
                 outputs.append((each, each.add_request([4, 4, 8], params, request_id=given)))
-    for each in (engine, other):
-        run_to_end(each)
+    run_to_end(engine)
+    run_to_end(other)
     assert len({tuple(one.outputs[0].token_ids) for _, one in outputs}) <= 1
     assert all(one.error is None for _, one in outputs)
     manager.free(own)
     check_empty(engine)
     check_empty(other)
+
+
+class OddText(str):
+    """A text whose methods tell the truth `patience` times."""
+
+    patience = 0
+
+
+def _odd_method(name: str, lie: Callable[[], Any]) -> Callable[..., Any]:
+    def method(self: OddText, *args: Any) -> Any:
+        self.patience -= 1
+        return getattr(str, name)(self, *args) if self.patience >= 0 else lie()
+
+    return method
+
+
+_LIES = {"__hash__": lambda: [][0], "__eq__": lambda: True, "__ne__": lambda: False}
+_LIES["__iter__"] = lambda: itertools.repeat("a")
+for _name in ("__hash__", "__eq__", "__ne__", "__iter__", "__len__", "__repr__", "__str__"):
+    setattr(OddText, _name, _odd_method(_name, _LIES.get(_name, lambda: 1 / 0)))
+
+
+class OddParams(SamplingParams):
+    """Parameters of which one is read anew each time."""
+
+    reads: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        reads = object.__getattribute__(self, "reads")
+        return reads(name) if reads is not None and name != "__class__" else object.__getattribute__(self, name)
+
+
+ODD_OBJECTS = expressions("""
+    {'request_id': text}; {'cache_salt': text}; {'params': params(max_tokens=5, stop=text)}; {'metadata': {text: 1}};
+    {'params': params(max_tokens=5, stop=[text, 'b'])}; {'metadata': {'lora_adapter': text}}; {'params': odd_params}
+""")
+
+
+@fuzz(st.tuples(ODD_OBJECTS, st.integers(0, 60)), examples=12, thorough=60)
+def test_odd_objects(case: tuple[str, int]) -> None:
+    """Texts and parameters that change their minds, at the door or in the middle of a step."""
+    engine = small_engine()
+    outputs = add_neighbours(engine)
+    text, odd_params = OddText("odd"), OddParams(max_tokens=5)
+    expression, text.patience = case
+    whole, left = object.__getattribute__, itertools.count(text.patience, -1)
+    try:
+        OddParams.reads = staticmethod(lambda name: whole(odd_params, name) if next(left) > 0 else 1 / 0)
+        given = value(expression, text=text, params=SamplingParams, odd_params=odd_params)
+        odd = engine.add_request(PROMPT, **{"params": GREEDY} | given)
+    except (PagedError, ZeroDivisionError, IndexError):  # the latter of the text itself, as a key of the caller's
+        assert engine.num_unfinished == len(outputs)
+    else:
+        run_to_end(engine)
+        check_ended(odd)
+    finally:
+        OddParams.reads = None
+    check_neighbours(engine, outputs)
+
+
+CHANGES = expressions("""
+    prompt.clear(); prompt.insert(0, 10**9); metadata.clear(); params.logit_bias.update({10**6: 1.0});
+    params.logit_bias.update({'a': None}); change(params, 'temperature', 'hot'); change(params, 'n', 10**9);
+    change(params, 'stop', None); change(output, 'metrics', None); change(output, 'num_cached_tokens', 'many');
+    change(output, 'request_id', ['a']); change(output, 'prompt_token_ids', None); change(output, 'finished', 'no');
+    output.outputs.clear(); change(output.outputs[0], 'index', 'first'); output.outputs[0].token_ids.clear();
+    output.outputs[0].token_ids.extend([10**9, 'a']); output.outputs[0].logprobs.clear()
+""")
+CHANGED = st.fixed_dictionaries({
+    "changes": st.lists(CHANGES, min_size=1, max_size=3, unique=True),
+    "steps": st.integers(0, 4), "drafts": st.booleans(), "held": st.sampled_from([0, 30]),
+})  # fmt: skip
+
+
+@fuzz(CHANGED, examples=12, thorough=50)
+def test_changed_objects(case: dict[str, Any]) -> None:
+    """What was given to a request, or came from it, is changed while it waits or runs, also where the cache is full."""
+    engine = small_engine(proposer=PromptLookup(2) if case["drafts"] else None, preemption="swap")
+    manager = engine.executor.kv_manager
+    assert manager is not None
+    others = manager.allocate("others", case["held"] * 8)
+    params = SamplingParams(n=2, seed=4, max_tokens=9, logit_bias={3: 1.0}, logprobs=1, stop=["never"], min_tokens=2)
+    own: dict[str, Any] = {"prompt": PROMPT.copy(), "params": params, "metadata": {"a": [1]}}
+    own["output"] = engine.add_request(own["prompt"], params, metadata=own["metadata"])
+    outputs = add_neighbours(engine)
+    for _ in range(case["steps"]):
+        engine.step()
+    for change in case["changes"]:
+        with suppress(IndexError):  # the outputs were cleared
+            value(change, change=object.__setattr__, **own)
+    run_to_end(engine)
+    manager.free(others)
+    check_neighbours(engine, outputs, drafts=case["drafts"])
+
+
+def test_parameters_are_checked_as_they_are() -> None:
+    """What was changed before the request is added is refused, or holds."""
+    engine = small_engine()
+    for name, odd in (("n", 10**9), ("temperature", "hot"), ("stop", [1]), ("logit_bias", {"a": 1})):
+        params = SamplingParams(max_tokens=3)
+        object.__setattr__(params, name, odd)
+        with pytest.raises(PagedError, match=name):
+            engine.add_request(PROMPT, params)
+    params = SamplingParams(max_tokens=3)
+    object.__setattr__(params, "max_tokens", 5)
+    output = engine.add_request(PROMPT, params)
+    run_to_end(engine)
+    assert len(output.outputs[0].token_ids) == 5
+
+
+class Caller(Letters):
+    """A tokenizer that calls its engine at its `turn`-th decode."""
+
+    def __init__(self, act: Callable[[], Any], turn: int) -> None:
+        self._act = act
+        self._turns = itertools.count(-turn)
+
+    def decode(self, token_ids: list[int]) -> str:
+        if next(self._turns) == 0:
+            self._act()
+        return super().decode(token_ids)
+
+
+ACTS = expressions("""
+    engine.abort('a'); engine.abort('b'); [engine.abort('a'), engine.abort('b')]; engine.discard(odd[1]); engine.step();
+    odd.append(engine.add_request([4, 4, 8], params)); engine.generate([[4, 4, 8]], params, progress=False);
+    [streams.clear(), gc.collect()]; (_ for _ in ()).throw(GeneratorExit)
+""")
+CALLS = st.fixed_dictionaries({"act": ACTS, "turn": st.integers(0, 30), "drafts": st.booleans()})
+
+
+@fuzz(CALLS, examples=12, thorough=40)
+def test_calls_within_a_step(case: dict[str, Any]) -> None:
+    """A tokenizer that adds, aborts and steps, and streams that are collected meanwhile: the neighbours go on."""
+
+    def act() -> None:
+        value(case["act"], engine=engine, odd=odd, params=GREEDY, streams=streams, gc=gc)
+
+    engine = small_engine(proposer=PromptLookup(2) if case["drafts"] else None)
+    outputs = add_neighbours(engine)
+    engine._admission._tokenizer = Caller(act, case["turn"])
+    odd = [engine.add_request(PROMPT, GREEDY, request_id=name) for name in ("a", "b")]
+    streams = [engine.stream([8, 8], GREEDY)]
+    next(streams[0])
+    check_neighbours(engine, outputs, drafts=case["drafts"])
+    for output in odd:
+        assert output.finished
+        [one] = output.outputs
+        assert one.finish_reason in ("abort", "length", "error")
+        assert one.finish_reason != "length" or len(one.token_ids) == 5
+
+
+def test_a_step_within_a_step_is_refused() -> None:
+    errors = []
+
+    def act() -> None:
+        try:
+            engine.step()
+        except UnsupportedError as error:
+            errors.append(error)
+
+    engine = small_engine(tokenizer=Caller(act, 0))
+    output = engine.add_request(PROMPT, GREEDY)
+    run_to_end(engine)
+    assert (len(errors), len(output.outputs[0].token_ids), output.error) == (1, 5, None)
+
+
+@pytest.mark.parametrize("decoded", [b"ab", None, [1], OddText])
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_tokenizers_that_give_no_text(decoded: Any, max_tokens: int) -> None:
+    is_text = decoded is OddText
+    engine = small_engine()
+    outputs = add_neighbours(engine)
+    decode = lambda ids: OddText("o" * len(ids)) if is_text else decoded  # noqa: E731
+    engine._admission._tokenizer = SimpleNamespace(decode=decode)
+    odd = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, stop=["x"]))
+    check_neighbours(engine, outputs)
+    assert odd.outputs[0].text == ("o" * max_tokens if is_text else "")
+    assert is_text or "decode gave" in str(odd.error)

@@ -1,7 +1,5 @@
 """Any template: a text or a named error, in bounded time and memory; users' texts never become special tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any
@@ -11,10 +9,9 @@ from hypothesis import strategies as st
 
 from paged import ChatTokenizer, CheckpointError, InvalidInputError
 from paged.executors.text.chat_template import ChatTemplate
-from tests.executors.text.checkpoints import CHATML, GEMMA, LLAMA, tokenizer_of_bytes
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
-from tests.fuzz.values import VALUES, value
+from tests.fuzz.values import VALUES, expressions, value
 
 USER = {"role": "user", "content": "hello"}
 # Each would take minutes, gigabytes, or the stack.
@@ -46,40 +43,12 @@ BOMBS = [
     "{{ " + "[" * 3000 + "]" * 3000 + " }}",
     "a" * (2 << 20),
 ]
-PIECES = st.sampled_from(
-    [
-        "{% for m in messages %}",
-        "{% endfor %}",
-        "{{ m.content }}",
-        "{{ messages }}",
-        "{% if m %}",
-        "{% endif %}",
-        "{% macro f(x) %}",
-        "{% endmacro %}",
-        "{{ f(1) }}",
-        "{{ 'a' * 10**9 }}",
-        "{% for i in range(99999) %}",
-        "{% set x = ",
-        "{{",
-        "}}",
-        "%}",
-        "{#",
-        "{{ m | tojson }}",
-        "{{ raise_exception('no') }}",
-        "{% generation %}",
-        "{% endgeneration %}",
-        "{{ ''.__class__ }}",
-        "a",
-        "\n",
-        "{{ cycler() }}",
-        "{{ namespace() }}",
-        "{% break %}",
-        "{{ strftime_now('%Y') }}",
-        "{% include 'x' %}",
-        "{{ 1 / 0 }}",
-        "\x00",
-    ]
-)
+PIECES = expressions(r"""
+    {% for m in messages %}; {% endfor %}; {{ m.content }}; {{ messages }}; {% if m %}; {% endif %}; {% macro f(x) %};
+    {% endmacro %}; {{ f(1) }}; {{ 'a' * 10**9 }}; {% for i in range(99999) %}; {% set x =; {{; }}; %}; {#; a;
+    {{ m | tojson }}; {{ raise_exception('no') }}; {% generation %}; {% endgeneration %}; {{ ''.__class__ }};
+    {{ cycler() }}; {{ namespace() }}; {% break %}; {{ strftime_now('%Y') }}; {% include 'x' %}; {{ 1 / 0 }}
+""") | st.sampled_from(["\n", "\x00"])
 
 
 def render(template: str) -> str:
@@ -88,20 +57,20 @@ def render(template: str) -> str:
 
 def render_several(templates: list[str]) -> list[str | None]:
     """What each gives, None for a named error."""
-    found: list[str | None] = []
-    for template in templates:
-        try:
-            found.append(render(template))
-        except (InvalidInputError, CheckpointError):
-            found.append(None)
+    found: list[str | None] = [None] * len(templates)
+    for index, template in enumerate(templates):
+        with contextlib.suppress(InvalidInputError, CheckpointError):
+            found[index] = render(template)
     return found
 
 
-@pytest.mark.parametrize("number", range(0, len(BOMBS), 1 if "FUZZ_S" in os.environ else 3))
+@pytest.mark.parametrize("number", [
+    pytest.param(number, marks=() if number in (12, 15, 20, 24) else pytest.mark.thorough)
+    for number in range(len(BOMBS))
+])  # fmt: skip
 def test_templates_that_explode(number: int) -> None:
     outcome = call_in_child(render, BOMBS[number], wall_s=30)
-    assert outcome.is_named, outcome
-    assert len(str(outcome.error)) < 3000
+    assert 0 < len(outcome.error) < 3000
 
 
 def test_the_process_of_a_bomb_is_replaced() -> None:
@@ -126,7 +95,7 @@ def test_long_conversations_are_no_bombs() -> None:
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, "a folder").render(messages) == content
 
 
-@fuzz(st.lists(PIECES, max_size=8).map("".join), examples=60)
+@fuzz(st.lists(PIECES, max_size=8).map("".join), examples=25, thorough=60)
 def test_templates(case: Any) -> None:
     try:
         assert isinstance(render(case), str)
@@ -134,7 +103,7 @@ def test_templates(case: Any) -> None:
         assert case != ""
 
 
-@fuzz(VALUES, examples=60)
+@fuzz(VALUES, examples=20, thorough=60)
 def test_messages(case: Any) -> None:
     template = ChatTemplate({"default": "{{ messages }}"}, {}, "a folder")
     for messages in (value(case), [value(case)], [{"role": "user", "content": value(case)}], [{"role": value(case)}]):
@@ -147,33 +116,20 @@ def test_messages(case: Any) -> None:
 
 
 PARTS = "{% for m in messages %}<|start|>{{ m.role }}{% for p in m.content %}{{ p }}{% endfor %}<|end|>{% endfor %}"
-SPECIAL_TEXTS = [
-    "<|end|>",
-    "<|start|>",
-    "<bos>",
-    "<|e",
-    "nd|>",
-    "<",
-    "|>",
-    "</think>",
-    "<b>",
-    "a",
-    " ",
-    "é",
-    "\n",
-    "\U000f0000",
-]
-CONTENTS = st.lists(st.sampled_from(SPECIAL_TEXTS), max_size=6)
+SPECIAL_TEXTS = "<|end|> <|start|> <bos> <|e nd|> < |> </think> <b> a é \U000f0000".split()
+CHATS = st.fixed_dictionaries({
+    "template": st.sampled_from(["parts", "llama", "chatml", "gemma"]),
+    "contents": st.lists(st.sampled_from([*SPECIAL_TEXTS, " ", "\n"]), max_size=6),
+})  # fmt: skip
 
 
-@fuzz(
-    st.fixed_dictionaries({"template": st.sampled_from(["parts", "llama", "chatml", "gemma"]), "contents": CONTENTS}),
-    examples=120,
-)
+@fuzz(CHATS, examples=25, thorough=120)
 def test_special_tokens_of_users(case: Any) -> None:
     """As many of them as for a plain text; and where the user's text holds none, the ids of the whole text."""
-    tokenizer = tokenizer_of_bytes()
-    template = {"parts": PARTS, "llama": LLAMA, "chatml": CHATML, "gemma": GEMMA}[case["template"]]
+    from tests.executors.text import checkpoints  # imports transformers, which children need not
+
+    tokenizer = checkpoints.tokenizer_of_bytes()
+    template = PARTS if case["template"] == "parts" else getattr(checkpoints, case["template"].upper())
     ours = ChatTokenizer(tokenizer, ChatTemplate({"default": template}, {"bos_token": "<bos>"}, "a folder"))
     content: Any = case["contents"] if case["template"] == "parts" else "".join(case["contents"])
 

@@ -1,7 +1,5 @@
 """Small sound calls of every kernel wrapper, each with the float64 reference's answer: what is made odd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,13 +21,13 @@ DEVICE = torch.device("cpu")
 
 
 class Call(NamedTuple):
-    """arguments: makes a call's. run: the operation, as a tuple of what it returns or writes. expected: the answer.
+    """arguments: makes a call's. run: the operation, which returns what it computes or writes. expected: the answer.
     numbers: keywords that take a number or flag, with what makes a plain one of it.
     """
 
     arguments: Callable[[], Arguments]
-    run: Callable[..., Answer]
-    expected: Callable[..., Answer]
+    run: Callable[..., torch.Tensor | Answer]
+    expected: Callable[..., torch.Tensor | Answer]
     numbers: dict[str, Callable[[Any], Any]] = {}  # noqa: RUF012 - never changed
 
 
@@ -39,27 +37,20 @@ def _sequences() -> Arguments:
     return {**vars(tensors), "max_seqlen_q": 9}
 
 
-def _attention_expected(**arguments: Any) -> Answer:
-    return attention_reference.paged_attention(
-        **{name: each for name, each in arguments.items() if name != "max_seqlen_q"}
-    )
+def _attention_expected(*, max_seqlen_q: Any, shared_prefix_len: Any = 0, **arguments: Any) -> Answer:
+    return attention_reference.paged_attention(**arguments)
 
 
 def _cascade() -> Arguments:
     arguments = _sequences()
-    arguments["block_table"][:, 0] = arguments["block_table"][0, 0]
+    table = arguments["block_table"]
+    table[:, 0] = table[0, 0]
+    table[table >= len(arguments["k_cache"])] = 1
+    arguments["block_table"] = torch.nn.functional.pad(table, (0, 1), value=2)
     arguments["seq_lens"] += 8
-    arguments["block_table"] = torch.where(
-        arguments["block_table"] >= len(arguments["k_cache"]), 1, arguments["block_table"]
-    )
-    arguments["block_table"] = torch.cat([arguments["block_table"], torch.full((3, 1), 2, dtype=torch.int32)], 1)
     for cache in ("k_cache", "v_cache"):
         arguments[cache] = arguments[cache].nan_to_num(0.5)
     return {**arguments, "shared_prefix_len": 8}
-
-
-def _cascade_expected(**arguments: Any) -> Answer:
-    return _attention_expected(**{name: each for name, each in arguments.items() if name != "shared_prefix_len"})
 
 
 def _cache_write() -> Arguments:
@@ -81,10 +72,9 @@ def _rotary() -> Arguments:
     return {"positions": torch.tensor([0, 11, 3, 3, 7]), "query": query, "key": key, "cos_sin_cache": table}
 
 
-def _rotary_expected(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin_cache: torch.Tensor,
-                     interleaved: bool = False) -> Answer:  # fmt: skip
-    rotated = (layers_reference.rotate(x, positions, cos_sin_cache, interleaved) for x in (query, key))
-    return tuple(rotated)
+def _rotary_expected(query: torch.Tensor, key: torch.Tensor, interleaved: bool = False, **where: Any) -> Answer:
+    positions, table = where["positions"], where["cos_sin_cache"]
+    return tuple(layers_reference.rotate(x, positions, table, interleaved) for x in (query, key))
 
 
 def _fused_write() -> Arguments:
@@ -98,15 +88,12 @@ def _fused_written(**arguments: Any) -> Answer:
     return paged.qk_norm_rope_and_cache(**arguments), arguments["k_cache"], arguments["v_cache"]
 
 
-def _fused_expected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, q_weight: torch.Tensor,
-    k_weight: torch.Tensor, eps: float = 1e-6, interleaved: bool = False,
-) -> Answer:  # fmt: skip
-    normed = (layers_reference.rms_norm(q, q_weight, eps), layers_reference.rms_norm(k, k_weight, eps))
-    q, k = (layers_reference.rotate(x, positions, cos_sin_cache, interleaved) for x in normed)
-    caches = cache_reference.reshape_and_cache(k, v.double(), k_cache.double(), v_cache.double(), slot_mapping)
-    return q, *caches
+def _fused_expected(eps: float = 1e-6, interleaved: bool = False, **given: Any) -> Answer:
+    normed = {one: layers_reference.rms_norm(given[one[0]], given[f"{one[0]}_weight"], eps) for one in ("query", "key")}
+    where = {name: given[name] for name in ("positions", "cos_sin_cache")}
+    q, k = _rotary_expected(**normed, interleaved=interleaved, **where)
+    v, *caches = (given[name].double() for name in ("v", "k_cache", "v_cache"))
+    return q, *cache_reference.reshape_and_cache(k, v, *caches, given["slot_mapping"])
 
 
 def _experts() -> Arguments:
@@ -115,10 +102,10 @@ def _experts() -> Arguments:
     return {"hidden_states": torch.randn(12, 16), "w1": w1, "w2": w2, "topk_weights": weights, "topk_ids": ids}
 
 
-def _experts_expected(**arguments: Any) -> Answer:
+def _experts_expected(**arguments: Any) -> torch.Tensor:
     ids = arguments["topk_ids"]  # those that name no expert contribute nothing
     known = torch.where((ids >= 0) & (ids < len(arguments["w1"])), ids, -1)
-    return (moe_reference.fused_moe(**{**arguments, "topk_ids": known}),)
+    return moe_reference.fused_moe(**{**arguments, "topk_ids": known})
 
 
 def _alignment(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> Answer:
@@ -143,14 +130,13 @@ def _adapters() -> Arguments:
             "rows": rows, "slots": slots}  # fmt: skip
 
 
-def _adapted(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor,
-             scales: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> Answer:  # fmt: skip
-    paged.add_lora(out, x, paged.LoraWeights(a, b, ranks, scales, (24,)), paged.LoraBatch(rows, slots))
-    return (out,)
+def _adapted(out: torch.Tensor, x: torch.Tensor, rows: Any, slots: Any, **weights: Any) -> torch.Tensor:
+    paged.add_lora(out, x, paged.LoraWeights(**weights, part_sizes=(24,)), paged.LoraBatch(rows, slots))
+    return out
 
 
-def _adapted_expected(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor,
-                      scales: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> Answer:  # fmt: skip
+def _adapted_expected(out: torch.Tensor, x: torch.Tensor, rows: Any, slots: Any, **weights: Any) -> torch.Tensor:
+    a, b, ranks, scales = (weights[name] for name in ("a", "b", "ranks", "scales"))
     adapters = []
     for slot, (rank,) in enumerate(ranks.tolist()):
         adapters.append({0: (a[slot, 0, :rank], b[slot, :rank].T, float(scales[slot, 0]))} if rank else {})
@@ -159,19 +145,19 @@ def _adapted_expected(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: to
         for row in block:
             if row >= 0 and slot >= 0:
                 row_slots[row] = slot
-    return (lora_reference.add_lora(out, x, adapters, (24,), row_slots),)
+    return lora_reference.add_lora(out, x, adapters, (24,), row_slots)
 
 
-def _copied(cache: torch.Tensor, block_pairs: torch.Tensor) -> Answer:
+def _copied(cache: torch.Tensor, block_pairs: torch.Tensor) -> torch.Tensor:
     paged.copy_blocks([cache], block_pairs)
-    return (cache,)
+    return cache
 
 
-def _copied_expected(cache: torch.Tensor, block_pairs: torch.Tensor) -> Answer:
+def _copied_expected(cache: torch.Tensor, block_pairs: torch.Tensor) -> torch.Tensor:
     result = cache.double()
     for source, destination in torch.as_tensor(block_pairs).tolist():
         result[destination] = cache[source].double()
-    return (result,)
+    return result
 
 
 def _states() -> Arguments:
@@ -186,63 +172,49 @@ def _fused_add_expected(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
     return layers_reference.rms_norm(total, weight, eps), total.double()
 
 
-def _routed_and_aligned(router_logits: torch.Tensor, top_k: int, block_size: int, **options: Any) -> Answer:
-    routing = Routing(top_k, renormalize=options.pop("renormalize", True))
-    weights, ids, aligned = paged.route_and_align(router_logits, routing, block_size, **options)
+def _routed_and_aligned(router_logits: torch.Tensor, top_k: int, block_size: int, renormalize: Any = True) -> Answer:
+    routing = Routing(top_k, renormalize=renormalize)
+    weights, ids, aligned = paged.route_and_align(router_logits, routing, block_size)
     used = int(aligned.num_tokens_post_padded)
     return weights, ids, aligned.sorted_token_ids[:used], aligned.expert_ids[: used // int(block_size)]
 
 
 def _routed_and_aligned_expected(
-    router_logits: torch.Tensor, top_k: int, block_size: int, renormalize: bool = True,
-    num_local_experts: int | None = None,
-) -> Answer:  # fmt: skip
+    router_logits: torch.Tensor, top_k: int, block_size: int, renormalize: bool = True
+) -> Answer:
     weights, ids = moe_reference.route_tokens(router_logits, top_k, renormalize=renormalize)
-    num_experts = router_logits.shape[1] if num_local_experts is None else int(num_local_experts)
-    return weights, ids, *_alignment_expected(ids, block_size, num_experts)[:2]
+    return weights, ids, *_alignment_expected(ids, block_size, router_logits.shape[1])[:2]
 
 
 _FLAGS: dict[str, Callable[[Any], Any]] = {"interleaved": bool}
 CALLS = {
     "paged_attention": Call(
-        _sequences,
-        lambda **arguments: paged.paged_attention(**arguments, return_lse=True),
-        _attention_expected,
+        _sequences, lambda **arguments: paged.paged_attention(**arguments, return_lse=True), _attention_expected,
         {"max_seqlen_q": int, "softmax_scale": float, "softcap": float, "causal": bool, "deterministic": bool},
     ),
     "cascade_attention": Call(
-        _cascade,
-        lambda **arguments: paged.cascade_attention(**arguments, return_lse=True),
-        _cascade_expected,
+        _cascade, lambda **arguments: paged.cascade_attention(**arguments, return_lse=True), _attention_expected,
         {"max_seqlen_q": int, "shared_prefix_len": int, "softmax_scale": float, "softcap": float},
     ),
     "reshape_and_cache": Call(_cache_write, _cache_written, cache_reference.reshape_and_cache),
     "rotary_embedding": Call(_rotary, paged.rotary_embedding, _rotary_expected, _FLAGS),
     "qk_norm_rope_and_cache": Call(_fused_write, _fused_written, _fused_expected, _FLAGS | {"eps": float}),
-    "fused_moe": Call(_experts, lambda **arguments: (paged.fused_moe(**arguments),), _experts_expected, _FLAGS),
+    "fused_moe": Call(_experts, paged.fused_moe, _experts_expected, _FLAGS),
     "moe_align_block_size": Call(
         lambda: {"topk_ids": torch.randint(0, 6, (9, 3), dtype=torch.int32), "block_size": 4, "num_experts": 6},
-        _alignment,
-        _alignment_expected,
-        {"block_size": int, "num_experts": int},
+        _alignment, _alignment_expected, {"block_size": int, "num_experts": int},
     ),
     "route_tokens": Call(
-        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2},
-        paged.route_tokens,
-        moe_reference.route_tokens,
+        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2}, paged.route_tokens, moe_reference.route_tokens,
         {"top_k": int, "routed_scaling_factor": float, "renormalize": bool, "num_shared_experts": int},
     ),
     "fused_add_rms_norm": Call(
         lambda: {"x": torch.randn(5, 24), "residual": torch.randn(5, 24), "weight": torch.rand(24)},
-        paged.fused_add_rms_norm,
-        _fused_add_expected,
-        {"eps": float},
+        paged.fused_add_rms_norm, _fused_add_expected, {"eps": float},
     ),
     "route_and_align": Call(
-        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2, "block_size": 4},
-        _routed_and_aligned,
-        _routed_and_aligned_expected,
-        {"top_k": int, "block_size": int, "renormalize": bool},
+        lambda: {"router_logits": torch.randn(7, 6), "top_k": 2, "block_size": 4}, _routed_and_aligned,
+        _routed_and_aligned_expected, {"top_k": int, "block_size": int, "renormalize": bool},
     ),
     "add_lora": Call(_adapters, _adapted, _adapted_expected),
     "copy_blocks": Call(
@@ -250,19 +222,15 @@ CALLS = {
     ),
     "merge_attn_states": Call(_states, paged.merge_attn_states, attention_reference.merge_attn_states),
     "rms_norm": Call(
-        lambda: {"x": torch.randn(5, 24), "weight": torch.rand(24)},
-        lambda **arguments: (paged.rms_norm(**arguments),),
-        lambda x, weight, eps=1e-6: (layers_reference.rms_norm(x, weight, eps),),
-        {"eps": float},
+        lambda: {"x": torch.randn(5, 24), "weight": torch.rand(24)}, paged.rms_norm,
+        lambda x, weight, eps=1e-6: layers_reference.rms_norm(x, weight, eps), {"eps": float},
     ),
     "silu_and_mul": Call(
-        lambda: {"x": torch.randn(5, 24)},
-        lambda **arguments: (paged.silu_and_mul(**arguments),),
-        lambda x, activation="silu": (layers_reference.silu_and_mul(x, activation),),
+        lambda: {"x": torch.randn(5, 24)}, paged.silu_and_mul,
+        lambda x, activation="silu": layers_reference.silu_and_mul(x, activation),
     ),
     "greedy_argmax": Call(
-        lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5},
-        lambda **arguments: (paged.greedy_argmax(**arguments),),
-        lambda **arguments: (sampling_reference.greedy_argmax(**arguments),),
+        lambda: {"logits": torch.randn(3, 40), "token_mask": torch.rand(3, 40) < 0.5}, paged.greedy_argmax,
+        sampling_reference.greedy_argmax,
     ),
 }  # fmt: skip

@@ -1,17 +1,20 @@
-"""cascade_attention is paged_attention over a table whose rows begin alike."""
+"""cascade_attention is paged_attention over a table whose rows begin alike; merge_attn_states, by which it is, against
+float64, with empty sides and lengths far apart."""
 
-from __future__ import annotations
-
+from functools import partial
+from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
 
-from paged import InvalidInputError, cascade_attention
+from paged import cascade_attention, merge_attn_states
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import reference
-from paged.kernels.attention.cascade_attention import cascade_plans
+from tests.kernels.refusals import assert_refuses
 from tests.tolerance import assert_close, dtypes
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def _shared(problem: Problem, prefix: int, device: torch.device) -> dict[str, Any]:
@@ -22,64 +25,77 @@ def _shared(problem: Problem, prefix: int, device: torch.device) -> dict[str, An
     return tensors
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize("prefix", [0, 16, 64])
 def test_matches_reference(prefix: int, dtype: torch.dtype, device: torch.device) -> None:
-    problem = Problem("", ((1, 65), (5, 90), (1, 200), (40, 110)), v_head_dim=24, dtype=dtype, padding_rows=3)
-    tensors = _shared(problem, prefix, device)
+    problem = Problem("", ((1, 65), (5, 90), (20, 90)), v_head_dim=24, dtype=dtype, padding_rows=3)
     scale = torch.tensor([0.7, 1.3], device=device)
-    options: dict[str, Any] = {"sinks": torch.randn(4, device=device), "softcap": 8.0, "k_scale": scale}
-    out, lse = cascade_attention(
-        **tensors, shared_prefix_len=prefix, max_seqlen_q=40, v_scale=scale, return_lse=True, **options
-    )
-    cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    cpu |= {name: tensor.cpu() for name, tensor in tensors.items()}
-    want, want_lse = reference.paged_attention(**cpu, v_scale=scale.cpu())
+    given = {**_shared(problem, prefix, device), "sinks": torch.randn(4, device=device), "softcap": 8.0}
+    given |= {"k_scale": scale, "v_scale": scale}
+    out, lse = cascade_attention(**given, shared_prefix_len=prefix, max_seqlen_q=20, return_lse=True)
+    cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    want, want_lse = reference.paged_attention(**cpu)
     # Both parts are rounded to the type before they are merged, as their softmax weights are.
     rounded = None if dtype == torch.float32 else want * (1 + 2 * torch.finfo(dtype).eps)
     assert_close(out, want, rounded=rounded)
     assert_close(lse, want_lse, float32=1e-5 if dtype == torch.float32 else 1e-4)
 
 
-@pytest.mark.usefixtures("backend")
-def test_layers_share_plans(device: torch.device) -> None:
-    tensors = _shared(Problem("", ((1, 50), (3, 40))), 32, device)
-    sizes = {"shared_prefix_len": 32, "max_seqlen_q": 3}
-    plan, prefix_plan = cascade_plans(
-        tensors["cu_seqlens_q"], tensors["seq_lens"], num_tokens=4, max_seqlen_k=64, **sizes
-    )
-    planned = cascade_attention(**tensors, **sizes, plan=plan, prefix_plan=prefix_plan)
-    assert torch.equal(planned, cascade_attention(**tensors, **sizes))
-
-
-@pytest.mark.usefixtures("backend")
-def test_no_sequences(device: torch.device) -> None:
-    tensors = vars(make(Problem("", (), padding_rows=2), device))
-    assert torch.equal(
-        cascade_attention(**tensors, shared_prefix_len=16, max_seqlen_q=0), torch.zeros_like(tensors["q"])
-    )
-
-
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
     tensors = _shared(Problem("", ((1, 50), (3, 40))), 32, device)
-    cascade_attention(**tensors, shared_prefix_len=32, max_seqlen_q=3)
-    for prefix in (-16, 31, 80):
-        with pytest.raises(InvalidInputError, match="shared_prefix_len"):
-            cascade_attention(**tensors, shared_prefix_len=prefix, max_seqlen_q=3)
-    with pytest.raises(InvalidInputError, match="block_table"):
-        cascade_attention(**{**tensors, "block_table": tensors["seq_lens"]}, shared_prefix_len=32, max_seqlen_q=3)
+    wrong = [("shared_prefix_len", prefix, "shared_prefix_len") for prefix in (-16, 31, 80)]
+    sound = {**tensors, "shared_prefix_len": 32, "max_seqlen_q": 3}
+    assert_refuses(cascade_attention, sound, *wrong, ("block_table", tensors["seq_lens"], "block_table"))
 
 
-@pytest.mark.usefixtures("backend")
-def test_cascade_refuses_sequences_without_the_prefix(device: torch.device) -> None:
+def test_refuses_sequences_without_the_prefix(device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("ids on a GPU are trusted")
     tensors = make(Problem("", ((1, 30), (2, 20)), block_size=8), device)
     tensors.block_table[:, 0] = 1
-    arguments = {name: each.nan_to_num(0.5) for name, each in vars(tensors).items()}
-    cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=8)
-    with pytest.raises(InvalidInputError, match=r"shared_prefix_len: 24, expected at most 18, .* sequence 1"):
-        cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=24)
-    with pytest.raises(InvalidInputError, match=r"block_table\[1, 1\]: "):
-        cascade_attention(**arguments, max_seqlen_q=2, shared_prefix_len=16)
+    assert_refuses(
+        partial(cascade_attention, **{name: each.nan_to_num(0.5) for name, each in vars(tensors).items()}),
+        {"max_seqlen_q": 2, "shared_prefix_len": 8},
+        ("shared_prefix_len", 24, r"shared_prefix_len: 24, expected at most 18, .* sequence 1"),
+        ("shared_prefix_len", 16, r"block_table\[1, 1\]: "),
+    )
+
+
+def _merge(*states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = merge_attn_states(*states)
+    assert out.dtype == states[0].dtype
+    for got, expected in zip((out, lse), reference.merge_attn_states(*states), strict=True):
+        assert_close(got, expected)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("shape", [(1, 1, 32), (7, 3, 80), (33, 4, 128), (3, 2, 512), (0, 2, 64)])
+def test_merge_matches_reference(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    out_a, out_b = torch.randn(2, *shape, device=device).to(dtype)
+    lse_a, lse_b = torch.randn(2, shape[1], shape[0], device=device) * 5
+    _merge(out_a, lse_a, out_b, lse_b)
+
+
+def test_empty_sides_add_nothing_even_when_they_hold_nan(device: torch.device) -> None:
+    # Columns: neither, a, b and both empty; sides far above and below what exp takes in float32; inf, which other
+    # stacks say of an empty row, in a and in both.
+    lse_a = torch.tensor([[0.5, -inf, 1.0, -inf, 5000.0, -5000.0, inf, inf]], device=device)
+    lse_b = torch.tensor([[0.1, 2.0, -inf, -inf, 5001.0, -5000.5, 2.0, -inf]], device=device)
+    out_a, out_b = torch.randn(2, 8, 1, 48, device=device).unbind()
+    out_a[[1, 3]] = out_b[[2, 3]] = nan
+    out, lse = _merge(out_a, lse_a, out_b, lse_b)
+    assert not out.isnan().any()
+    assert torch.equal(out[3], torch.zeros_like(out[3]))
+    assert lse[0, 3] == -inf
+
+
+def test_merge_rejects_what_does_not_fit(device: torch.device) -> None:
+    out, lse = torch.randn(4, 2, 32, device=device), torch.randn(2, 4, device=device)
+    assert_refuses(
+        merge_attn_states,
+        {"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse},
+        ("lse_a", lse.T, r"lse_a: shape \[4, 2\], expected \[2, 4\]"),
+        ("out_b", out.half(), "out_b: dtype"),
+        ("lse_b", lse.half(), "lse_b: dtype"),
+    )

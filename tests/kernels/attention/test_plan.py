@@ -1,21 +1,30 @@
 """The work list: every key block of every tile exactly once, within the bounds of the launches, in equal items."""
 
-from __future__ import annotations
-
 import math
 import random
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from paged import InvalidInputError, paged_attention
+from paged import paged_attention
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import DECODE_MAX_ROWS, decode_tile, query_lengths
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
-from paged.kernels.common.device import device_of
+from tests.kernels.refusals import assert_refuses
 
-BATCHES = {
+thorough = pytest.mark.thorough
+Batch = list[tuple[int, int]]
+
+
+def _random_batch(seed: int) -> Batch:
+    rng = random.Random(seed)
+    return [(q := rng.choice([0, 1, 1, 5, 40, 200]), q + rng.randrange(6000)) for _ in range(rng.randrange(1, 30))]
+
+
+BATCHES: dict[str, Batch] = {
     "decodes of equal length": [(1, 4096)] * 4,
     "one long, many short": [(1, 60000)] + [(1, 300)] * 20,
     "a chunk beside long decodes": [(500, 2500), *[(1, 8000)] * 6],
@@ -23,33 +32,25 @@ BATCHES = {
     "verify rows": [(5, 900)] * 9,
     "empty and impossible ones": [(0, 7), (3, 0), (9, 4), (1, 1)],
     "more sequences than lanes": [(1, 40)] * 1100,
+    **{f"random {seed}": _random_batch(seed) for seed in range(2)},
 }
 
 
 def _plan(
-    batch: list[tuple[int, int]], group: int, window: int, device: torch.device, chunk_size: int = 0
+    batch: Batch, device: torch.device, group: int = 4, window: int = -1, chunk_size: int = 0
 ) -> list[AttentionSchedule]:
     offsets = torch.tensor([0, *(q for q, _ in batch)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     lengths = torch.tensor([seq_len for _, seq_len in batch], dtype=torch.int32, device=device)
-    plan = AttentionPlan(
-        offsets, lengths, max_seqlen_q=max(q for q, _ in batch), max_seqlen_k=max(seq_len for _, seq_len in batch)
-    )
-    shape = AttentionShape(
-        num_tokens=int(offsets[-1]),
-        num_kv_heads=2,
-        group=group,
-        head_dim=64,
-        v_head_dim=64,
-        element_size=2,
-        window=(NO_LIMIT if window < 0 else window, 0),
-        chunk_size=chunk_size,
-    )
-    return plan.schedules(shape)
+    longest = {"max_seqlen_q": max(q for q, _ in batch), "max_seqlen_k": max(seq_len for _, seq_len in batch)}
+    sizes = {"num_kv_heads": 2, "group": group, "head_dim": 64, "v_head_dim": 64, "element_size": 2}
+    limits = {"window": (NO_LIMIT if window < 0 else window, 0), "chunk_size": chunk_size}
+    shape = AttentionShape(num_tokens=int(offsets[-1]), **sizes, **limits)
+    return AttentionPlan(offsets, lengths, **longest).schedules(shape)
 
 
 def _tiles(
-    schedule: AttentionSchedule, batch: list[tuple[int, int]], group: int, window: int, chunk_size: int, is_decode: bool
-):  # type: ignore[no-untyped-def]
+    schedule: AttentionSchedule, batch: Batch, is_decode: bool, group: int, window: int, chunk_size: int
+) -> Iterator[tuple[tuple[int, int], list[int]]]:
     """Each tile's key blocks by definition: those of BLOCK_N keys that hold a key some row of the tile sees."""
     block_m, block_n = schedule.tile.block_m, schedule.tile.block_n
     for seq, (q_len, seq_len) in enumerate(batch):
@@ -57,23 +58,24 @@ def _tiles(
         if rows == 0 or (rows <= DECODE_MAX_ROWS) != is_decode:
             continue
         for tile in range(math.ceil(rows / block_m)):
-            tokens = range(tile * block_m // group, min(((tile + 1) * block_m - 1) // group, q_len - 1) + 1)
             seen = set()
-            for token in (tokens[0], tokens[-1]):
+            for token in (tile * block_m // group, min(((tile + 1) * block_m - 1) // group, q_len - 1)):
                 position = seq_len - q_len + token
                 low = 0 if window < 0 else max(0, position - window)
                 low = max(low, position // chunk_size * chunk_size) if chunk_size else low
                 seen |= {key // block_n for key in (low, position) if 0 <= key < seq_len and low <= position}
-            yield seq, tile, (set(range(min(seen), max(seen) + 1)) if seen else set())
+            yield (seq, tile), list(range(min(seen), max(seen) + 1)) if seen else []
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize(("group", "window", "chunk_size"), [(4, -1, 0), (1, 300, 0), (7, -1, 0), (4, 900, 500)])
-def test_covers_every_key_block_once(name: str, group: int, window: int, chunk_size: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(4, -1, 0), (1, 300, 0), pytest.param((7, -1, 0), marks=thorough), (4, 900, 500)], ids=str
+)
+def test_covers_every_key_block_once(name: str, sizes: tuple[int, int, int], device: torch.device) -> None:
+    """Of groups, windows and chunks."""
     batch = BATCHES[name]
-    schedules = _plan(batch, group, window, device, chunk_size)
-    has_long = any(q_len * group > DECODE_MAX_ROWS for q_len, _ in batch)
-    assert len(schedules) == 1 + has_long
+    schedules = _plan(batch, device, *sizes)
+    assert len(schedules) == 1 + any(q_len * sizes[0] > DECODE_MAX_ROWS for q_len, _ in batch)
     for schedule, is_decode in zip(schedules, (True, False), strict=False):
         num_items, num_split_tiles = schedule.counts.tolist()
         assert num_items <= schedule.items.shape[0]
@@ -81,16 +83,11 @@ def test_covers_every_key_block_once(name: str, group: int, window: int, chunk_s
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for seq, tile, begin, end, slot in schedule.items[:num_items].tolist():
             found.setdefault((seq, tile), []).append((begin, end, slot))
-        sizes = group, window, chunk_size
-        expected = {(seq, tile): blocks for seq, tile, blocks in _tiles(schedule, batch, *sizes, is_decode)}
-        assert found.keys() == expected.keys()
-        slots = []
-        for key, splits in found.items():
-            blocks = [block for begin, end, _ in splits for block in range(begin, end)]
-            assert blocks == sorted(expected[key]), key
-            assert all((slot >= 0) == (len(splits) > 1) for _, _, slot in splits)
-            slots += [slot for _, _, slot in splits if slot >= 0]
-        assert sorted(slots) == list(range(len(slots)))
+        expected = dict(_tiles(schedule, batch, is_decode, *sizes))
+        assert {key: [b for begin, end, _ in found[key] for b in range(begin, end)] for key in found} == expected
+        assert all((slot >= 0) == (len(splits) > 1) for splits in found.values() for _, _, slot in splits)
+        slots = sorted(slot for splits in found.values() for _, _, slot in splits if slot >= 0)
+        assert slots == list(range(len(slots)))
         assert len(slots) <= schedule.partial_out.shape[0]
         listed = {
             (seq, tile): list(range(first, first + count))
@@ -100,41 +97,24 @@ def test_covers_every_key_block_once(name: str, group: int, window: int, chunk_s
 
 
 def test_long_decodes_split_beside_a_prefill_chunk(device: torch.device) -> None:
-    decode, _ = _plan(BATCHES["a chunk beside long decodes"], 4, -1, device)
-    splits = [end - begin for _, _, begin, end, _ in decode.items[: int(decode.counts[0])].tolist()]
+    schedule = _plan(BATCHES["a chunk beside long decodes"], device)[0]
+    splits = [end - begin for _, _, begin, end, _ in schedule.items[: int(schedule.counts[0])].tolist()]
     assert len(splits) > 6
     assert max(splits) <= 2 * min(splits)
-
-
-def test_items_are_equal_work(device: torch.device) -> None:
-    """One long sequence among short ones: no item is longer than the share a program may have."""
-    (schedule,) = _plan(BATCHES["one long, many short"], 4, -1, device)
-    lengths = [end - begin for _, _, begin, end, _ in schedule.items[: int(schedule.counts[0])].tolist()]
-    assert max(lengths) <= math.ceil(sum(lengths) / (device_of(device).num_sms * 4 / 2))
-
-
-def test_random_batches_stay_within_bounds(device: torch.device) -> None:
-    rng = random.Random(1)
-    for _ in range(10):
-        batch = [(q := rng.choice([0, 1, 1, 5, 40, 200]), q + rng.randrange(6000)) for _ in range(rng.randrange(1, 30))]
-        for schedule in _plan(batch, rng.choice([1, 3, 8]), rng.choice([-1, 100]), device):
-            num_items, num_split_tiles = schedule.counts.tolist()
-            slots = schedule.items[:num_items, 4].max() + 1
-            assert num_items <= schedule.items.shape[0]
-            assert num_split_tiles <= schedule.split_tiles.shape[0]
-            assert slots <= schedule.partial_out.shape[0]
 
 
 @pytest.mark.usefixtures("backend")
 def test_a_plan_of_another_batch_is_refused(device: torch.device) -> None:
     tensors = vars(make(Problem("", ((1, 40), (3, 3), (0, 5), (9, 30))), device))
     ids = tensors["cu_seqlens_q"], tensors["seq_lens"]
-    paged_attention(**tensors, max_seqlen_q=9, plan=AttentionPlan(*ids, max_seqlen_q=9, max_seqlen_k=40))
-    with pytest.raises(InvalidInputError, match="plan: made for max_seqlen_q 8, expected at least 9"):
-        paged_attention(**tensors, max_seqlen_q=9, plan=AttentionPlan(*ids, max_seqlen_q=8, max_seqlen_k=40))
+    shorter = AttentionPlan(*ids, max_seqlen_q=8, max_seqlen_k=40)
     other = AttentionPlan(ids[0][:2], ids[1][:1], max_seqlen_q=9, max_seqlen_k=40)
-    with pytest.raises(InvalidInputError, match="plan: made for other cu_seqlens_q"):
-        paged_attention(**tensors, max_seqlen_q=9, plan=other)
+    assert_refuses(
+        partial(paged_attention, **tensors, max_seqlen_q=9),
+        {"plan": AttentionPlan(*ids, max_seqlen_q=9, max_seqlen_k=40)},
+        ("plan", shorter, "plan: made for max_seqlen_q 8, expected at least 9"),
+        ("plan", other, "plan: made for other cu_seqlens_q"),
+    )
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 24, 48, 71])

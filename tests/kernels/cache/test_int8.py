@@ -1,7 +1,5 @@
 """Caches of int8: every row with its own scale, wherever the two lie, and the faults that the checks must see."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,30 +8,24 @@ import torch
 import paged.kernels.cache.reshape_and_cache
 import paged.kernels.cache.write
 import paged.kernels.common.cache_kinds
-from paged import InvalidInputError, qk_norm_rope_and_cache
-from paged.kernels.layers import reference as layers_reference
-from tests.kernels.cache.int8_rows import assert_holds_rows
+from paged import qk_norm_rope_and_cache
+from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
 from tests.kernels.faulty import planted
 from tests.tolerance import dtypes
 
-cache_kernels = paged.kernels.cache
-MODULES = (paged.kernels.common.cache_kinds, cache_kernels.write, cache_kernels.reshape_and_cache)
+operation = paged.kernels.cache.reshape_and_cache
+MODULES = (paged.kernels.common.cache_kinds, paged.kernels.cache.write, operation)
 NUM_BLOCKS, BLOCK_SIZE = 5, 8
 UNTOUCHED, UNTOUCHED_SCALE = 77, 7.0
+SLOT = "slot_offset(slots, stride_block, stride_slot, KV"
 
 # fault -> (text of the kernels, what the faulty copy has instead)
 MUTATIONS = {
     "no fault": ("", ""),
     "values are cut off": ("((x + _ROUNDER) - _ROUNDER).to(tl.int8)", "x.to(tl.int8)"),
     "the largest is no step": ("127.0 / tl.maximum", "126.0 / tl.maximum"),
-    "the scale of a neighbour": (
-        "slot_offset(slots, stride_block, stride_slot, KV",
-        "slot_offset(slots ^ 1, stride_block, stride_slot, KV",
-    ),
-    "V's scales for K": (
-        "k_scale_ptr, slots, heads, stride_k_scale_block",
-        "v_scale_ptr, slots, heads, stride_k_scale_block",
-    ),
+    "the scale of a neighbour": (SLOT, SLOT.replace("slots", "slots ^ 1")),
+    "V's scales for K": ("k_scale_ptr, slots, heads, stride_k_scale_b", "v_scale_ptr, slots, heads, stride_k_scale_b"),
     "NaN is forgotten": ("largest / 127.0 + not_finite", "largest / 127.0"),
 }
 
@@ -59,23 +51,37 @@ def _rows(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
+def _assert_holds(
+    cache: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, slack: float = 1e-6
+) -> None:
+    """Each row rounded to the nearest of 255 steps, the largest of which it fills, in its slot, and nothing elsewhere.
+
+    slack: what the values may be off by before they are rounded, relative to the row's largest.
+    """
+    rows, slots, cache, scale = (x.cpu() for x in (rows, slots, cache, scale))
+    place = slots[slots >= 0] // BLOCK_SIZE, slots[slots >= 0] % BLOCK_SIZE
+    rest = torch.ones(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+    rest[place] = False
+    assert (cache[rest] == UNTOUCHED).all()
+    assert (scale[rest] == UNTOUCHED_SCALE).all()
+    rows, cache, scale = rows[slots >= 0].double(), cache[place].double(), scale[place].double()
+    largest, is_finite = rows.abs().amax(-1), rows.isfinite().all(-1)
+    assert torch.equal(scale.isnan(), ~is_finite)
+    torch.testing.assert_close(scale[is_finite], largest[is_finite] / 127, rtol=slack, atol=0)
+    off = (cache * scale.unsqueeze(-1) - rows).abs()
+    assert (off[is_finite] <= ((0.5 + 127 * slack) * scale).unsqueeze(-1)[is_finite]).all()
+    assert (cache.abs().amax(-1)[is_finite] == 127 * (largest[is_finite] > 0)).all()
+
+
 def _check(layout: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     key, value = _rows(head_dim, dtype), _rows(head_dim, dtype)
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:7]
     slots[1] = -1
-    caches = _caches(layout, head_dim, device)
-    k_cache, v_cache, k_scale, v_scale = caches
-    cache_kernels.reshape_and_cache.reshape_and_cache(
-        key.to(device), value.to(device), k_cache, v_cache, slots.to(device), k_scale=k_scale, v_scale=v_scale
-    )
-    written = slots[slots >= 0]
-    for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
-        place = written // BLOCK_SIZE, written % BLOCK_SIZE
-        assert_holds_rows(cache.cpu()[place], scale.cpu()[place], rows[slots >= 0].double())
-        rest = torch.ones(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
-        rest[place] = False
-        assert (cache.cpu()[rest] == UNTOUCHED).all()
-        assert (scale.cpu()[rest] == UNTOUCHED_SCALE).all()
+    k_cache, v_cache, k_scale, v_scale = _caches(layout, head_dim, device)
+    given = (x.to(device) for x in (key, value, k_cache, v_cache, slots))
+    operation.reshape_and_cache(*given, k_scale=k_scale, v_scale=v_scale)
+    _assert_holds(k_cache, k_scale, key, slots)
+    _assert_holds(v_cache, v_scale, value, slots)
 
 
 @pytest.mark.usefixtures("backend")
@@ -97,17 +103,6 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
 
 
 @pytest.mark.usefixtures("backend")
-def test_ties_go_to_even(device: torch.device) -> None:
-    row = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5], device=device).expand(1, 3, 8)
-    k_cache, v_cache, k_scale, v_scale = _caches("apart", 8, device)
-    slots = torch.tensor([9], device=device)
-    cache_kernels.reshape_and_cache.reshape_and_cache(
-        row, row, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale
-    )
-    assert k_cache[1, 1, 0].tolist() == v_cache[1, 1, 2].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
-
-
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "rotary_dim", "interleaved"),
@@ -117,42 +112,14 @@ def test_rotated_keys(
     head_dim: int, v_head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The scale is that of the whole row, whichever part of it holds the largest value."""
-    slots, positions = torch.tensor([17, -1, 0, 15], device=device), torch.tensor([0, 40, 7, 3], device=device)
-    angles = torch.rand(64, rotary_dim // 2) * 6
-    cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)
+    inputs = make_inputs((5, 3, head_dim, v_head_dim, rotary_dim, interleaved), dtype, device)
     weight = torch.rand(head_dim, device=device).to(dtype)
-    q, k, v = (
-        torch.randn(4, heads, size, device=device) for heads, size in ((5, head_dim), (3, head_dim), (3, v_head_dim))
-    )
     for head, column in enumerate((0, rotary_dim // 2 + 1, head_dim - 1)):
-        k[:, head, column] = 30.0
-    v[2, 1, 3] = torch.nan
-    q, k, v = (x.to(dtype) for x in (q, k, v))
+        inputs["k"][:, head, column] = 30.0
+    inputs["v"][2, 1, 3] = torch.nan
     k_cache, _, k_scale, _ = _caches("one storage", head_dim, device)
     _, v_cache, _, v_scale = _caches("one storage", v_head_dim, device)
-    rotated = layers_reference.rotate(layers_reference.rms_norm(k, weight, 1e-5), positions, cos_sin, interleaved)
-    norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-5, "interleaved": interleaved}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    qk_norm_rope_and_cache(q, k, v, k_cache, v_cache, slots, positions, cos_sin, **norms, **scales)
-    kept = slots[slots >= 0].cpu()
-    place = kept // BLOCK_SIZE, kept % BLOCK_SIZE
-    assert_holds_rows(k_cache.cpu()[place], k_scale.cpu()[place], rotated[slots.cpu() >= 0], slack=1e-5)
-    assert_holds_rows(v_cache.cpu()[place], v_scale.cpu()[place], v.cpu().double()[slots.cpu() >= 0])
-    assert (k_cache != UNTOUCHED).any(-1).any(-1).sum() == 3
-
-
-def test_rejects_other_scales(device: torch.device) -> None:
-    rows, slots = torch.randn(1, 3, 16, device=device), torch.tensor([3], device=device)
-    k_cache, v_cache, k_scale, v_scale = _caches("apart", 16, device)
-    for wrong, message in (
-        (None, r"v_scale: None, expected \[5, 8, 3\], a scale for each row of int8"),
-        (torch.ones(3, device=device), r"v_scale: shape \[3\], expected \[5, 8, 3\]"),
-        (v_scale[:4], r"v_scale: shape \[4, 8, 3\]"),
-        (v_scale.half(), "v_scale: dtype torch.float16, expected torch.float32"),
-        (v_scale[:1].expand(5, 8, 3), "v_scale: strides .*, expected no two elements at one address"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            cache_kernels.reshape_and_cache.reshape_and_cache(
-                rows, rows, k_cache, v_cache, slots, k_scale=k_scale, v_scale=wrong
-            )
-    assert (k_cache == UNTOUCHED).all()
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+    qk_norm_rope_and_cache(**inputs, **caches, q_weight=weight, k_weight=weight)
+    _assert_holds(k_cache, k_scale, rotated(inputs["k"], weight, inputs), inputs["slot_mapping"], slack=1e-5)
+    _assert_holds(v_cache, v_scale, inputs["v"], inputs["slot_mapping"])

@@ -1,32 +1,36 @@
-"""reshape_and_cache against its definition, on both backends, over caches of every layout."""
+"""reshape_and_cache against its definition, on all backends, over caches of every layout."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from math import inf, nan
 
 import pytest
 import torch
 
-from paged import InvalidInputError, reshape_and_cache
+from paged import reshape_and_cache
 from paged.kernels.cache import reference
+from tests.kernels.refusals import assert_refuses
+from tests.pairwise import pairwise
 from tests.tolerance import assert_close, dtypes
 
 NUM_BLOCKS, BLOCK_SIZE = 9, 8
+FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
+# What lies outermost: axes of [num_blocks, block_size, num_kv_heads]. "interleaved": K beside V in a block.
+LAYOUTS = {"separate": (0, 1, 2), "interleaved": (), "head-major blocks": (0, 2, 1), "heads outermost": (2, 0, 1)}
 
-# layout -> k_cache and v_cache [num_blocks, block_size, num_kv_heads, head_dim]
-LAYOUTS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
-    "separate": lambda full, blocks, slots, heads, dim: (
-        full(blocks, slots, heads, dim),
-        full(blocks, slots, heads, dim),
-    ),
-    "interleaved": lambda full, blocks, slots, heads, dim: full(blocks, 2, slots, heads, dim).unbind(1),
-    "head-major blocks": lambda full, blocks, slots, heads, dim: (
-        full(2, blocks, heads, slots, dim).transpose(2, 3).unbind(0)
-    ),
-    "heads outermost": lambda full, blocks, slots, heads, dim: (
-        full(2, heads, blocks, slots, dim).permute(0, 2, 3, 1, 4).unbind(0)
-    ),
-}
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def _caches(
+    layout: str, num_heads: int, k_size: int, v_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_cache and v_cache full of NaN."""
+    if layout == "interleaved":
+        sizes = NUM_BLOCKS, 2, BLOCK_SIZE, num_heads, max(k_size, v_size)
+        k_cache, v_cache = torch.full(sizes, nan, device=device).to(dtype).unbind(1)
+        return k_cache[..., :k_size], v_cache[..., :v_size]
+    order, sizes = LAYOUTS[layout], (NUM_BLOCKS, BLOCK_SIZE, num_heads)
+    outer, back = [sizes[axis] for axis in order], [order.index(axis) for axis in range(3)]
+    k_cache, v_cache = (torch.full((*outer, size), nan, device=device).to(dtype) for size in (k_size, v_size))
+    return k_cache.permute(*back, 3), v_cache.permute(*back, 3)
 
 
 def _slots(num_tokens: int, device: torch.device) -> torch.Tensor:
@@ -36,114 +40,59 @@ def _slots(num_tokens: int, device: torch.device) -> torch.Tensor:
     return slots.to(device)
 
 
-def _assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+def _check(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Bit for bit, what is not written too."""
+    slots = torch.stack([_slots(len(key), key.device)] * 2, 1)[:, 0]
+    expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
+    reshape_and_cache(key, value, k_cache, v_cache, slots)
+    for cache, want in zip((k_cache, v_cache), expected, strict=True):
+        torch.testing.assert_close(cache.float(), want.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [
-        *(((7, 3, 80), layout) for layout in LAYOUTS),
-        ((1, 1, 32), "separate"),
-        ((33, 8, 128), "interleaved"),
-        ((5, 2, 256), "separate"),
-        ((5, 2, 512), "head-major blocks"),
-        ((0, 2, 64), "separate"),
-    ],
-)
+SHAPES = [(7, 3, 80, 80), (1, 1, 32, 32), (33, 8, 128, 128), (5, 2, 256, 256), (5, 2, 512, 512), (0, 2, 64, 64)]
+SHAPES += [(7, 3, 192, 128), (7, 3, 72, 512)]
+
+
+@pairwise(shape=SHAPES, layout=list(LAYOUTS), dtype=dtypes(), cache_dtype=[None, *FLOAT8])
 def test_writes_the_slots_and_nothing_else(
-    shape: tuple[int, int, int], dtype: torch.dtype, layout: str, device: torch.device
+    shape: tuple[int, ...], dtype: torch.dtype, layout: str, cache_dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    def full(*sizes: int) -> torch.Tensor:
-        return torch.full(sizes, float("nan"), dtype=dtype, device=device)
-
-    k_cache, v_cache = LAYOUTS[layout](full, NUM_BLOCKS, BLOCK_SIZE, *shape[1:])
-    key, value = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
-    slots = _slots(shape[0], device)
-    expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
-    reshape_and_cache(key, value, k_cache, v_cache, slots)
-    _assert_same(k_cache, expected[0])
-    _assert_same(v_cache, expected[1])
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("sizes", [(192, 128), (72, 512)])
-def test_values_of_another_size(sizes: tuple[int, int], device: torch.device) -> None:
-    key, value = (torch.randn(7, 3, size, device=device) for size in sizes)
-    k_cache, v_cache = (torch.full((NUM_BLOCKS, BLOCK_SIZE, 3, size), torch.nan, device=device) for size in sizes)
-    slots = _slots(7, device)
-    expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
-    reshape_and_cache(key, value, k_cache, v_cache, slots)
-    _assert_same(k_cache, expected[0])
-    _assert_same(v_cache, expected[1])
+    """8-bit floats round and saturate."""
+    num_tokens, num_heads, *sizes = shape
+    key, value = (torch.randn(num_tokens, num_heads, size, device=device).to(dtype) for size in sizes)
+    k_cache, v_cache = _caches(layout, num_heads, *sizes, cache_dtype or dtype, device)
+    if cache_dtype is not None:
+        key, value = key * 200, value * 0.01
+        key[:1, 0, :7] = torch.tensor([448, 470, 6e4, -500, inf, -inf, nan])
+    _check(key, value, k_cache, v_cache)
+    if cache_dtype is not None and num_tokens > 0:
+        assert k_cache.float().nan_to_num().abs().max() == torch.finfo(cache_dtype).max
 
 
-@pytest.mark.usefixtures("backend")
-def test_reads_slices_of_a_fused_projection_and_converts(device: torch.device) -> None:
-    qkv = torch.randn(6, 8, 96, device=device)
-    slots = torch.stack([_slots(6, device)] * 2, 1)[:, 0]
-    k_cache, v_cache = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, 2, 96, dtype=torch.float16, device=device).unbind()
-    expected = reference.reshape_and_cache(qkv[:, 4:6], qkv[:, 6:], k_cache, v_cache, slots)
-    reshape_and_cache(qkv[:, 4:6], qkv[:, 6:], k_cache, v_cache, slots)
-    assert k_cache.any()
-    _assert_same(k_cache, expected[0])
-    _assert_same(v_cache, expected[1])
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", dtypes())
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_8_bit_floats_round_and_saturate(
-    dtype: torch.dtype, cache_dtype: torch.dtype, layout: str, device: torch.device
-) -> None:
-    def full(*sizes: int) -> torch.Tensor:
-        return torch.full(sizes, float("nan"), device=device).to(cache_dtype)
-
-    k_cache, v_cache = LAYOUTS[layout](full, NUM_BLOCKS, BLOCK_SIZE, 3, 80)
-    key, value = (torch.randn(7, 3, 80, device=device).to(dtype) * factor for factor in (200, 0.01))
-    key[0, 1, :6] = torch.tensor([448, 470, 6e4, -500, torch.inf, -torch.inf])
-    key[0, 2, 3] = torch.nan
-    slots = _slots(7, device)
-    expected = reference.reshape_and_cache(key, value, k_cache, v_cache, slots)
-    reshape_and_cache(key, value, k_cache, v_cache, slots)
-    assert k_cache.float().nan_to_num().abs().max() == torch.finfo(cache_dtype).max
-    _assert_same(k_cache.float(), expected[0].float())
-    _assert_same(v_cache.float(), expected[1].float())
-
-
-def _scales(shape: tuple[int, ...] | None, device: torch.device) -> torch.Tensor | None:
-    return None if shape is None else torch.rand(shape, device=device) + 0.1
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, *dtypes()])
+@pytest.mark.parametrize("dtype", [FLOAT8[0], torch.float32])
 @pytest.mark.parametrize(
     ("k_shape", "v_shape", "num_heads"),
     [((), (3,), 3), ((3,), (1,), 3), (None, (3,), 3), ((1,), None, 3), ((1,), (1,), 1)],
 )
 def test_divides_by_the_scale_of_the_head(
-    k_shape: tuple[int, ...] | None,
-    v_shape: tuple[int, ...] | None,
-    num_heads: int,
-    dtype: torch.dtype,
+    k_shape: tuple[int, ...] | None, v_shape: tuple[int, ...] | None, num_heads: int, dtype: torch.dtype,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     key, value = torch.randn(2, 7, num_heads, 80, device=device).unbind()
-    k_cache, v_cache = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, num_heads, 80, device=device).to(dtype).unbind()
-    slots, scales = _slots(7, device), {"k_scale": _scales(k_shape, device), "v_scale": _scales(v_shape, device)}
-    wide = [cache.cpu().double() for cache in (k_cache, v_cache)]
+    caches, slots = _caches("separate", num_heads, 80, 80, dtype, device), _slots(7, device)
+    scales = {
+        name: None if shape is None else torch.rand(shape, device=device) + 0.1
+        for name, shape in (("k_scale", k_shape), ("v_scale", v_shape))
+    }
+    wide = [cache.cpu().double() for cache in caches]
     expected = reference.reshape_and_cache(key, value, *wide, slots, **scales)
-    reshape_and_cache(key, value, k_cache, v_cache, slots, **scales)
-    for name, cache, want, rows in zip(scales, (k_cache, v_cache), expected, (key, value), strict=True):
+    reshape_and_cache(key, value, *caches, slots, **scales)
+    unscaled = reference.reshape_and_cache(key, value, *wide, slots)
+    for scale, cache, want, plain in zip(scales.values(), caches, expected, unscaled, strict=True):
         assert_close(cache, want)
-        unscaled = reference.reshape_and_cache(rows, rows, *wide, slots)[0]
-        assert torch.equal(want, unscaled) == (scales[name] is None)
+        assert torch.equal(want.nan_to_num(), plain.nan_to_num()) == (scale is None)
 
 
-@pytest.mark.usefixtures("backend")
 def test_offsets_beyond_32_bits(device: torch.device) -> None:
     # 2^31 elements lie between block 0 and block 2; the pages between them are never touched, so they cost no memory.
     pool = torch.empty(2**31 + 4096, dtype=torch.float16, device=device)
@@ -155,21 +104,15 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
-    key = torch.randn(3, 2, 32, device=device)
+    key, slots = torch.randn(3, 2, 32, device=device), torch.tensor([0, 5, -1], device=device)
     cache = torch.zeros(4, 8, 2, 32, device=device)
-    slots = torch.tensor([0, 5, -1], device=device)
-    reshape_and_cache(key, key, cache, cache.clone(), slots)
-    with pytest.raises(InvalidInputError, match=r"slot_mapping: shape \[2\], expected \[3\]"):
-        reshape_and_cache(key, key, cache, cache, slots[:2])
-    with pytest.raises(InvalidInputError, match=r"slot_mapping: dtype torch.int32"):
-        reshape_and_cache(key, key, cache, cache, slots.int())
-    with pytest.raises(InvalidInputError, match="value: shape"):
-        reshape_and_cache(key, key[:2], cache, cache, slots)
-    with pytest.raises(InvalidInputError, match=r"k_cache: shape \[4, 8, 1, 32\]"):
-        reshape_and_cache(key, key, cache[:, :, :1], cache, slots)
-    with pytest.raises(InvalidInputError, match="v_cache: last dimension has stride 2"):
-        reshape_and_cache(key, key, cache, torch.zeros(4, 8, 2, 64, device=device)[..., ::2], slots)
-    with pytest.raises(InvalidInputError, match=r"k_cache: dtype torch\.uint8"):
-        reshape_and_cache(key, key, cache.byte(), cache.byte(), slots)
-    with pytest.raises(InvalidInputError, match=r"v_scale: shape \[3\], expected \[\], \[1\] or \[2\]"):
-        reshape_and_cache(key, key, cache, cache, slots, v_scale=torch.ones(3, device=device))
+    sound = {"key": key, "value": key, "k_cache": cache, "v_cache": cache.clone(), "slot_mapping": slots}
+    assert_refuses(
+        reshape_and_cache,
+        sound,
+        ("slot_mapping", slots[:2], r"slot_mapping: shape \[2\], expected \[3\]"),
+        ("value", key[:2], "value: shape"),
+        ("k_cache", cache[:, :, :1], r"k_cache: shape \[4, 8, 1, 32\]"),
+        ("v_cache", torch.zeros(4, 8, 2, 64, device=device)[..., ::2], "v_cache: last dimension has stride 2"),
+        ("v_scale", torch.ones(3, device=device), r"v_scale: shape \[3\], expected \[\], \[1\] or \[2\]"),
+    )

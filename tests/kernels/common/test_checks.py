@@ -1,9 +1,7 @@
 """What every wrapper's tensors must be: values that lie in memory as they are, and those that are written apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from paged import InvalidInputError, UnsupportedError
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.common.checks import check_writable
 from paged.kernels.common.errors import arguments_named
+from tests.fuzz.arguments import without_memory
 from tests.fuzz.kernels.kernel_calls import CALLS
-from tests.fuzz.kernels.test_kernel_arguments import without_memory
 
 ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "negated": torch._neg_view,
@@ -30,38 +28,20 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_tensors_without_values_in_memory(name: str, odd: str) -> None:
+def test_tensors_without_values_in_memory(name: str) -> None:
     """Every tensor of every operation: what reads memory would find other values there, or none."""
     call = CALLS[name]
     given = call.arguments()
     tensors = [argument for argument, each in given.items() if isinstance(each, torch.Tensor)]
-    for argument in tensors:
+    for argument, odd in product(tensors, ODD.values()):
         with pytest.raises(InvalidInputError):
-            call.run(**given | {argument: ODD[odd](given[argument])})
+            call.run(**given | {argument: odd(given[argument])})
     call.run(**given)
 
 
-def test_under_vmap() -> None:
-    weight = torch.rand(8)
-    with pytest.raises(InvalidInputError, match=r"x: .*without memory"):
-        torch.vmap(lambda x: paged.rms_norm(x, weight))(torch.randn(3, 2, 8))
-    with pytest.raises(InvalidInputError, match="without memory"):
-        torch.func.jvp(lambda x: paged.silu_and_mul(x), (torch.randn(2, 8),), (torch.ones(2, 8),))
-
-
-def _norm(x: torch.Tensor, **options: Any) -> torch.Tensor:
-    return paged.rms_norm(x, torch.ones(x.shape[-1]), **options)
-
-
-def _same(tensor: torch.Tensor) -> Callable[[], object]:
-    """A call of several operations with one tensor as two arguments, one of them written."""
-    return lambda: paged.fused_add_rms_norm(tensor, tensor, torch.ones(tensor.shape[-1]))
-
-
 def test_interleaved_tensors_are_apart() -> None:
-    """Query, key and value of one projection, caches with K beside V, and a norm in place."""
+    """Query, key and value of one projection, caches with K beside V, a norm and attention in place."""
     fused = torch.randn(3, 10, 16)
     query, key, value = fused[:, :6], fused[:, 6:8], fused[:, 8:]
     beside = torch.zeros(4, 2, 8, 2, 16)
@@ -72,11 +52,8 @@ def test_interleaved_tensors_are_apart() -> None:
     paged.reshape_and_cache(key, value, together[..., :16], together[..., 16:], slots)
     assert torch.equal(beside[0, :, 5], fused[1, 6:].view(2, 2, 16))
     assert torch.equal(together[0, 5], torch.cat([key[1], value[1]], -1))
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(_norm(x.clone()), _norm(x, out=x))
-
-
-def test_attention_in_place_of_its_queries() -> None:
+    x, weight = torch.randn(3, 16), torch.ones(16)
+    torch.testing.assert_close(paged.rms_norm(x.clone(), weight), paged.rms_norm(x, weight, out=x))
     given = CALLS["paged_attention"].arguments()
     expected = paged.paged_attention(**given)
     torch.testing.assert_close(paged.paged_attention(**given, out=given["q"]), expected)
@@ -87,13 +64,8 @@ def test_overlapping_strides() -> None:
     for shape, stride in [((4, 4), (1, 1)), ((4, 4), (3, 1)), ((2, 3), (0, 1)), ((2, 2, 2), (2, 2, 1))]:
         with pytest.raises(InvalidInputError, match="x: strides"):
             check_writable("x", storage.as_strided(shape, stride))
-    for shape, stride in [
-        ((4, 4), (4, 1)),
-        ((4, 4), (1, 4)),
-        ((1, 4), (0, 1)),
-        ((0, 4), (0, 0)),
-        ((2, 2, 2), (20, 3, 1)),
-    ]:
+    matrices = ((4, 4), (4, 1)), ((4, 4), (1, 4)), ((1, 4), (0, 1)), ((0, 4), (0, 0))
+    for shape, stride in (*matrices, ((2, 2, 2), (20, 3, 1))):
         check_writable("x", storage.as_strided(shape, stride))
 
 
@@ -103,10 +75,9 @@ def test_a_planned_launch_takes_no_other_tensor(monkeypatch: pytest.MonkeyPatch)
     given = CALLS["paged_attention"].arguments()
     plan = paged.AttentionPlan(given["cu_seqlens_q"], given["seq_lens"], max_seqlen_q=9, max_seqlen_k=64)
     expected = paged.paged_attention(**given, plan=plan)
-    for odd in ODD.values():
-        for name in ("q", "k_cache", "v_cache", "block_table"):
-            with pytest.raises(InvalidInputError):
-                paged.paged_attention(**given | {name: odd(given[name])}, plan=plan)
+    for odd, name in product(ODD.values(), ("q", "k_cache", "v_cache", "block_table")):
+        with pytest.raises(InvalidInputError):
+            paged.paged_attention(**given | {name: odd(given[name])}, plan=plan)
     assert torch.equal(paged.paged_attention(**given, plan=plan), expected)
 
 
@@ -121,10 +92,9 @@ def test_gradients_are_refused(device: torch.device) -> None:
     ):
         with pytest.raises(UnsupportedError, match="has no gradients"):
             call()
-        with torch.no_grad():
-            call()
-        with torch.inference_mode():
-            call()
+        for quiet in (torch.no_grad, torch.inference_mode):
+            with quiet():
+                call()
 
 
 def test_a_caller_names_its_own_arguments(device: torch.device) -> None:

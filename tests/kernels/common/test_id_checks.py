@@ -1,7 +1,6 @@
 """Ids out of range: refused on a CPU before anything is written, found on the device where PAGED_CHECK=1."""
 
-from __future__ import annotations
-
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,6 @@ PROBLEM = Problem("", ((1, 40), (3, 3), (0, 5), (9, 30)), block_size=8)
 
 def _int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def _arguments() -> dict[str, Any]:
-    return {**vars(make(PROBLEM, torch.device("cpu"))), "max_seqlen_q": 9}
 
 
 # What is changed of sound arguments -> the message; None where nothing is wrong with it.
@@ -54,7 +49,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 def _faulty(fault: str) -> tuple[dict[str, Any], str | None]:
-    arguments = _arguments()
+    arguments: dict[str, Any] = {**vars(make(PROBLEM, torch.device("cpu"))), "max_seqlen_q": 9}
     changes, message = FAULTS[fault]
     for name, changed in changes.items():
         if name == "block_table":
@@ -64,15 +59,13 @@ def _faulty(fault: str) -> tuple[dict[str, Any], str | None]:
     return arguments, message
 
 
-def _on_host(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("ids on a GPU are trusted")
+on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="ids on a GPU are trusted")
 
 
+@on_host
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("backend")
-def test_attention_refuses_what_it_would_follow(fault: str, device: torch.device) -> None:
-    _on_host(device)
+def test_attention_refuses_what_it_would_follow(fault: str) -> None:
     arguments, message = _faulty(fault)
     out = torch.full_like(arguments["q"], 7.0)
     if message is None:
@@ -85,30 +78,25 @@ def test_attention_refuses_what_it_would_follow(fault: str, device: torch.device
     assert bool((out == 7.0).all())
 
 
-def _sequences(arguments: dict[str, Any]) -> Sequences:
-    ids = (arguments["block_table"], arguments["cu_seqlens_q"], arguments["seq_lens"])
-    num_blocks, block_size = arguments["k_cache"].shape[:2]
-    return Sequences(*ids, len(arguments["q"]), num_blocks, block_size, arguments["max_seqlen_q"], 1 << 30, 1)
-
-
-def _verdict(sequences: Sequences) -> str | None:
+def _verdict(sequences: Sequences) -> str:
     check_sequences_on_device(sequences)
     try:
         check_ids(sequences.block_table.device)
     except InvalidInputError as error:
         return str(error)
-    return None
+    return ""
 
 
 def _first_difference(device: torch.device) -> str | None:
     """The first fault that the kernel on the device judges otherwise than the host does."""
     for fault in FAULTS:
         arguments, message = _faulty(fault)
-        found = _verdict(_sequences(arguments)._replace(**{
-            name: arguments[name].to(device) for name in ("block_table", "cu_seqlens_q", "seq_lens")
-        }))  # fmt: skip
-        name = None if message is None else message.partition(":")[0].partition("\\")[0]
-        if (found is None) != (name is None) or (found and name and not found.startswith(name)):
+        ids = (arguments[name].to(device) for name in ("block_table", "cu_seqlens_q", "seq_lens"))
+        num_blocks, block_size = arguments["k_cache"].shape[:2]
+        limits = num_blocks, block_size, arguments["max_seqlen_q"], 1 << 30, 1
+        found = _verdict(Sequences(*ids, len(arguments["q"]), *limits))
+        name = (message or "").partition(":")[0].partition("\\")[0]
+        if bool(found) != bool(name) or not found.startswith(name):
             return f"{fault}: {found}"
     return None
 
@@ -121,11 +109,10 @@ def test_window_chunk_and_tiles_limit_what_is_read(device: torch.device) -> None
     """Blocks before a window or a chunk may hold anything, but for those that a tile of keys begins in."""
     table, cu, lens = _int32(99, 99, 1, 2).view(1, 4), _int32(0, 1), _int32(30)
     sound = Sequences(table.to(device), cu.to(device), lens.to(device), 1, 3, 8, 1, 13, 1)
-    assert _verdict(sound) is None
-    assert "block_table[0, 1]: 99" in str(_verdict(sound._replace(left=14)))
-    assert "block_table[0, 0]: 99" in str(_verdict(sound._replace(keys_at_once=128)))
-    assert _verdict(sound._replace(left=1 << 30, chunk_size=10)) is None
-    assert "block_table[0, 1]: 99" in str(_verdict(sound._replace(left=1 << 30, chunk_size=15)))
+    assert _verdict(sound) == _verdict(sound._replace(left=1 << 30, chunk_size=10)) == ""
+    assert "block_table[0, 1]: 99" in _verdict(sound._replace(left=14))
+    assert "block_table[0, 0]: 99" in _verdict(sound._replace(keys_at_once=128))
+    assert "block_table[0, 1]: 99" in _verdict(sound._replace(left=1 << 30, chunk_size=15))
 
 
 def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.device) -> None:
@@ -139,18 +126,14 @@ def test_a_found_fault_is_raised_once_by_the_next_checked_call(device: torch.dev
     check_ids(device)
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_each_array_has_its_range(index: int, device: torch.device) -> None:
-    names = ("rows", "slots", "ranks")
-    for value, is_sound in ((-1, True), (-2, False), (9, True), (10, False)):
-        ids = [torch.zeros(2000, dtype=torch.int32, device=device) for _ in names]
-        ids[index][1999] = value
-        check_ids_on_device("add_lora", *(Ids(name, each, -1, 9) for name, each in zip(names, ids, strict=True)))
-        if is_sound:
+@pytest.mark.parametrize("name", ["rows", "slots", "ranks"])
+def test_each_array_has_its_range(name: str, device: torch.device) -> None:
+    ids = {each: torch.zeros(2000, dtype=torch.int32, device=device) for each in ("rows", "slots", "ranks")}
+    for value, message in ((-1, ""), (9, ""), (-2, "-2, expected -1 to 9"), (10, "10, expected -1 to 9")):
+        ids[name][1999] = value
+        check_ids_on_device("add_lora", *(Ids(each, tensor, -1, 9) for each, tensor in ids.items()))
+        with pytest.raises(InvalidInputError, match=rf"{name}\[1999\]: {message}") if message else nullcontext():
             check_ids(device)
-        else:
-            with pytest.raises(InvalidInputError, match=rf"{names[index]}\[1999\]: {value}, expected -1 to 9"):
-                check_ids(device)
 
 
 MUTATIONS = {
@@ -178,28 +161,32 @@ def test_comparison_sees_the_fault(fault: str, tmp_path: Path, device: torch.dev
     assert (difference is None) == (fault == "no fault"), difference
 
 
+@on_host
 @pytest.mark.usefixtures("backend")
-def test_other_operations_refuse_ids_out_of_range(device: torch.device) -> None:
-    _on_host(device)
-    caches = torch.zeros(2, 4, 8, 2, 16)
-    key, table = torch.ones(3, 2, 16), torch.ones(5, 8)
-    sound, beyond = torch.tensor([0, -1, 31]), torch.tensor([0, -1, 32])
-    with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32, expected 31 at most"):
-        paged.reshape_and_cache(key, key, *caches, beyond)
-    in_table = torch.tensor([0, 4, 2])
-    with pytest.raises(InvalidInputError, match=r"slot_mapping\[2\]: 32"):
-        paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, beyond, in_table, table)
-    for wrong in (-1, 5, 2**40):
-        positions = torch.tensor([0, wrong, 2])
-        with pytest.raises(InvalidInputError, match=rf"positions\[1\]: {wrong}, expected 0 to 4"):
-            paged.qk_norm_rope_and_cache(key.clone(), key, key, *caches, sound, positions, table)
-        with pytest.raises(InvalidInputError, match=rf"positions\[1\]: {wrong}, expected 0 to 4"):
-            paged.rotary_embedding(positions, key, None, table)
-    assert bool((caches == 0).all())
-    assert bool((key == 1).all())
-    paged.reshape_and_cache(key, key, *caches, sound)
-    paged.qk_norm_rope_and_cache(key, key, key, *caches, sound, in_table, table)
-    assert float(caches[0, 3, 7].abs().sum()) > 0
+def test_other_operations_refuse_ids_out_of_range() -> None:
+    k_cache, v_cache = torch.zeros(2, 4, 8, 2, 16)
+    key, table, in_table = torch.ones(3, 2, 16), torch.ones(5, 8), torch.tensor([0, 4, 2])
+    written = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": torch.tensor([0, -1, 31])}
+    rotated = {**written, "q": key.clone(), "k": key, "v": key, "positions": in_table, "cos_sin_cache": table}
+    turned = {"positions": in_table, "query": key.clone(), "key": None, "cos_sin_cache": table}
+    beyond = "slot_mapping", torch.tensor([0, -1, 32]), r"slot_mapping\[2\]: 32, expected 31 at most"
+    off = [
+        ("positions", torch.tensor([0, wrong, 2]), rf"positions\[1\]: {wrong}, expected 0 to 4")
+        for wrong in (-1, 5, 2**40)
+    ]
+    for operation, arguments, faults in (
+        (paged.reshape_and_cache, {**written, "key": key, "value": key}, [beyond]),
+        (paged.qk_norm_rope_and_cache, rotated, [beyond, *off]),
+        (paged.rotary_embedding, turned, off),
+    ):
+        for name, wrong, message in faults:
+            with pytest.raises(InvalidInputError, match=message):
+                operation(**{**arguments, name: wrong})
+        assert not k_cache.any()
+        assert all(bool((arguments.get(name, key) == 1).all()) for name in ("q", "query"))
+        operation(**arguments)
+        assert k_cache[3, 7].any() or operation is paged.rotary_embedding
+        k_cache.zero_()
 
 
 def test_paged_check_is_a_word(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +196,5 @@ def test_paged_check_is_a_word(device: torch.device, monkeypatch: pytest.MonkeyP
     for word, is_on in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("PAGED_CHECK", word)
         assert id_checks.checks_on_device() == is_on
-        arguments = {name: each.to(device) if name != "max_seqlen_q" else each for name, each in _arguments().items()}
-        paged_attention(**arguments)
+        paged_attention(**vars(make(PROBLEM, device)), max_seqlen_q=9)
         check_ids(device)

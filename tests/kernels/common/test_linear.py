@@ -1,9 +1,6 @@
 """Products with weights: oneDNN's and PyTorch's own say the same."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,24 +9,30 @@ import torch
 from paged.kernels.common.torch_ops import linear as module
 from paged.kernels.common.torch_ops.linear import linear, pack
 from tests.backends import needs_numba
+from tests.pairwise import pairwise
 from tests.tolerance import assert_close, dtypes
 
+pytestmark = pytest.mark.by_cpu
 
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("has_onednn", [True, False])
-@pytest.mark.parametrize("dtype", dtypes())
-@pytest.mark.parametrize("shape", [(1, 64), (33, 64), (0, 64), (2, 3, 64)])
-def test_matches_float64(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    has_onednn: bool,
-    is_packed: bool,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+
+@pytest.fixture(autouse=True)
+def _no_intel_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
+
+
+@pairwise(
+    shape=[(1, 64), (33, 64), (0, 64), (2, 3, 64)],
+    dtype=(*dtypes(), torch.bfloat16),
+    has_onednn=[True, False],
+    is_packed=[False, True],
+)
+def test_matches_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, has_onednn: bool, is_packed: bool, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     if not has_onednn:
         monkeypatch.setattr(module, "_HAS_ONEDNN", False)
+        monkeypatch.setattr(module, "MULTIPLIES_BF16", False)
     wide = torch.randn(*shape[:-1], 100, device=device).to(dtype) / 8
     x, weight, bias = wide[..., 5:69], torch.randn(40, 64, device=device).to(dtype), torch.randn(40, device=device)
     for given in (None, bias) if dtype == torch.float32 else (None,):  # 16-bit types may round before the bias
@@ -37,21 +40,6 @@ def test_matches_float64(
         out = linear(x, pack(weight) if is_packed else weight, given)
         assert out.dtype == dtype
         assert_close(out, want if given is None else want + given.double())
-
-
-def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
-    weight, half = torch.randn(40, 64, device=device), torch.randn(40, 64, device=device, dtype=torch.float16)
-    packed = pack(weight)
-    assert packed.is_mkldnn == (device.type == "cpu" and module._HAS_ONEDNN)
-    assert pack(packed) is packed
-    assert pack(half) is half
-    monkeypatch.setattr(module, "_HAS_INTEL_MKL", True)
-    assert pack(weight) is weight
-    monkeypatch.setattr(module, "_MKL_BYTES", weight.nbytes - 1)
-    assert pack(weight).is_mkldnn == packed.is_mkldnn
-    monkeypatch.setattr(module, "_HAS_ONEDNN", False)
-    assert pack(weight) is weight
 
 
 @needs_numba
@@ -83,37 +71,14 @@ def test_loops_take_few_rows_of_plain_weights(monkeypatch: pytest.MonkeyPatch) -
     assert taken == [4, 16, 17, 40, 128]
 
 
+@pytest.mark.skipif(not module._HAS_ONEDNN, reason="PyTorch has no oneDNN")
 def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps half a megabyte for each: the memory of a process must not grow with the shapes that come."""
-    given: set[int] = set()
-    multiply = module._multiply
-    if multiply is None:
-        pytest.skip("PyTorch has no oneDNN")
-
-    def recorded(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        given.add(len(x))
-        return multiply(x, *args)
-
-    monkeypatch.setattr(module, "_HAS_INTEL_MKL", False)
-    monkeypatch.setattr(module, "_multiply", recorded)
+    monkeypatch.setattr(module, "_multiply", multiply := Mock(wraps=module._multiply))
     weight, rows = torch.randn(8, 16), torch.randn(200, 16)
     packed = pack(weight)
     for count in range(201):
         out = linear(rows[:count], packed)
         assert out.is_contiguous()
         assert_close(out, rows[:count].double() @ weight.double().T)
-    assert given == {*range(33), *range(48, 209, 16)}
-
-
-def test_a_compiled_graph_holds_no_private_op(device: torch.device) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
-    compiled = torch.compile(linear, fullgraph=True, backend=backend)
-    assert_close(compiled(x, weight), x.double() @ weight.double().T)
-    [target] = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert target is torch.nn.functional.linear
+    assert {len(call.args[0]) for call in multiply.call_args_list} == {*range(33), *range(48, 209, 16)}

@@ -1,14 +1,12 @@
-"""Loops compiled by numba: in bfloat16, which the tests of their families leave to a GPU, on several threads, and where
-they are not asked for or not there."""
+"""Loops compiled by numba: attention, what bfloat16 is to others, which their families' tests leave to a GPU, several
+threads, and where they are not asked for or not there."""
 
-from __future__ import annotations
-
-import ctypes
 import os
 import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -18,26 +16,26 @@ import pytest
 import torch
 
 import paged
-from paged.bench.attention.problem import make
-from paged.kernels.attention import reference
+from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.common import device as device_module
 from paged.kernels.common.launch import forget_launches
 from paged.kernels.common.numba_ops import launch
 from paged.kernels.common.torch_ops import rms_norm as torch_op
-from paged.kernels.layers import reference as layer_reference
 from paged.kernels.moe import reference as moe_reference
 from tests.backends import needs_numba
 from tests.kernels.attention import test_paged_attention as attention
 from tests.kernels.attention.problem import check
 from tests.kernels.cache import test_qk_norm_rope_and_cache as cache
-from tests.kernels.layers import test_rms_norm as norms
-from tests.kernels.layers import test_silu_and_mul as activations
+from tests.kernels.layers import test_layers as layers
 from tests.kernels.moe import test_fused_moe as experts
 from tests.tolerance import assert_close
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16])
 PROBLEMS = [problem for problem in attention.PROBLEMS if problem.dtype == torch.float32 and problem.lengths]
+
+pytestmark = pytest.mark.by_cpu
 
 
 @pytest.fixture(params=[1, 3])
@@ -49,78 +47,64 @@ def _numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
 
 
-def choose_blocks(dtype: torch.dtype, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have products taken in blocks of rows, by AMX or vectors, or by dot products; skip where there is no AMX."""
-    linear = import_module("paged.kernels.common.numba_ops.linear")
-    if in_blocks and dtype == BF16 and not linear.tile_linear.has_tiles():
-        pytest.skip("no tiles")
-    if not in_blocks:
-        monkeypatch.setattr(linear.tile_linear, "has_tiles", lambda: False)
-    monkeypatch.setattr(linear, "_MIN_ROWS_IN_BLOCKS", 0 if in_blocks else 1000)
-
-
 by_numba = [needs_numba, pytest.mark.usefixtures("_numba")]
+by_three_threads = [*by_numba, pytest.mark.parametrize("_numba", [3], indirect=True)]
 
 
-class TestBfloat16:
-    pytestmark = by_numba
+class TestTypes:
+    pytestmark = by_three_threads
 
     @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-    def test_attention(self, problem: attention.Problem) -> None:
-        check(replace(problem, dtype=BF16), CPU, return_lse=False)
+    @TYPES
+    def test_attention(self, dtype: torch.dtype, problem: Problem) -> None:
+        check(replace(problem, dtype=dtype), CPU, return_lse=False)
 
     @pytest.mark.parametrize("shape", [(3, 64), (5, 100), (2, 3, 48), (0, 16)])
     def test_norms(self, shape: tuple[int, ...]) -> None:
-        norms.test_matches_reference(shape, BF16, CPU)
-        norms.test_weights_may_be_more_exact_than_rows(BF16, CPU)
+        layers.test_norms(shape, BF16, CPU)
 
     @pytest.mark.parametrize("with_norm", [False, True])
-    @pytest.mark.parametrize(
-        "sizes", [(4, 2, 64, 64, 64, False), (24, 3, 96, 96, 24, False), (3, 3, 192, 128, 64, True)]
-    )
-    def test_cache_write(self, sizes: tuple[int, int, int, int, int, bool], with_norm: bool) -> None:
-        cache.test_matches_the_composition(*sizes, BF16, with_norm, CPU)
+    @pytest.mark.parametrize("sizes", [cache.SIZES[0], cache.SIZES[2], cache.SIZES[5]], ids=str)
+    def test_cache_write(self, sizes: cache.Sizes, with_norm: bool) -> None:
+        cache.test_matches_the_composition(sizes, BF16, with_norm, None, ("", ""), CPU)
 
     @pytest.mark.parametrize("shape", [(3, 128), (20, 18), (0, 16), (3, 0)])
     def test_activation(self, shape: tuple[int, ...]) -> None:
-        activations.test_matches_reference(shape, BF16, CPU)
+        layers.test_silu(shape, BF16, CPU)
 
     def test_values_that_are_no_numbers(self) -> None:
         """Rounding by arithmetic on bits would make a zero of a NaN, and a NaN of an infinity."""
         inf, nan = torch.inf, torch.nan
         x = torch.tensor([[nan, 1.0, inf, -nan, 2.0, 3.0, -inf, 4.0]], dtype=BF16)
-        out = activations.silu_and_mul(x)
+        out = paged.silu_and_mul(x)
         assert torch.equal(out.isnan(), torch.tensor([[True, False, False, True]]))
         assert out[0, 2] == -inf
-        assert norms.rms_norm(x, torch.ones(8, dtype=BF16)).isnan().all()
+        assert paged.rms_norm(x, torch.ones(8, dtype=BF16)).isnan().all()
+        parts, combined = torch.tensor([[nan, inf, -inf, 1.00390625]]), torch.empty(1, 4, dtype=BF16)
+        combine = import_module("paged.kernels.moe.numba_ops.fused_moe").combine_parts
+        combine(parts, torch.arange(1), torch.ones(1, 1), combined)
+        torch.testing.assert_close(combined, parts.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-def _prompts(seed: int, dtype: torch.dtype) -> attention.Problem:
+def _prompts(seed: int, dtype: torch.dtype) -> Problem:
     """Few queries beside many, whose every size and limit is drawn."""
     draw = random.Random(seed)
     lengths = [(queries, queries + draw.choice((0, draw.randrange(200)))) for queries in (1, draw.randrange(90), 12)]
     lengths.append((draw.randrange(20, 70), draw.randrange(300)))  # may have queries before the first key
     kv_heads = draw.choice((1, 2))
-    sizes = (32, 64, 96, 256, 40) if dtype == BF16 else (32, 24, 64, 33)
-    head_dim = draw.choice(sizes)
-    return attention.Problem(
-        "",
-        tuple(lengths),
-        heads=(kv_heads * draw.choice((1, 2, 3, 5)), kv_heads),
-        head_dim=head_dim,
-        v_head_dim=draw.choice((head_dim, 32)),
-        block_size=draw.choice((1, 5, 16, 24, 128)),
-        dtype=dtype,
-        causal=draw.choice((True, False)),
+    head_dim = draw.choice((32, 64, 96, 256, 40) if dtype == BF16 else (32, 24, 64, 33))
+    return Problem(
+        "", tuple(lengths), head_dim=head_dim, dtype=dtype,
+        heads=(kv_heads * draw.choice((1, 2, 3, 5)), kv_heads), v_head_dim=draw.choice((head_dim, 32)),
+        block_size=draw.choice((1, 5, 16, 24, 128)), causal=draw.choice((True, False)),
         window_size=draw.choice(((-1, -1), (draw.randrange(150), -1), (draw.randrange(40), draw.randrange(40)))),
-        chunk_size=draw.choice((0, 0, draw.randrange(1, 200))),
-        softmax_scale=draw.choice((None, 0.0, 0.3)),
+        chunk_size=draw.choice((0, 0, draw.randrange(1, 200))), softmax_scale=draw.choice((None, 0.0, 0.3)),
         layout=draw.choice(("separate", "head_major")),
-    )
+    )  # fmt: skip
 
 
 class TestPrompts:
-    pytestmark = by_numba
+    pytestmark = by_three_threads
 
     @pytest.mark.parametrize("seed", range(10))
     @pytest.mark.parametrize("kind", ["float32", "tiles", "vectors"])
@@ -132,17 +116,16 @@ class TestPrompts:
         check(_prompts(seed, torch.float32 if kind == "float32" else BF16), CPU, return_lse=False)
 
     @pytest.mark.parametrize("window", [(-1, -1), (20, -1)])
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    @TYPES
     def test_mask_at_every_offset(self, dtype: torch.dtype, window: tuple[int, int]) -> None:
         """Of a block's first query to the steps of 32 keys."""
         lengths = tuple((20, 20 + context) for context in range(32))
-        check(attention.Problem("", lengths, (1, 1), dtype=dtype, window_size=window), CPU, return_lse=False)
+        check(Problem("", lengths, (1, 1), dtype=dtype, window_size=window), CPU, return_lse=False)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    @TYPES
     def test_read_what_they_see_alone(self, dtype: torch.dtype) -> None:
         """Keys that no query sees hold NaN, blocks before all windows are not in the table."""
-        problem = attention.Problem("", ((60, 230), (90, 90)), dtype=dtype, window_size=(20, -1))
-        tensors = make(problem, CPU)
+        tensors = make(Problem("", ((60, 230), (90, 90)), dtype=dtype), CPU)
         for both in (tensors.k_cache, tensors.v_cache):
             both[tensors.block_table[0, 9].long(), :6] = torch.nan  # position 150 is the first that is seen
         tensors.block_table[0, :9] = 2**30
@@ -150,19 +133,28 @@ class TestPrompts:
         assert out.isfinite().all()
 
 
+@pytest.fixture(params=[False, True])
+def in_blocks(request: pytest.FixtureRequest, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Has products taken in blocks of rows, by AMX or vectors, or by dot products; skips without either."""
+    linear = import_module("paged.kernels.common.numba_ops.linear")
+    if request.param and not linear.tile_linear.multiplies(dtype):
+        pytest.skip("neither tiles nor wide vectors")
+    if not request.param:
+        monkeypatch.setattr(linear.tile_linear, "has_tiles", lambda: False)
+    monkeypatch.setattr(linear, "_MIN_ROWS_IN_BLOCKS", 0 if request.param else 1000)
+    return bool(request.param)
+
+
+@TYPES
 class TestExperts:
     pytestmark = by_numba
 
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-    @pytest.mark.parametrize("in_blocks", [False, True])
     @pytest.mark.parametrize("num_tokens", [1, 3, 9, 14, 70])
     def test_match_the_definition(
         self, num_tokens: int, in_blocks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of all numbers of entries an expert, with idle experts, those that are elsewhere, biases and strides."""
-        runs = {"grouped_linear": 0, "linear_and_silu": 0}
-        linear = import_module("paged.kernels.common.numba_ops.linear")
-        choose_blocks(dtype, in_blocks, monkeypatch)
+        linear, runs = import_module("paged.kernels.common.numba_ops.linear"), Counter[str]()
 
         def counted(name: str, product: Callable[..., object]) -> Callable[..., object]:
             def multiply(*tensors: torch.Tensor, **options: bool) -> object:
@@ -172,7 +164,7 @@ class TestExperts:
 
             return multiply
 
-        for name in runs:
+        for name in ("grouped_linear", "linear_and_silu"):
             monkeypatch.setattr(linear, name, counted(name, getattr(linear, name)))
         sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 6, "top_k": 2}
         x, w1, w2, weights, ids = experts.make_inputs(CPU, num_tokens=num_tokens, dtype=dtype, **sizes)
@@ -180,47 +172,39 @@ class TestExperts:
         elsewhere = torch.tensor([0, -1, 1, 2, -1, 3], dtype=torch.int32)
         biases = {"w1_bias": torch.randn(6, 64, dtype=dtype), "w2_bias": torch.randn(6, 64, dtype=dtype)}
         for options in ({}, {"expert_map": elsewhere}, biases, {"activation": "gelu_tanh"}, {"interleaved": True}):
-            inputs = x, w1, w2, weights, ids
             mapped = elsewhere[ids.long()] if "expert_map" in options else ids
             there = x, w1, w2, weights * (mapped >= 0), mapped.clamp(min=0)
             rounded = experts.rounded_moe(there, "numba", options)
-            want = moe_reference.fused_moe(*inputs, **options)
+            want = moe_reference.fused_moe(x, w1, w2, weights, ids, **options)
             assert_close(paged.fused_moe(*strided, weights, ids, **options), want, rounded=rounded)
         is_many = dtype == BF16 and num_tokens > 14
         fused = 3 if in_blocks else 0  # without biases, by SiLU
-        assert runs == {
-            "grouped_linear": 0 if is_many and not in_blocks else 2 * 5 - fused,
-            "linear_and_silu": fused,
-        }
+        assert runs["grouped_linear"] == (0 if is_many and not in_blocks else 2 * 5 - fused)
+        assert runs["linear_and_silu"] == fused
 
     @pytest.mark.parametrize(
         ("num_rows", "num_outputs", "size"),
         [(1, 32, 32), (5, 64, 96), (16, 32, 64), (17, 96, 64), (33, 64, 32), (300, 64, 288), (200, 32, 4096)],
     )
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    @pytest.mark.parametrize("in_blocks", [True], indirect=True)
+    @pytest.mark.usefixtures("in_blocks")
     def test_blocks_of_all_numbers_of_rows(
-        self, dtype: torch.dtype, num_rows: int, num_outputs: int, size: int, monkeypatch: pytest.MonkeyPatch
+        self, dtype: torch.dtype, num_rows: int, num_outputs: int, size: int
     ) -> None:
         """Halves of tiles, odd numbers of steps, several chunks of rows; strides, biases and both orders of gates."""
-        choose_blocks(dtype, True, monkeypatch)
         tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
         x = torch.randn(num_rows, size + 7).to(dtype)[:, :size]
-        weight, bias = (torch.randn(num_outputs, size + 3) / size**0.5).to(dtype), torch.randn(num_outputs).to(dtype)
-        weight = weight[:, :size]
-        want = x.double() @ weight.double().T
+        weight = (torch.randn(num_outputs, size + 3) / size**0.5).to(dtype)[:, :size]
+        bias, want = torch.randn(num_outputs).to(dtype), x.double() @ weight.double().T
         for kind in (dtype, torch.float32):
             assert_close(tiles.linear(x, weight, dtype=kind), want)
             assert_close(tiles.linear(x, weight, bias=bias, dtype=kind), want + bias.double())
         for mode, gate, up in ((tiles.HALVES, *want.chunk(2, 1)), (tiles.IN_TURNS, want[:, ::2], want[:, 1::2])):
             assert_close(tiles.linear(x, weight, mode=mode), torch.nn.functional.silu(gate) * up)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-    @pytest.mark.parametrize("in_blocks", [False, True])
-    def test_groups_of_any_number_of_rows(
-        self, in_blocks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.usefixtures("in_blocks")
+    def test_groups_of_any_number_of_rows(self, dtype: torch.dtype) -> None:
         linear = import_module("paged.kernels.common.numba_ops.linear")
-        choose_blocks(dtype, in_blocks, monkeypatch)
         generator = random.Random(0)
         for _ in range(10):
             lengths = [generator.choice((0, 1, 2, 5, 16, 17, 40)) for _ in range(generator.randint(1, 6))]
@@ -232,66 +216,11 @@ class TestExperts:
                 assert_close(got[begin:end], x[rows[begin:end]].double() @ weight[group].double().T)
                 begin = end
 
-    def test_products_of_pairs_on_processors_without_the_instruction(self, tmp_path: Path) -> None:
-        code = """
-import torch
-from paged.kernels.common.numba_ops import vectors
-vectors._HAS_BF16_PRODUCTS = False
-from paged.kernels.common.numba_ops.linear import grouped_linear
-x, weight = torch.randn(7, 96).bfloat16(), torch.randn(2, 8, 96).bfloat16()
-ends = torch.tensor([3, 7], dtype=torch.int32)
-want = torch.cat((x[:3].double() @ weight[0].double().T, x[3:].double() @ weight[1].double().T))
-torch.testing.assert_close(grouped_linear(x, weight, ends).double(), want, rtol=0, atol=1e-4)
-from paged.kernels.moe.numba_ops.fused_moe import combine_parts
-parts, out = torch.randn(5, 40), torch.empty(5, 40).bfloat16()
-parts[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.00390625])
-combine_parts(parts, torch.arange(5), torch.ones(5, 1), out)
-torch.testing.assert_close(out, parts.bfloat16(), rtol=0, atol=0, equal_nan=True)
-"""
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
 
 class TestRepeatedCalls:
     """Calls that differ from an earlier one in their tensors' addresses alone skip the checks of all but ids."""
 
-    pytestmark = by_numba
-
-    def test_are_not_checked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        x, residual, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
-        qkv = [torch.randn(3, heads, 16) for heads in (4, 2, 2)]
-        k_cache, v_cache = torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 16)
-        where = torch.tensor([1, 9, -1]), torch.tensor([0, 4, 2]), torch.randn(8, 16)
-        tensors = make(attention.Problem("", ((1, 20), (40, 49))), CPU)  # loops for few queries and for many
-        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=40, max_seqlen_k=49)
-
-        def results() -> list[torch.Tensor]:
-            """Of tensors at other addresses."""
-            stream, caches = residual.clone(), (k_cache.clone(), v_cache.clone())
-            rotated = paged.qk_norm_rope_and_cache(*(part.clone() for part in qkv), *caches, *where)
-            attended = paged.paged_attention(**{**vars(tensors), "q": tensors.q.clone()}, max_seqlen_q=40, plan=plan)
-            normed = paged.fused_add_rms_norm(x.clone(), stream, weight)
-            return [
-                paged.rms_norm(x.clone(), weight),
-                *normed,
-                paged.silu_and_mul(x.clone()),
-                rotated,
-                *caches,
-                attended,
-            ]
-
-        first = results()
-
-        def refuse(*_arguments: object, **_options: object) -> None:
-            raise AssertionError("checked again")
-
-        for name in ("layers.rms_norm", "layers.silu_and_mul", "cache.write", "attention.paged_attention"):
-            module = import_module(f"paged.kernels.{name}")
-            for checking in [each for each in vars(module) if each.startswith(("check_", "_check"))]:
-                if checking != "checks_ids":
-                    monkeypatch.setattr(module, checking, refuse)
-        for again, before in zip(results(), first, strict=True):
-            assert torch.equal(again, before)
+    pytestmark = by_three_threads
 
     def test_of_ids_out_of_range_write_nothing(self) -> None:
         q, k, v = (torch.randn(2, heads, 16) for heads in (4, 2, 2))
@@ -302,10 +231,10 @@ class TestRepeatedCalls:
         for slots, positions in (([0, 16], [0, 1]), ([0, 1], [0, 8]), ([0, 1], [-1, 0])):
             with pytest.raises(paged.InvalidInputError, match=r"slot_mapping|positions"):
                 paged.qk_norm_rope_and_cache(q, k, v, *caches, torch.tensor(slots), torch.tensor(positions), angles)
-        assert all(torch.equal(tensor, kept) for tensor, kept in zip((q, *caches), before, strict=True))
+        assert all(map(torch.equal, (q, *caches), before))
 
     def test_over_another_block_table_are_checked(self) -> None:
-        tensors = make(attention.Problem("", ((1, 20), (1, 9))), CPU)
+        tensors = make(Problem("", ((1, 20), (1, 9))), CPU)
         plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=1, max_seqlen_k=20)
         paged.paged_attention(**vars(tensors), max_seqlen_q=1, plan=plan)
         for block in (-1, len(tensors.k_cache), 2**30):
@@ -314,70 +243,28 @@ class TestRepeatedCalls:
             with pytest.raises(paged.InvalidInputError, match="block_table"):
                 paged.paged_attention(**{**vars(tensors), "block_table": table}, max_seqlen_q=1, plan=plan)
 
-    def test_of_other_options_are_others(self) -> None:
-        """What a launch holds as numbers is in its key."""
-        tensors = make(attention.Problem("", ((1, 20), (2, 9))), CPU)
-        plan = AttentionPlan(tensors.cu_seqlens_q, tensors.seq_lens, max_seqlen_q=2, max_seqlen_k=20)
-        for options in (
-            {},
-            {"softmax_scale": 0.5},
-            {"window_size": (3, 0)},
-            {"attention_chunk_size": 4},
-            {"causal": False},
-        ):
-            for _ in range(2):
-                got = paged.paged_attention(**vars(tensors), **options, max_seqlen_q=2, plan=plan)
-                assert_close(got, reference.paged_attention(**vars(tensors), **options)[0])
-        for eps in (1e-6, 1.0):
-            x, weight = torch.randn(3, 64), torch.randn(64)
-            assert_close(paged.rms_norm(x, weight, eps), layer_reference.rms_norm(x, weight, eps))
 
-
-@needs_numba
-def test_vectors_are_what_floats_are() -> None:
-    """exp2 of each kind, over its whole range, and sums of each length."""
-    import numba
-    import numpy as np
-    from numba import types
-
-    from paged.kernels.common.numba_ops import kernel, vectors
-
-    @numba.cfunc(types.void(types.CPointer(types.float32), types.CPointer(types.float32)))
-    def both(x, out):
-        out_of_vector = vectors.exp2_of(vectors.load_vector(x, np.int64(0)))
-        vectors.store_vector(out, np.int64(0), out_of_vector)
-        for i in range(16):
-            out[16 + i] = kernel.exp2(x[i])
-        out[32], out[33] = vectors.sum_of(out_of_vector), vectors.largest_of(out_of_vector)
-
-    steps = torch.linspace(-150, 123.9, 160).tolist() + [-torch.inf] * 16
-    for start in range(0, len(steps), 16):
-        x, out = torch.tensor(steps[start : start + 16]), torch.empty(34)
-        both.ctypes(*(ctypes.cast(each.data_ptr(), ctypes.POINTER(ctypes.c_float)) for each in (x, out)))
-        want = torch.exp2(x.double())
-        for got in (out[:16], out[16:32]):
-            torch.testing.assert_close(got.double(), want, rtol=3e-7, atol=2.0**-126)
-        torch.testing.assert_close(out[32].double(), want.sum(), rtol=1e-6, atol=2.0**-120)
-        assert out[33] == out[:16].max()
-
-
+@pytest.mark.thorough  # numba compiles twice
 @needs_numba
 def test_compiled_code_is_kept_by_what_it_was_made_of(tmp_path: Path) -> None:
     """A change of a device function compiles kernels of other files anew; without one they are read."""
     kernels, copy = Path(paged.__file__).parent / "kernels", tmp_path / "paged" / "kernels"
     shutil.copytree(kernels, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy.parent / "__init__.py").touch()
-    code = "import paged.kernels.layers.numba_ops.silu_and_mul as module; module._silu_and_mul.address"
+    code = """
+import importlib, pathlib, sys
+def kept():
+    for name in [name for name in sys.modules if name.startswith("paged")]:
+        del sys.modules[name]
+    importlib.import_module("paged.kernels.layers.numba_ops.silu_and_mul")._silu_and_mul.address
+    return len(list(pathlib.Path().rglob("*.nbc")))
+assert [kept(), kept()] == [1, 1]
+with open("paged/kernels/common/numba_ops/rms_norm.py", "a") as file:
+    file.write("# changed")
+assert [kept(), kept()] == [2, 2]
+"""
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-
-    def kept() -> int:
-        subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
-        return len(list(tmp_path.rglob("*.nbc")))
-
-    assert [kept(), kept()] == [1, 1]
-    with (copy / "common" / "numba_ops" / "rms_norm.py").open("a") as file:
-        file.write("# changed")
-    assert [kept(), kept()] == [2, 2]
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
 
 
 @needs_numba
@@ -393,9 +280,7 @@ def test_only_where_a_model_has_asked_for_them(monkeypatch: pytest.MonkeyPatch) 
     assert device_module.load_numba()
     assert has_loops(rows)
     assert has_loops(rows.bfloat16(), weights=[rows])
-    assert not has_loops(rows.bfloat16(), rows)
-    assert not has_loops(rows, weights=[half])
-    assert not has_loops(half)
+    assert not any((has_loops(rows.bfloat16(), rows), has_loops(rows, weights=[half]), has_loops(half)))
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     assert not has_loops(rows)
 

@@ -1,7 +1,5 @@
 """Codes as published layouts pack them, by their formulas."""
 
-from __future__ import annotations
-
 import torch
 
 # What the codes 0 to 15 of MXFP4 and NVFP4 stand for.

@@ -1,7 +1,5 @@
 """Random adapters as PEFT saves them, and the checkpoint of a base model into which one was merged."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -12,6 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.models.families import options
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,15 @@ class Adapter:
                 prefix = f"base_model.model.{module}"
                 out_features, in_features = weight.shape
                 for which, shape in (("A", (self.rank, in_features)), ("B", (out_features, self.rank))):
-                    values = torch.randn(shape, generator=generator) / 8
-                    tensors[f"{prefix}.lora_{which}.weight"] = values
+                    tensors[f"{prefix}.lora_{which}.weight"] = torch.randn(shape, generator=generator) / 8
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA",
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "use_rslora": self.rslora,
-            "target_modules": list(self.targets),
-            "bias": "none",
-            "lora_dropout": 0.1,
-            "init_lora_weights": True,
-            "rank_pattern": {},
-            "use_dora": False,
-            "modules_to_save": None,
-        }
+        config = options(
+            """peft_type='LORA' bias='none' lora_dropout=0.1 init_lora_weights=True rank_pattern={} use_dora=False
+            modules_to_save=None"""
+        )
+        config |= {"r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora}
+        config |= {"target_modules": list(self.targets)}
         (folder / "adapter_config.json").write_text(json.dumps(config | settings))
         return folder
 

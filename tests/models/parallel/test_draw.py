@@ -1,7 +1,5 @@
 """Tokens drawn on shards are those drawn from the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle

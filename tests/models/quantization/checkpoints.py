@@ -1,44 +1,28 @@
 """A tiny Llama in every format, and the same weights unpacked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3MoeConfig
 
 from paged.kernels.lora.batch import LoraBatch
 from paged.models.layers.decoder import Linear
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model
+from tests.models.edits import WEIGHTS, edit_config, edit_tensors
 from tests.models.families import tokens
-from tests.models.quantization.compressor import WEIGHTS, compress
+from tests.models.quantization.compressor import compress
 from tests.models.quantization.packers import FORMATS, rounded
 
-# Blocks of 128 in both directions, and projections of two and three of them side by side.
-CONFIG = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=384,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=128,
-    max_position_embeddings=64,
-    initializer_range=0.1,
-)
-MOE_CONFIG = Qwen3MoeConfig(
-    **CONFIG.to_dict() | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
-)
 PROMPT = tokens(9)
+LAYER = "model.layers.0."
 
 
 @dataclass(frozen=True)
@@ -49,26 +33,19 @@ class Folders:
     packed: Path
     plain: Path
 
-    def edit(self, **changes: torch.Tensor | None) -> None:
-        """Replace tensors of the packed one, or take them away; "__" stands for a dot."""
-        file = self.packed / WEIGHTS
-        found = load_file(file)
-        for key, tensor in changes.items():
-            name = "model.layers.0." + key.replace("__", ".")
-            found.pop(name, None)
-            if tensor is not None:
-                found[name] = tensor.contiguous()
-        save_file(found, file)
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of the layer of the packed one."""
+        return load_file(self.packed / WEIGHTS)[LAYER + name]
+
+    def edit(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Replace one of those, or take it away."""
+        changed = {LAYER + name: tensor}
+        edit_tensors(self.packed, lambda t: t.pop(LAYER + name) if tensor is None else t.update(changed))
 
     def configure(self, **changes: Any) -> None:
         """Change the packed one's quantization_config."""
-        file = self.packed / "config.json"
-        config = json.loads(file.read_text())
-        config["quantization_config"] = config.get("quantization_config", {}) | changes
-        file.write_text(json.dumps(config))
-
-    def tensor(self, key: str) -> torch.Tensor:
-        return load_file(self.packed / WEIGHTS)["model.layers.0." + key.replace("__", ".")]
+        config = json.loads((self.packed / "config.json").read_text()).get("quantization_config", {})
+        edit_config(self.packed, quantization_config=config | changes)
 
 
 def write(name: str, base: Path, folder: Path) -> Folders:
@@ -116,15 +93,17 @@ def _rounding(model: PagedCausalLM, how: str, paths: Collection[str]) -> PagedCa
     return model
 
 
-def assert_as_unpacked(folders: Folders, **options: Any) -> None:
+def assert_as_unpacked(folders: Folders, before_rounding: Callable[[], object] = int) -> PagedCausalLM:
     """The packed model's logits are those of the unpacked weights, with activations rounded as the format has it. One
     that falls on another code moves the logits by less than a tenth of what all their rounding does."""
-    packed = load(folders.packed, **options)
+    packed = load(folders.packed)
     got = packed.prefill("a", PROMPT)
-    plain = load(folders.plain, **options).prefill("a", PROMPT)
+    plain = load(folders.plain).prefill("a", PROMPT)
     want, budget = plain, 1e-4 * float(plain.abs().max())
     if how := FORMATS[folders.name].rounds:
-        want = _rounding(load(folders.plain, **options), how, packed_weights(packed)).prefill("a", PROMPT)
+        before_rounding()
+        want = _rounding(load(folders.plain), how, packed_weights(packed)).prefill("a", PROMPT)
         budget += 0.1 * float((want - plain).abs().max())
     error = float((got - want).abs().max())
     assert error < budget, f"largest error {error:.1e}, expected below {budget:.1e}"
+    return packed

@@ -1,7 +1,5 @@
 """Checkpoints that compressed-tensors writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.models.quantization.packers import STATIC, Tensors
-
-WEIGHTS = "model.safetensors"
+from tests.models.edits import WEIGHTS, Tensors
+from tests.models.quantization.packers import STATIC
 
 
 def compress(tensors: Tensors, config: dict[str, Any], folder: Path) -> Tensors:

@@ -1,37 +1,30 @@
 """Experts whose weights are packed run as the same weights unpacked do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional
 
-from paged.errors import CheckpointError, UnsupportedError
+from paged.errors import UnsupportedError
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.layers import sparse_moe
-from tests.models.families import save_checkpoint
-from tests.models.quantization.checkpoints import MOE_CONFIG, PROMPT, WEIGHTS, Folders, load, packed_weights
-from tests.models.quantization.checkpoints import _rounding as rounding
-from tests.models.quantization.packers import FORMATS, rounded
+from tests.models.edits import assert_refused
+from tests.models.families import PACKABLE, save_checkpoint
+from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load
+from tests.models.quantization.packers import rounded
 
 MLP = "model.layers.0.mlp"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the projections of every expert as tensors of their own."""
     folder = tmp_path_factory.mktemp("experts")
-    save_checkpoint(MOE_CONFIG, folder)
-    found = load_file(folder / WEIGHTS)
-    experts = f"{MLP}.experts"
-    pairs = zip(*(found.pop(f"{experts}.{name}", ()) for name in ("gate_up_proj", "down_proj")), strict=True)
-    for expert, (gate_up, down) in enumerate(pairs):
-        parts = dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True))
-        found |= {f"{experts}.{expert}.{name}.weight": part.contiguous() for name, part in parts.items()}
-    save_file(found, folder / WEIGHTS)
+    save_checkpoint(PACKABLE["experts"], folder)
+    assert f"{MLP}.experts.3.up_proj.weight" in load_file(folder / WEIGHTS)
     return folder
 
 
@@ -47,28 +40,19 @@ def _one_by_one(
     return out
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize(
     "folders",
     ["awq", "fp8 blocks", "gptq", "float-quantized rows", "nvfp4-pack-quantized", "pack-quantized", "gptq_v2 8 bits"],
     indirect=True,
 )
 def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a ten thousandth, or a tenth of what the format's rounding of activations does."""
-    packed = load(folders.packed)
-    got = packed.prefill("a", PROMPT)
-    plain = load(folders.plain).prefill("a", PROMPT)
-    want, budget = plain, 1e-4 * float(plain.abs().max())
-    if how := FORMATS[folders.name].rounds:
-        monkeypatch.setattr(sparse_moe, "fused_moe", _one_by_one)
-        want = rounding(load(folders.plain), how, packed_weights(packed)).prefill("a", PROMPT)
-        budget += 0.1 * float((want - plain).abs().max())
-    assert (got - want).abs().max() < budget
+    packed = assert_as_unpacked(folders, lambda: monkeypatch.setattr(sparse_moe, "fused_moe", _one_by_one))
     summary = summarize(folders.packed)
     assert summary.parameters == summarize(folders.plain).parameters == packed.num_parameters()
     assert summary.weight_bytes == packed.parameter_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folders", ["nvfp4-pack-quantized"], indirect=True)
 def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Triton."""
@@ -78,7 +62,6 @@ def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(load(folders.packed).prefill("a", PROMPT), want, rtol=0, atol=1e-3)
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
@@ -89,17 +72,13 @@ def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     indirect=["folders"],
 )
 def test_what_experts_do_not_take(folders: Folders, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"experts.0.gate_proj: .*{message}"):
-        load(folders.packed)
+    assert_refused(folders.packed, rf"experts.0.gate_proj: .*{message}", UnsupportedError)
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize("folders", ["nvfp4-pack-quantized"], indirect=True)
 def test_gate_and_up_of_other_sizes(folders: Folders) -> None:
-    name = "mlp__experts__1__up_proj__weight_global_scale"
-    folders.edit(**{name: 2 * folders.tensor(name)})
-    with pytest.raises(UnsupportedError, match="another scale of all weights of gate than of up"):
-        load(folders.packed)
-    folders.edit(**{name: None})
-    with pytest.raises(CheckpointError, match=r"experts.1.up_proj.weight_global_scale: missing in"):
-        load(folders.packed)
+    name = "mlp.experts.1.up_proj.weight_global_scale"
+    folders.edit(name, 2 * folders.tensor(name))
+    assert_refused(folders.packed, "another scale of all weights of gate than of up", UnsupportedError)
+    folders.edit(name, None)
+    assert_refused(folders.packed, r"experts.1.up_proj.weight_global_scale: missing in")

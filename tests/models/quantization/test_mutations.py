@@ -1,7 +1,5 @@
 """A reader with one fault each gives other logits, and the test of all formats sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +9,9 @@ import torch
 from paged.kernels.quantization import repack
 from paged.models.quantization import compressed_tensors, eight_bit, four_bit_floats, gptq
 from paged.models.quantization.eight_bit import EightBit
+from tests.models.edits import Tensors
 from tests.models.quantization.checkpoints import Folders, assert_as_unpacked
 
-pytestmark = pytest.mark.usefixtures("_fast")
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -23,73 +21,51 @@ def _changed(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     return lambda patch: patch.setattr(owner, name, lambda *args, **named: change(original, *args, **named))
 
 
-def _swapped(original: Any, words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    codes: torch.Tensor = original(words, num_bits)
-    return codes.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-
-
-def _swapped_bytes(original: Any, name: str, packed: torch.Tensor) -> Any:
-    return original(name, (packed << 4) | (packed >> 4))
-
-
-def _neighbours_scale(original: Any, codes: Any, scale: torch.Tensor, *rest: Any) -> Any:
-    return original(codes, scale.roll(1, 1), *rest)
-
-
-def _neighbours_scale_of_floats(original: Any, weight: Any, scale: torch.Tensor, **rest: Any) -> Any:
-    return original(weight, scale.view(torch.uint8).roll(1, 1).view(scale.dtype), **rest)
-
-
-def _zeros_off_by_one(original: Any, codes: Any, scale: Any, zeros: torch.Tensor, *rest: Any) -> Any:
-    return original(codes, scale, zeros + 1, *rest)
-
-
-def _other_version(original: Any, *args: Any, format_version: int, **rest: Any) -> Any:
-    return original(*args, format_version=3 - format_version, **rest)
-
-
-def _other_groups(original: Any, *args: Any, weight_g_idx: torch.Tensor, **rest: Any) -> Any:
-    return original(*args, weight_g_idx=weight_g_idx.roll(1), **rest)
-
-
-def _transposed_blocks(original: Any, layout: EightBit, tensors: dict[str, torch.Tensor], columns: int) -> Any:
+def _transposed_blocks(original: Any, layout: EightBit, tensors: Tensors, columns: int) -> Any:
     scale = tensors[layout.scale_name]
     return original(layout, {**tensors, layout.scale_name: scale.T.reshape(scale.shape)}, columns)
 
 
-def _other_input_scale(original: Any, *args: Any, input_scale: torch.Tensor, **rest: Any) -> Any:
-    return original(*args, input_scale=input_scale * 3, **rest)
+def _with(**changes: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """Named arguments become other ones."""
+    return lambda original, *args, **named: original(
+        *args, **{name: changes[name](value) if name in changes else value for name, value in named.items()}
+    )
 
 
-FAULTS: list[tuple[str, str, Patch]] = [
-    ("swapped nibbles", "pack-quantized", _changed(repack, "_unpack", _swapped)),
-    ("swapped nibbles", "gptq", _changed(repack, "_unpack", _swapped)),
-    ("swapped nibbles", "awq", _changed(repack, "_unpack", _swapped)),
-    ("swapped nibbles", "modelopt NVFP4", _changed(repack, "_e2m1_codes", _swapped_bytes)),
-    ("swapped nibbles", "mxfp4-pack-quantized", _changed(repack, "_e2m1_codes", _swapped_bytes)),
-    ("neighbour's scale", "pack-quantized", _changed(repack, "_from_codes", _neighbours_scale)),
-    ("neighbour's scale", "awq", _changed(repack, "_from_codes", _neighbours_scale)),
-    ("neighbour's scale", "nvfp4-pack-quantized", _changed(four_bit_floats, "from_nvfp4", _neighbours_scale_of_floats)),
-    ("neighbour's scale", "mxfp4-pack-quantized", _changed(four_bit_floats, "from_mxfp4", _neighbours_scale_of_floats)),
-    ("zeros off by one", "gptq_v2 8 bits", _changed(repack, "_from_codes", _zeros_off_by_one)),
-    ("zeros off by one", "awq", _changed(repack, "_from_codes", _zeros_off_by_one)),
-    ("zeros off by one", "pack-quantized zeros, order", _changed(repack, "_from_codes", _zeros_off_by_one)),
-    ("the other version", "gptq zeros, order", _changed(gptq, "from_gptq", _other_version)),
-    (
-        "another order",
-        "pack-quantized zeros, order",
-        _changed(compressed_tensors, "from_compressed_tensors", _other_groups),
-    ),
-    ("transposed blocks", "fp8 blocks", _changed(EightBit, "pack", _transposed_blocks)),
-    ("transposed blocks", "float-quantized blocks", _changed(EightBit, "pack", _transposed_blocks)),
-    ("thrice the input's scale", "fp8 static", _changed(eight_bit, "QuantizedWeight", _other_input_scale)),
-    ("thrice the input's scale", "int-quantized static", _changed(eight_bit, "QuantizedWeight", _other_input_scale)),
+SWAPPED = _changed(repack, "_unpack", lambda read, *args: read(*args).unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
+SWAPPED_BYTES = _changed(repack, "_e2m1_codes", lambda read, name, codes: read(name, (codes << 4) | (codes >> 4)))
+NEIGHBOUR = _changed(repack, "_from_codes", lambda make, codes, scale, *rest: make(codes, scale.roll(1, 1), *rest))
+ZEROS = _changed(repack, "_from_codes", lambda make, codes, scale, zeros, *rest: make(codes, scale, zeros + 1, *rest))
+NVFP4, MXFP4 = (
+    _changed(
+        four_bit_floats,
+        name,
+        lambda make, codes, scale, **rest: make(codes, scale.view(torch.uint8).roll(1, 1).view(scale.dtype), **rest),
+    )
+    for name in ("from_nvfp4", "from_mxfp4")
+)
+VERSION = _changed(gptq, "from_gptq", _with(format_version=lambda version: 3 - version))
+ORDER = _changed(compressed_tensors, "from_compressed_tensors", _with(weight_g_idx=lambda groups: groups.roll(1)))
+BLOCKS = _changed(EightBit, "pack", _transposed_blocks)
+INPUTS = _changed(eight_bit, "QuantizedWeight", _with(input_scale=lambda scale: scale * 3))
+FAULTS: list[tuple[str, Patch, list[str]]] = [
+    ("swapped nibbles", SWAPPED, ["pack-quantized", "gptq", "awq"]),
+    ("swapped nibbles", SWAPPED_BYTES, ["modelopt NVFP4", "mxfp4-pack-quantized"]),
+    ("neighbour's scale", NEIGHBOUR, ["pack-quantized", "awq"]),
+    ("neighbour's scale", NVFP4, ["nvfp4-pack-quantized"]),
+    ("neighbour's scale", MXFP4, ["mxfp4-pack-quantized"]),
+    ("zeros off by one", ZEROS, ["gptq_v2 8 bits", "awq", "pack-quantized zeros, order"]),
+    ("the other version", VERSION, ["gptq zeros, order"]),
+    ("another order", ORDER, ["pack-quantized zeros, order"]),
+    ("transposed blocks", BLOCKS, ["fp8 blocks", "float-quantized blocks"]),
+    ("thrice the input's scale", INPUTS, ["fp8 static", "int-quantized static"]),
 ]
 
 
 @pytest.mark.parametrize(
     ("folders", "fault"),
-    [pytest.param(name, fault, id=f"{what}, {name}") for what, name, fault in FAULTS],
+    [pytest.param(name, fault, id=f"{what}, {name}") for what, fault, names in FAULTS for name in names],
     indirect=["folders"],
 )
 def test_a_fault_is_seen(folders: Folders, fault: Patch, monkeypatch: pytest.MonkeyPatch) -> None:

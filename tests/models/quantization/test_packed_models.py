@@ -1,6 +1,4 @@
-"""Packed models in every way that models run: graphs, compiled, adapted, mixed, and through Triton's kernels."""
-
-from __future__ import annotations
+"""Packed models give the logits of their unpacked weights, in every way that models run, and those of transformers."""
 
 import json
 from pathlib import Path
@@ -8,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from paged import LlmExecutor
+from paged import LlmExecutor, QuantizedWeight
 from paged.batch import UnifiedBatchItem
-from paged.errors import CheckpointError
 from paged.executors.command_line.checkpoint_summary import summarize
+from paged.kernels.quantization.gemm import row_counts
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.quantization import packed_weights as packing
+from paged.models.warmup import run_packed
+from tests.models.edits import assert_refused, edit_config
+from tests.models.families import forward, logits_of
 from tests.models.lora.folders import Adapter
 from tests.models.quantization.checkpoints import PROMPT, WEIGHTS, Folders, assert_as_unpacked, load, packed_weights
 from tests.models.quantization.packers import FORMATS
@@ -23,8 +25,22 @@ some_formats = pytest.mark.parametrize("folders", ["fp8 blocks", "gptq zeros, or
 one_format = pytest.mark.parametrize("folders", ["pack-quantized"], indirect=True)
 
 
+def _thorough(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.thorough) for name in names]
+
+
+@pytest.mark.parametrize("folders", FORMATS, indirect=True)
+def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed at once, and 128 rows of the widest projections at a time; the head where the configuration says so."""
+    config = FORMATS[folders.name].config
+    is_packed = config.get("lm_head", False) or config.get("ignore") == []
+    assert ("lm_head" in packed_weights(assert_as_unpacked(folders))) == is_packed
+    monkeypatch.setattr(packing, "_MOST_CODES", 128 * 384)
+    assert_as_unpacked(folders)
+
+
 @pytest.mark.parametrize(
-    "folders", ["awq", "fp8 blocks", "int-quantized static", "nvfp4-pack-quantized"], indirect=True
+    "folders", ["fp8 blocks", *_thorough("awq", "int-quantized static", "nvfp4-pack-quantized")], indirect=True
 )
 def test_kernels_in_16_bits(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Triton: float16 logits within what its rounding, and that of activations, moves those of float32."""
@@ -39,7 +55,6 @@ def test_kernels_in_16_bits(folders: Folders, monkeypatch: pytest.MonkeyPatch) -
     assert (got - want).abs().max() < budget
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize("folders", FORMATS, indirect=True)
 def test_bytes_are_as_promised(folders: Folders) -> None:
     """Of the device, before and after the model is loaded, and of the files; a packed model has no plain copy."""
@@ -61,43 +76,19 @@ def test_bytes_are_as_promised(folders: Folders) -> None:
     assert least < num_bytes < least + projections * 1.2 / 8 + 4 * 7 * 384
 
 
-@pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize(
-    ("folders", "num_runs"),
-    [
-        ("gptq", (1, 1)),
-        ("fp8 blocks", (1, 1)),
-        ("fp8 static", (1, 1)),
-        ("gptq zeros, order", (3, 2)),
-        ("modelopt NVFP4", (2, 1)),
-    ],
-    indirect=["folders"],
-)
-def test_projections_that_agree_are_one_product(folders: Folders, num_runs: tuple[int, int]) -> None:
-    packed = packed_weights(load(folders.packed))
-    assert {path: len(weights.runs) for path, weights in packed.items()} == {
-        "layers.0.self_attn.qkv_proj": num_runs[0],
-        "layers.0.self_attn.o_proj": 1,
-        "layers.0.mlp.gate_up_proj": num_runs[1],
-        "layers.0.mlp.down_proj": 1,
-    }
-
-
-@pytest.mark.usefixtures("_fast")
 @some_formats
 def test_graphs_and_batches(folders: Folders) -> None:
     """Padded steps over static inputs, and sequences side by side, give each its own logits."""
     model, eager = load(folders.packed, cuda_graphs=(4,)), load(folders.packed)
     model.prepare()
     for one in (model, eager):
-        one.unified_forward([UnifiedBatchItem("a", PROMPT), UnifiedBatchItem("b", PROMPT[:5])])
+        forward(one, {"a": PROMPT, "b": PROMPT[:5]})
     got = model.decode_batch_with_full_logits([("a", 3, 9), ("b", 4, 5)])
     assert model.num_graph_replays == 1
     torch.testing.assert_close(got[0], eager.decode("a", 3, 9), rtol=0, atol=1e-3)
     torch.testing.assert_close(got[1], eager.decode("b", 4, 5), rtol=0, atol=1e-3)
 
 
-@pytest.mark.usefixtures("_fast")
 @some_formats
 def test_forward_is_one_graph(folders: Folders) -> None:
     torch._dynamo.reset()
@@ -107,7 +98,6 @@ def test_forward_is_one_graph(folders: Folders) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("_fast")
 @one_format
 def test_an_adapter_adds_to_the_product(folders: Folders, tmp_path: Path) -> None:
     adapter = Adapter(["q_proj", "v_proj", "down_proj"])
@@ -122,30 +112,6 @@ def test_an_adapter_adds_to_the_product(folders: Folders, tmp_path: Path) -> Non
     torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
-@pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize(
-    ("folders", "change"),
-    [
-        ("fp8 blocks", {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp"]}),
-        ("fp8 static", {"ignored_layers": ["gate_proj", "up_proj", "down_proj"]}),
-        ("pack-quantized", {"ignore": ["re:.*\\.mlp\\..*_proj$", "lm_head"]}),
-        ("gptq", {"dynamic": {"-:.*\\.mlp\\..*": {}}}),
-        ("modelopt NVFP4", {"ignore": ["model.layers.0.mlp*", "lm_head"]}),
-        ("awq", {"modules_to_not_convert": ["mlp"]}),
-        ("awq", {"modules_to_not_convert": [r"model.layers.\d+.mlp.(gate|up|down)_proj"]}),
-    ],
-    indirect=["folders"],
-)
-def test_modules_that_stay_plain(folders: Folders, change: dict[str, Any]) -> None:
-    plain = load_file(folders.plain / WEIGHTS)
-    tensors = {name: each for name, each in load_file(folders.packed / WEIGHTS).items() if ".mlp." not in name}
-    save_file(tensors | {name: each for name, each in plain.items() if ".mlp." in name}, folders.packed / WEIGHTS)
-    folders.configure(**change)
-    assert len(packed_weights(load(folders.packed))) == 2
-    assert_as_unpacked(folders)
-
-
-@pytest.mark.usefixtures("_fast")
 @one_format
 def test_targets_by_name_pattern_and_class(folders: Folders) -> None:
     """Every group says in its own way what it packs; a name counts before a pattern, and that before a class."""
@@ -159,41 +125,66 @@ def test_targets_by_name_pattern_and_class(folders: Folders) -> None:
     assert_as_unpacked(folders)
 
 
-@pytest.mark.usefixtures("_fast")
-@pytest.mark.parametrize(
-    "folders",
-    ["gptq", "gptq_v2 8 bits", "mxfp4-pack-quantized", "pack-quantized", "pack-quantized 8 bits"],
-    indirect=True,
-)
-def test_the_head_is_packed_where_the_configuration_says_so(folders: Folders) -> None:
-    config = FORMATS[folders.name].config
-    is_packed = config.get("lm_head", False) or config.get("ignore") == []
-    assert ("lm_head" in packed_weights(load(folders.packed))) == is_packed
-
-
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize("folders", ["modelopt NVFP4"], indirect=True)
 def test_a_configuration_beside_config_json(folders: Folders) -> None:
-    file = folders.packed / "config.json"
-    config = json.loads(file.read_text())
-    del config["quantization_config"]
-    file.write_text(json.dumps(config))
-    quantization = {
-        "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": "FP8",
-        "group_size": 16,
-        "exclude_modules": ["lm_head"],
-    }
+    edit_config(folders.packed, "quantization_config")
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    quantization |= {"exclude_modules": ["lm_head"]}
     (folders.packed / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     assert_as_unpacked(folders)
     assert summarize(folders.packed).supported
 
 
-@pytest.mark.usefixtures("_fast")
 @pytest.mark.parametrize("folders", ["gptq"], indirect=True)
 def test_biases_of_nothing(folders: Folders) -> None:
-    folders.edit(self_attn__q_proj__bias=torch.zeros(256))
+    folders.edit("self_attn.q_proj.bias", torch.zeros(256))
     assert_as_unpacked(folders)
-    folders.edit(self_attn__q_proj__bias=torch.ones(256))
-    with pytest.raises(CheckpointError, match=r"q_proj.bias: unexpected tensor"):
-        load(folders.packed)
+    folders.edit("self_attn.q_proj.bias", torch.ones(256))
+    assert_refused(folders.packed, r"q_proj.bias: unexpected tensor")
+
+
+@pytest.mark.parametrize("folders", ["gptq zeros, order"], indirect=True)
+def test_every_kernel_is_launched_beforehand(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of as few rows as take each tile, of each run."""
+    model = load(folders.packed)
+    counts: dict[int, list[int]] = {}
+
+    def recorded(x: torch.Tensor, weight: QuantizedWeight, **_: Any) -> torch.Tensor:
+        counts.setdefault(weight.values.data_ptr(), []).append(len(x))
+        return x
+
+    monkeypatch.setattr(packing, "quantized_linear", recorded)
+    run_packed(model.network, 3000)
+    for weights in packed_weights(model).values():
+        for _, weight in weights.runs:
+            assert set(counts[weight.values.data_ptr()]) >= set(row_counts(3000, weight, torch.float32))
+
+
+# It rounds int8 activations by a token's largest / 127.5; kernels that serve, as ours, by the largest / 127.
+COMPRESSED = [name for name, each in FORMATS.items() if each.make is None and name != "int-quantized rows"]
+
+
+@pytest.mark.parametrize("folders", COMPRESSED, indirect=True)
+def test_logits_as_transformers_reads(folders: Folders) -> None:
+    """With activations rounded as the configuration says, but for those in 4 bits, which stay as they are."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.compiler.set_stance("force_eager"):  # as in `compress`
+        model = AutoModelForCausalLM.from_pretrained(folders.packed, dtype=torch.float32)
+        model.hf_quantizer.compressor.decompress_model(model)
+    is_nvfp4 = folders.name == "nvfp4-pack-quantized"
+    for module in model.modules() if is_nvfp4 else ():
+        module.quantization_enabled = False
+    want = logits_of(torch.nn.Module.float(model), PROMPT)[-1]
+    got = load(folders.packed).prefill("a", PROMPT)
+    # compressed-tensors unpacks NVFP4 to bfloat16.
+    assert (got - want).abs().max() < (2e-2 if is_nvfp4 else 1e-4) * want.abs().max()
+
+
+@pytest.mark.parametrize("folders", ["fp8 blocks"], indirect=True)
+def test_weights_as_transformers_reads(folders: Folders) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    config = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folders.packed, dtype=torch.float32, quantization_config=config)
+    torch.testing.assert_close(model.state_dict(), load_file(folders.plain / WEIGHTS), rtol=1e-6, atol=0)

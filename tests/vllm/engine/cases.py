@@ -1,7 +1,5 @@
 """What the engines are run with, under vLLM's own backend and under ours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +27,11 @@ class Case:
 
 _CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # where it finds one NUMA node vLLM places no second worker itself
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_PARALLEL: dict[str, Any] = {"env": _CORES, "like": "Llama"}
 CASES = (
     Case("Llama"),
     Case(
-        "Llama, compiled by inductor, blocks of vLLM's choice",
-        options={"enforce_eager": False, "block_size": None},
-        like="Llama",
+        "Llama, compiled, blocks of vLLM's choice", options={"enforce_eager": False, "block_size": None}, like="Llama"
     ),
     Case("Gemma 2: softcap, sliding window", model="gemma2"),
     Case("Gemma 3: sliding window, q/k norm", model="gemma3"),
@@ -42,13 +39,9 @@ CASES = (
     Case("Qwen3-MoE", model="qwen3-moe"),
     Case("LoRA on every other prompt", options={"enable_lora": True, "max_lora_rank": 8}, adapter=True),
     Case("n-gram speculation", options={"speculative_config": _NGRAM}, like="Llama"),
-    Case("tensor parallel 2", options={"tensor_parallel_size": 2}, env=_CORES, like="Llama"),
-    Case(  # run eagerly, vLLM's CPU worker skips the warm-up in which a second stage makes its buffers
-        "pipeline parallel 2, compiled",
-        options={"pipeline_parallel_size": 2, "enforce_eager": False},
-        env=_CORES,
-        like="Llama",
-    ),
+    Case("tensor parallel 2", options={"tensor_parallel_size": 2}, **_PARALLEL),
+    # Run eagerly, vLLM's CPU worker skips the warm-up in which a second stage makes its buffers.
+    Case("pipeline parallel 2, compiled", options={"pipeline_parallel_size": 2, "enforce_eager": False}, **_PARALLEL),
     Case(
         "decode context parallel 2",
         model="one KV head",
@@ -56,10 +49,9 @@ CASES = (
         env=_CORES,
         vllm_fails="Context Parallelism is not supported on CPU",
     ),
-    Case(  # which has a kernel of Triton's for every mean
-        "batch-invariant mode",
-        env={"VLLM_BATCH_INVARIANT": "1"},
-        vllm_fails="'function' object is not subscriptable",
+    # It has a kernel of Triton's for every mean.
+    Case(
+        "batch-invariant mode", env={"VLLM_BATCH_INVARIANT": "1"}, vllm_fails="'function' object is not subscriptable"
     ),
     Case("float16", dtype="float16", by_error=True),
     Case("bfloat16", dtype="bfloat16", by_error=True),

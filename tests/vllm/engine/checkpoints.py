@@ -1,23 +1,12 @@
 """Tiny checkpoints of random weights, without tokenizers, and an adapter, for engines to load."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, HEAD_DIM = 512, 128, 4, 4, 32
 _COMMON: dict[str, Any] = {
@@ -25,16 +14,17 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "max_position_embeddings": 1024,
     "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 8}
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_COMMON),
-    "one KV head": lambda: LlamaConfig(**{**_COMMON, "num_key_value_heads": 1}),
-    "gemma2": lambda: Gemma2Config(**_COMMON, sliding_window=32, query_pre_attn_scalar=HEAD_DIM),
-    "gemma3": lambda: Gemma3TextConfig(**_COMMON, sliding_window=32, query_pre_attn_scalar=HEAD_DIM),
-    "gpt-oss": lambda: GptOssConfig(**_COMMON, **_EXPERTS, sliding_window=32),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-    ),
+_WINDOW = {"sliding_window": 32}
+_SCALED = {**_WINDOW, "query_pre_attn_scalar": HEAD_DIM}
+_ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+# The family, and what it has besides _COMMON.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "one KV head": ("Llama", {"num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", _SCALED),
+    "gemma3": ("Gemma3Text", _SCALED),
+    "gpt-oss": ("GptOss", {"num_experts_per_tok": 2, "num_local_experts": 8, **_WINDOW}),
+    "qwen3-moe": ("Qwen3Moe", _ROUTED),
 }
 
 
@@ -43,7 +33,9 @@ def checkpoint(folder: Path, name: str, dtype: str) -> Path:
     path = folder / f"{name.replace(' ', '-')}-{dtype}"
     if not (path / "config.json").exists():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+        family, options = CONFIGS[name]
+        config = getattr(transformers, f"{family}Config")(**{**_COMMON, **options})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() >= 3 or parameter_name.endswith("sinks"):  # which are made without values
                 torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() >= 3 else 1.0)

@@ -5,13 +5,12 @@ others. Prints a table, and ends with 1 where ours differs, or fails where vLLM'
 whose name contains it again, `--version 0.32` that one alone; the table has the last results of all.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,12 @@ from tests.vllm.engine.cases import CASES, Case
 
 OURS, THEIRS = "CUSTOM", "CPU_ATTN"
 TIME_LIMIT_S = 3600
+# Of the cache, GiB. A function is sent to the workers to ask for their layers, which they take for insecure.
 _ENVIRONMENT = {
-    "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the workers to ask for their layers
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+    "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
 Results = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -78,9 +72,8 @@ def _cell(case: Case, results: Results) -> tuple[str, bool]:
         ratio = ours["error"] / theirs["error"]
         return f"error {ours['error']:.2e}, vLLM's {theirs['error']:.2e}", ratio <= 1.05
     equal = sum(a == b for a, b in zip(ours["tokens"], theirs["tokens"], strict=True))
-    has_hits = (
-        ours["cached"] > 0 or "block_size" in case.options
-    )  # vLLM's own blocks are longer than what prompts share
+    # vLLM's own blocks are longer than what prompts share.
+    has_hits = ours["cached"] > 0 or "block_size" in case.options
     return f"{equal} of {len(ours['tokens'])} texts", equal == len(ours["tokens"]) and has_hits
 
 
@@ -91,19 +84,16 @@ def main() -> None:
     parser.add_argument("--version", default="")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    installed = subprocess.run(
-        [sys.executable, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"],
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
+    installed = version("vllm-cpu")
     paths = {installed: ""} | {path.name.removeprefix("vllm-"): str(path) for path in sorted(folder.glob("vllm-0.*"))}
     checkpoints, log = folder / "checkpoints", folder / "engines.log"
     checkpoints.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
     cells: dict[str, list[str]] = {case.name: [] for case in CASES}
     is_right = True
-    for version, python_path in paths.items():
-        results = checkpoints / f"results-{version}.jsonl"
-        if version.startswith(arguments.version):
+    for number, python_path in paths.items():
+        results = checkpoints / f"results-{number}.jsonl"
+        if number.startswith(arguments.version):
             if not arguments.only:
                 results.unlink(missing_ok=True)
             cases = [case for case in CASES if arguments.only in case.name]
@@ -118,7 +108,7 @@ def main() -> None:
             text, holds = _cell(case, found)
             cells[case.name].append(text if holds else f"**{text}**")
             is_right &= holds
-    print("| case |", " | ".join(f"vLLM {version}" for version in paths), "|")
+    print("| case |", " | ".join(f"vLLM {number}" for number in paths), "|")
     print("|---|" + "---|" * len(paths))
     for name, texts in cells.items():
         print(f"| {name} |", " | ".join(texts), "|")

@@ -5,8 +5,6 @@ Each adds a line to the file RESULTS, beside which the checkpoints lie: {"case",
 {"failed": why}.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -57,10 +55,9 @@ def _serve(case: Case, backend: str, folder: Path) -> dict[str, Any]:
         lora = LoRARequest("adapter", 1, str(adapter(folder))) if case.adapter else None
         given = [{"prompt_token_ids": prompt} for prompt in prompts()]
         requests = [lora if index % 2 else None for index in range(len(given))] if lora else None
-        sampling = SamplingParams(
-            temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False,
-            logprobs=VOCABULARY if case.by_error else None,
-        )  # fmt: skip
+        logprobs = VOCABULARY if case.by_error else None
+        greedy = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
+        sampling = SamplingParams(**greedy, logprobs=logprobs)
         outputs = []
         for _ in range(2):  # the second time most of each prompt is in the prefix cache
             outputs += llm.generate(given, sampling, use_tqdm=False, lora_request=requests)

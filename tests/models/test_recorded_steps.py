@@ -1,0 +1,104 @@
+"""Decode steps on a CPU: recordings of numba's loops, and what is said of those that cannot be recorded."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged.errors import InvalidInputError
+from paged.executors.llm_executor import LlmExecutor
+from paged.models.graph_recorder import Unrecorded, graph_recorder
+from tests.backends import needs_numba
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
+from tests.models.stepping import begin, decode, make
+
+CPU = torch.device("cpu")
+by_numba = pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba)], indirect=True)
+
+
+@pytest.mark.by_cpu
+@by_numba
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_recorded(llama_folder: Path, dtype: torch.dtype, is_packed: bool, backend: str) -> None:
+    """Decodes alone, of the sizes that there are by default; drafts run as they do without."""
+    recorded, eager = (make(llama_folder, graphs, dtype=dtype) for graphs in (None, False))
+    for model in (recorded, eager) if is_packed else ():
+        model.pack()
+        model.graphs.capture()
+    assert recorded.graphs.num_unrecorded == 0
+    for model in (recorded, eager):
+        begin(model, (7, 3, 12, 1, 18))
+    for number, names in enumerate([(4, 1, 0), (0, 1, 2, 3, 4), (3,), *((4, 2, 0),) * 5]):
+        expected, before = decode(eager, names, number), recorded.num_graph_replays
+        assert_same_logits(decode(recorded, names, number), expected)
+        assert recorded.num_graph_replays == before + 1
+    with pytest.raises(InvalidInputError, match="token id 128"):
+        recorded.decode(3, 128, 3)
+    for model in (recorded, eager):
+        model.forward_verify(3, [1, 2, 3])
+    assert recorded.num_graph_replays == before + 1
+    assert_same_logits(decode(recorded, (3, 0), 9), decode(eager, (3, 0), 9))
+
+
+@pytest.mark.by_cpu
+@by_numba
+@pytest.mark.parametrize("name", ["cohere2", "gemma4_moe", "glm4_moe", "llama4", "ministral3", "qwen3_moe"])
+def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
+    """Layer norms, sorting, reads by index, experts; in bfloat16 experts of large steps depend on the processor."""
+    save_checkpoint(FAMILIES[name], tmp_path)
+    recorded, eager = (make(tmp_path, graphs, dtype=torch.bfloat16) for graphs in (None, False))
+    for model in (recorded, eager):
+        begin(model, (7, 3, 12, 1, 18))
+    for number, names in enumerate([(4, 1, 0), (3,), *((4, 2, 0),) * 3]):
+        assert_same_logits(decode(recorded, names, number), decode(eager, names, number))
+    assert recorded.num_graph_replays == 5
+
+
+@pytest.mark.by_cpu
+@by_numba
+def test_what_is_not_recorded(
+    tmp_path: Path, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention that no loop computes, which a warning names, and steps without loops."""
+    save_checkpoint(FAMILIES["gpt_oss"], tmp_path)
+    options = {"num_blocks": 8, "max_seq_len": 32}
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    executors = {"torch": LlmExecutor.from_pretrained(llama_folder, **options)}
+    with caplog.at_level(logging.WARNING, "paged"):
+        executors["torch"].warmup()
+        assert "not recorded" not in caplog.text
+        monkeypatch.setenv("PAGED_BACKEND", "numba")
+        executors["numba"] = LlmExecutor.from_pretrained(tmp_path, **options)
+        executors["numba"].warmup()
+    [warning] = [record for record in caplog.records if "not recorded" in record.getMessage()]
+    assert warning.name == "paged"
+    assert "they run paged_attention" in warning.getMessage()
+    for name, executor in executors.items():
+        begin(executor.model, (3,))
+        assert decode(executor.model, (0,), 1).isfinite().all()
+        assert executor.status().graph_replays == 0
+        count = 8 if name == "numba" else 0  # all sizes that 8 blocks have
+        assert executor.status().unrecorded_steps == executor.model.graphs.num_unrecorded == count
+
+
+@by_numba
+def test_what_cannot_be_recorded_is_called_again(backend: str) -> None:
+    x, calls = torch.zeros(2), list[list[float]]()
+    repeat = graph_recorder(CPU)(lambda: calls.append(x.add_(1).tolist()))
+    assert isinstance(repeat, Unrecorded)
+    assert repeat.obstacle == "Tensor.tolist"
+    repeat()
+    assert calls == [[1.0, 1.0], [2.0, 2.0]]
+    added = graph_recorder(CPU)(lambda: calls.append(x.add_(1)))  # type: ignore[arg-type]
+    added()
+    assert not isinstance(added, Unrecorded)
+    assert (x.tolist(), len(calls)) == ([4.0, 4.0], 3)
+
+
+def test_calls_stand_in_without_numba() -> None:
+    calls: list[int] = []
+    replay = graph_recorder(CPU)(lambda: calls.append(len(calls)))
+    replay()
+    assert calls == [0, 1]
