@@ -217,5 +217,6 @@ def _shown(value: Any) -> Any:
         return {xml_text(name): _shown(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_shown(item) for item in value]
-    is_huge = isinstance(value, int) and abs(value) > _LARGEST
-    return math.copysign(math.inf, value) if is_huge else value
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return value

@@ -22,6 +22,8 @@ def check_is_tensor(name: str, tensor: object) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise InvalidInputError(f"{name}: layout {layout}, expected {torch.strided}")
+    if tensor.is_quantized:
+        raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected one that PyTorch does not quantize")
     if tensor.is_neg():  # kernels read memory, which holds what is still to be negated
         raise InvalidInputError(f"{name}: a view that negates, expected its resolve_neg()")
     try:

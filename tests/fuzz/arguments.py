@@ -40,7 +40,7 @@ def odd(kind: str, expression: str, given: Any) -> Any:
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """One whose storage was given back, as sharded training does between steps."""
-    freed = tensor.clone()
+    freed = torch.empty_like(tensor)  # which reads nothing, as `tensor` may have no memory either
     freed.untyped_storage().resize_(0)
     return freed
 
