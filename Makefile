@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TYPES := $(BIN)/mypy -p paged
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 CHECKED := bench executors kernels models paged tests
 
@@ -17,23 +18,25 @@ REHEARSE ?= .rehearse
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all check format picture compile record soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all check lint format picture compile record soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
 
-# What a contributor runs; test-all runs the rest, which is marked thorough, and the tests that need vLLM's files.
-test: check
-	$(PYTEST) -m 'not thorough'
+# What a contributor runs, types beside tests; test-all runs the rest, which is marked thorough, and the tests that need vLLM's files.
+test: lint
+	@echo "$(TYPES) &"; $(TYPES) & types=$$!; $(PYTEST) -m 'not thorough'; status=$$?; wait $$types && exit $$status
 
 test-all: $(VLLM)
 	$(PYTEST) -m thorough --ignore tests/vllm
 	PYTHONPATH=$(VLLM) $(PYTEST) tests/vllm tests/bench/moe/test_peer_vllm.py tests/kernels/test_compile.py -k 'vllm or peer'
 
-check: $(VENV)/installed-dev
+check: lint
+	$(TYPES)
+
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/ruff check $(CHECKED)
-	$(BIN)/mypy -p paged
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format $(CHECKED)
