@@ -25,10 +25,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("block_shape", "dtype"),
     [
+        ((8, 2, 32), torch.float32),
         ((8, 2, 80), torch.bfloat16),
         ((16, 5, 64), torch.float16),  # 10 KB: more than one program a block
         ((7,), torch.float16),  # addresses that 2 bytes divide, no more
+        ((3, 5), torch.uint8),
         ((16, 2, 80), torch.float8_e4m3fn),
+        ((3, 1), torch.float32),
     ],
 )
 def test_copies_bits_in_every_cache(block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -47,15 +50,27 @@ def test_interleaved_caches_and_device_pairs(device: torch.device) -> None:
     assert torch.equal(_bits(pool[:, 1]), _bits(before[COPIED, 1]))
 
 
+def test_nothing_to_copy(device: torch.device) -> None:
+    cache = torch.arange(12.0, device=device).view(3, 4)
+    copy_blocks([], PAIRS)
+    copy_blocks([cache], [])
+    copy_blocks([cache], torch.empty(0, 2, dtype=torch.int64, device=device))
+    assert torch.equal(cache, torch.arange(12.0, device=device).view(3, 4))
+
+
 def test_rejects_what_clashes_lies_outside_or_differs(device: torch.device) -> None:
     cache = torch.zeros(6, 4, 4, device=device)
+    beside = torch.zeros(6, 2, 4, 4, device=device)[:, 0]
     assert_refuses(
         copy_blocks,
         {"caches": [cache, cache.clone()], "block_pairs": PAIRS},
         ("block_pairs", [(4, 0), (1, 4)], r"block_pairs\[1\]: destination 4 is a source too"),
         ("block_pairs", torch.tensor([(4, 0), (1, 0)]), r"block_pairs\[1\]: destination 0 appears twice"),
         ("block_pairs", [(0, 6)], r"block_pairs\[0\]: block 6, expected 0 to 5"),
+        ("block_pairs", [(-1, 2)], r"block_pairs\[0\]: block -1"),
+        ("block_pairs", [(1, 2, 3)], r"block_pairs\[0\]: \(1, 2, 3\)"),
         ("block_pairs", torch.tensor(PAIRS, dtype=torch.int32), "block_pairs: dtype"),
         ("caches", [cache, cache[:5]], r"caches\[1\]: shape"),
+        ("caches", [cache, beside], r"caches\[1\]: strides"),
         ("caches", [cache.transpose(1, 2)], "expected every block contiguous"),
     )

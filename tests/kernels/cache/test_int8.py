@@ -11,6 +11,7 @@ import paged.kernels.common.cache_kinds
 from paged import qk_norm_rope_and_cache
 from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
 from tests.kernels.faulty import planted
+from tests.kernels.refusals import assert_refuses
 from tests.tolerance import dtypes
 
 operation = paged.kernels.cache.reshape_and_cache
@@ -103,6 +104,15 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
 
 
 @pytest.mark.usefixtures("backend")
+def test_ties_go_to_even(device: torch.device) -> None:
+    row = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5], device=device).expand(1, 3, 8)
+    k_cache, v_cache, k_scale, v_scale = _caches("apart", 8, device)
+    given = row, row, k_cache, v_cache, torch.tensor([9], device=device)
+    operation.reshape_and_cache(*given, k_scale=k_scale, v_scale=v_scale)
+    assert k_cache[1, 1, 0].tolist() == v_cache[1, 1, 2].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", dtypes())
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "rotary_dim", "interleaved"),
@@ -123,3 +133,18 @@ def test_rotated_keys(
     qk_norm_rope_and_cache(**inputs, **caches, q_weight=weight, k_weight=weight)
     _assert_holds(k_cache, k_scale, rotated(inputs["k"], weight, inputs), inputs["slot_mapping"], slack=1e-5)
     _assert_holds(v_cache, v_scale, inputs["v"], inputs["slot_mapping"])
+
+
+def test_rejects_other_scales(device: torch.device) -> None:
+    rows, slots = torch.randn(1, 3, 16, device=device), torch.tensor([3], device=device)
+    k_cache, v_cache, k_scale, v_scale = _caches("apart", 16, device)
+    sound = {"key": rows, "value": rows, "k_cache": k_cache.clone(), "v_cache": v_cache, "slot_mapping": slots}
+    assert_refuses(
+        operation.reshape_and_cache,
+        {**sound, "k_scale": k_scale, "v_scale": v_scale},
+        ("v_scale", None, r"v_scale: None, expected \[5, 8, 3\], a scale for each row of int8"),
+        ("v_scale", torch.ones(3, device=device), r"v_scale: shape \[3\], expected \[5, 8, 3\]"),
+        ("v_scale", v_scale[:4], r"v_scale: shape \[4, 8, 3\]"),
+        ("v_scale", v_scale.half(), "v_scale: dtype torch.float16, expected torch.float32"),
+        ("v_scale", v_scale[:1].expand(5, 8, 3), "v_scale: strides .*, expected no two elements at one address"),
+    )

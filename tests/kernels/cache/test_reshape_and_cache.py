@@ -69,6 +69,12 @@ def test_writes_the_slots_and_nothing_else(
         assert k_cache.float().nan_to_num().abs().max() == torch.finfo(cache_dtype).max
 
 
+def test_reads_slices_of_a_fused_projection_and_converts(device: torch.device) -> None:
+    _, key, value = torch.randn(6, 8, 96, device=device).split([4, 2, 2], 1)
+    k_cache, v_cache = _caches("separate", 2, 96, 96, torch.float16, device)
+    _check(key, value, k_cache, v_cache)
+
+
 @pytest.mark.parametrize("dtype", [FLOAT8[0], torch.float32])
 @pytest.mark.parametrize(
     ("k_shape", "v_shape", "num_heads"),
@@ -111,8 +117,10 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         reshape_and_cache,
         sound,
         ("slot_mapping", slots[:2], r"slot_mapping: shape \[2\], expected \[3\]"),
+        ("slot_mapping", slots.int(), "slot_mapping: dtype torch.int32"),
         ("value", key[:2], "value: shape"),
         ("k_cache", cache[:, :, :1], r"k_cache: shape \[4, 8, 1, 32\]"),
         ("v_cache", torch.zeros(4, 8, 2, 64, device=device)[..., ::2], "v_cache: last dimension has stride 2"),
+        ("k_cache", cache.byte(), r"k_cache: dtype torch\.uint8"),
         ("v_scale", torch.ones(3, device=device), r"v_scale: shape \[3\], expected \[\], \[1\] or \[2\]"),
     )

@@ -42,6 +42,20 @@ def test_matches_float64(
         assert_close(out, want if given is None else want + given.double())
 
 
+def test_packs_once_and_only_what_a_cpu_multiplies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, half = torch.randn(40, 64, device=device), torch.randn(40, 64, device=device, dtype=torch.float16)
+    packed = pack(weight)
+    assert packed.is_mkldnn == (device.type == "cpu" and module._HAS_ONEDNN)
+    assert pack(packed) is packed
+    assert pack(half) is half
+    monkeypatch.setattr(module, "_HAS_INTEL_MKL", True)
+    assert pack(weight) is weight
+    monkeypatch.setattr(module, "_MKL_BYTES", weight.nbytes - 1)
+    assert pack(weight).is_mkldnn == packed.is_mkldnn
+    monkeypatch.setattr(module, "_HAS_ONEDNN", False)
+    assert pack(weight) is weight
+
+
 @needs_numba
 def test_loops_take_few_rows_of_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float32, where MKL takes the others: one after the other, then in blocks."""
@@ -82,3 +96,12 @@ def test_numbers_of_rows_share_products(monkeypatch: pytest.MonkeyPatch) -> None
         assert out.is_contiguous()
         assert_close(out, rows[:count].double() @ weight.double().T)
     assert {len(call.args[0]) for call in multiply.call_args_list} == {*range(33), *range(48, 209, 16)}
+
+
+def test_a_compiled_graph_holds_no_private_op(device: torch.device) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
+    compiled = torch.compile(linear, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert_close(compiled(x, weight), x.double() @ weight.double().T)
+    [target] = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert target is torch.nn.functional.linear
