@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Hypothesis also draws numbers and texts of the modules that are imported, so that what a test draws would depend on
+# the tests before it.
+_NO_CONSTANTS = providers._local_constants
+providers._get_local_constants = lambda: _NO_CONSTANTS
 
 
 def _patch_triton_once_a_launch() -> None:

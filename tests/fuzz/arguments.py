@@ -33,7 +33,9 @@ def odd(kind: str, expression: str, given: Any) -> Any:
     if not isinstance(given, torch.Tensor):
         return given
     try:
-        return value(expression, x=given, without_memory=without_memory)
+        made = value(expression, x=given, without_memory=without_memory)
+        is_negated = isinstance(made, torch.Tensor) and made.dtype == torch.bool and made.is_neg()
+        return given if is_negated else made  # PyTorch itself cannot read such
     except (RuntimeError, IndexError, TypeError):  # NotImplementedError is one of the first
         return given
 

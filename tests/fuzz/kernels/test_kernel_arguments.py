@@ -46,7 +46,8 @@ def _with_ids(given: Any, entries: list[tuple[int, int]]) -> Any:
         return given
     changed, limits = given.clone(), torch.iinfo(given.dtype)
     for position, identity in entries:
-        changed.view(-1)[position % changed.numel()] = min(max(identity, limits.min), limits.max)
+        index = torch.unravel_index(torch.tensor(position % changed.numel()), changed.shape)  # of any strides
+        changed[index] = min(max(identity, limits.min), limits.max)
     return changed
 
 
