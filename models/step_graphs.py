@@ -222,8 +222,9 @@ class StepGraphs:
                         text = "steps of %d tokens are not recorded, and take longer: they run %s"
                         _LOG.warning(text, shape.num_tokens, replay.obstacle)
                     self.num_unrecorded += 1
-                if not (self._recorded_only and isinstance(replay, Unrecorded)):
-                    self._replays[shape] = replay
+                    if self._recorded_only:
+                        continue
+                self._replays[shape] = replay
         self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
 
     def _forward(self, shape: GraphShape) -> Callable[[], None]:

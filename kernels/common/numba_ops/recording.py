@@ -79,7 +79,7 @@ class Recording:
         name = operation._schema.name
         if self._is_reading or operation.is_view or name in _EMPTY:
             return
-        results = result if isinstance(result, tuple) else (result,)
+        results = _as_tuple(result)
         if operation.namespace not in _NAMESPACES or _is_unsteady(operation, args):
             self._stop_at(name)
         elif operation._schema.is_mutable:
@@ -101,13 +101,16 @@ def _is_unsteady(operation: Any, args: Any) -> bool:
     return not _UNSTEADY.isdisjoint(operation.tags)
 
 
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
 def _run(operation: Callable[..., object], args: Any, kwargs: dict[str, Any]) -> None:
     operation(*args, **kwargs)
 
 
 def _write(to: tuple[torch.Tensor, ...], operation: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    result = operation(*args, **kwargs)
-    for old, new in zip(to, result if isinstance(result, tuple) else (result,), strict=True):
+    for old, new in zip(to, _as_tuple(operation(*args, **kwargs)), strict=True):
         old.copy_(new)
 
 
