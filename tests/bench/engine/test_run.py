@@ -49,6 +49,7 @@ def test_texts_must_agree() -> None:
         check_same_texts(texts, [*texts[:17], [0], [1], [2]], 2)
 
 
+@pytest.mark.thorough
 def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "_NUM_PROMPTS", 6)
     monkeypatch.setattr(throughput, "_NEW_TOKENS", 3)

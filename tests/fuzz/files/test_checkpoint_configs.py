@@ -67,7 +67,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@fuzz(CONFIGS, examples=6, thorough=50)
+@fuzz(CONFIGS, examples=5, thorough=50)
 def test_config_fields(case: dict[str, Any], folder_of: Any, unchanged: Any) -> None:
     """What loads computes what the unchanged checkpoint does, unless the family reads the key."""
     folder = folder_of(case["family"])
@@ -99,7 +99,7 @@ def sharded(folder_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@fuzz(st.tuples(st.sampled_from(IN_INDEX), TEXTS | FILE_NAMES), examples=5, thorough=20)
+@fuzz(st.tuples(st.sampled_from(IN_INDEX), TEXTS | FILE_NAMES), examples=3, thorough=20)
 def test_index_fields(case: tuple[list[str], str], sharded: Path, unchanged: Any) -> None:
     changed = with_field(json.loads((sharded / INDEX).read_text()), case[0], value(case[1]))
     outcome = load_changed(sharded, {INDEX: changed})
@@ -122,7 +122,7 @@ ADAPTERS = st.fixed_dictionaries(
 )
 
 
-@fuzz(ADAPTERS, examples=5, thorough=20)
+@fuzz(ADAPTERS, examples=3, thorough=20)
 def test_adapter_fields(case: dict[str, Any], folder: Path, adapter: Path) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
     changed = with_field(config, case["path"], value(case["text"]))

@@ -77,7 +77,7 @@ def test_headers_of_weights(case: Any, folder: Path) -> None:
     load_changed(folder, {WEIGHTS: changed((folder / WEIGHTS).read_bytes(), case)})
 
 
-@fuzz(CHANGES, examples=5, thorough=20)
+@fuzz(CHANGES, examples=3, thorough=20)
 def test_headers_of_adapters(case: Any, folder: Path, adapter: Path) -> None:
     content = changed((adapter / ADAPTER_WEIGHTS).read_bytes(), case)
     load_changed(folder, {ADAPTER_WEIGHTS: content}, adapter)

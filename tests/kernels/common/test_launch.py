@@ -12,12 +12,13 @@ import torch
 import paged
 from paged.kernels.common import launch
 from paged.kernels.common.launch import Box, Launch, call_key, forget_launches, keep, known
-from tests.backends import BACKENDS
+from tests.backends import needs_numba
 from tests.conftest import DEVICE
 
 pytest.importorskip("triton", reason="without it nothing is launched")
 
 HEAD_DIM, BLOCK_SIZE = 8, 8
+LAUNCHED = ["triton", pytest.param("numba", marks=[needs_numba, pytest.mark.thorough])]
 
 
 class Variant(NamedTuple):
@@ -160,7 +161,7 @@ def _differs(operation: Callable[[Variant], list[torch.Tensor]], variants: list[
     )
 
 
-@pytest.mark.parametrize("backend", [BACKENDS[0], BACKENDS[2]], indirect=True)
+@pytest.mark.parametrize("backend", LAUNCHED, indirect=True)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__.strip("_"))
 def test_a_call_gives_what_it_gives_alone(operation: Callable[[Variant], list[torch.Tensor]], backend: str) -> None:
     """Among calls that differ in one thing, and one that differs in all."""
