@@ -10,14 +10,15 @@ import torch
 from paged.kernels.common.device import use_triton, wants_loops
 from paged.kernels.common.numba_ops.recording import Recording
 
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Calls a function that reads and writes tensors which stay where they are, and returns what repeats its work on
-whatever they then hold."""
+Begin = Callable[[], Callable[[], None]]
+"""Plans a step over tensors that stay where they are, and returns a function that runs it."""
+Record = Callable[[Begin], Callable[[], None]]
+"""Runs a step, and returns what repeats its work on whatever its tensors then hold."""
 
 
 @dataclass(frozen=True)
 class Unrecorded:
-    """In place of a recording: calls the function again, as `obstacle`, an operation in it, cannot be recorded."""
+    """In place of a recording: plans and runs the step again, as `obstacle`, an operation in it, cannot be recorded."""
 
     run: Callable[[], None]
     obstacle: str
@@ -38,7 +39,10 @@ class CudaGraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, begin: Begin) -> Callable[[], None]:
+        def run() -> None:
+            begin()()
+
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         # Kernels are compiled and loaded, and workspaces made, while nothing is captured: none of it can be done then.
@@ -54,8 +58,8 @@ class CudaGraphRecorder:
 
 
 def graph_recorder(device: torch.device) -> Record:
-    """The one for tensors on `device`. On a CPU without numba kernels it returns the function itself, and `Unrecorded`
-    where the function does what a `Recording` does not know."""
+    """The one for tensors on `device`. On a CPU without numba kernels steps are run anew, as are those (`Unrecorded`)
+    that do what a `Recording` does not know."""
     if device.type == "cuda":
         return CudaGraphRecorder(device).record
     return _record if records_loops(device) else _call
@@ -66,16 +70,21 @@ def records_loops(device: torch.device) -> bool:
     return device.type == "cpu" and wants_loops() and not use_triton(device)
 
 
-def _record(run: Callable[[], None]) -> Callable[[], None]:
+def _record(begin: Begin) -> Callable[[], None]:
+    def run_anew() -> None:
+        begin()()
+
+    run = begin()
+    run()  # which binds the operations: that reads values, and a repetition need not
     recording = Recording(run)
 
     def repeat() -> None:
         if not recording.repeat():  # an error, which is raised where it is found anew
-            run()
+            run_anew()
 
-    return Unrecorded(run, recording.obstacle) if recording.obstacle else repeat
+    return Unrecorded(run_anew, recording.obstacle) if recording.obstacle else repeat
 
 
-def _call(run: Callable[[], None]) -> Callable[[], None]:
-    run()
-    return run
+def _call(begin: Begin) -> Callable[[], None]:
+    begin()()
+    return lambda: begin()()

@@ -18,7 +18,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
-from paged.models.graph_recorder import Record, Unrecorded, graph_recorder, records_loops
+from paged.models.graph_recorder import Begin, Record, Unrecorded, graph_recorder, records_loops
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
 from paged.staging import staged_size, to_device
@@ -215,8 +215,7 @@ class StepGraphs:
         self._loaded = None  # each begins with padding in the static inputs
         with torch.no_grad():
             for shape in shapes:
-                forward = self._forward(shape)
-                replay = record(forward)
+                replay = record(self._forward(shape))
                 if isinstance(replay, Unrecorded):
                     if not self.num_unrecorded:
                         text = "steps of %d tokens are not recorded, and take longer: they run %s"
@@ -227,19 +226,23 @@ class StepGraphs:
                 self._replays[shape] = replay
         self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
 
-    def _forward(self, shape: GraphShape) -> Callable[[], None]:
-        """The forward of one shape over the static inputs, all of them padding as yet."""
+    def _forward(self, shape: GraphShape) -> Begin:
+        """The forward of one shape over the static inputs, all of them padding as yet; it is planned, then run."""
         padding = self._padded(self._no_sequences, shape, None)
         input_ids, *rest = to_device(padding, self._device, out=self._inputs)
         tensors, lora = (*rest[:4], self._table[:, : shape.num_tokens]), rest[4:]
         product = self._product[: shape.num_tokens]
 
-        def run() -> None:
+        def begin() -> Callable[[], None]:
             metadata = AttentionMetadata.over(tensors, max_seqlen_q=shape.longest_query, max_seqlen_k=self.longest)
             metadata = replace(metadata, lora=LoraBatch(*lora) if lora else None)
-            self._network.head(self._network(input_ids, metadata.positions, metadata), out=product)
 
-        return run
+            def run() -> None:
+                self._network.head(self._network(input_ids, metadata.positions, metadata), out=product)
+
+            return run
+
+        return begin
 
     def _padded(
         self, arrays: Sequence[NDArray[Any]], shape: GraphShape, adapters: NDArray[np.int32] | None

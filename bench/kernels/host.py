@@ -1,6 +1,6 @@
 """Host time of a layer's operations before the driver's share: a driver that launches nothing stands in for CUDA's.
 
-    python -m bench.kernels.host        microseconds, median of rounds, and calls of Python functions
+    python -m bench.kernels.host        microseconds, median of rounds, and calls of Python functions, bound and plain
 
 Needs Triton, no GPU, and a process in which no kernel has run. Tensors lie on the CPU; ids are not looked at, as on a
 GPU.
@@ -20,7 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import paged
-from paged.kernels.common import id_checks, launch
+from paged.kernels.common import id_checks
+from paged.kernels.common.operation import Bound
 from paged.kernels.moe.fused_moe import moe_block_size
 
 NUM_TOKENS = 64
@@ -71,13 +72,15 @@ def pretend_gpu() -> None:
     triton.runtime.driver.set_active(_Driver())
     triton.compiler.compile = lambda *_args, **_options: _Compiled()
     id_checks.checks_on_host = lambda *_args, **_options: False
-    launch.interpreting = lambda: True  # type: ignore[attr-defined]  # as if tensors were on a GPU
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # as if tensors were on a GPU
     torch.set_grad_enabled(False)
 
 
-def dense_layer(num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
-    """The launches of a decoder layer without its products, a decode step, by name."""
+def dense_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
+    """The launches of a decoder layer without its products, a decode step, by name. bind: makes calls of operations."""
+    norm, write, attend, activate = map(
+        bind, (paged.fused_add_rms_norm, paged.qk_norm_rope_and_cache, paged.paged_attention, paged.silu_and_mul)
+    )
     x, residual, weight = _empty(num_tokens, _HIDDEN), _empty(num_tokens, _HIDDEN), _empty(_HIDDEN)
     gate_up, head_weight = _empty(num_tokens, 2 * _UNITS), _empty(_HEAD_DIM)
     sizes = [heads * _HEAD_DIM for heads in (_Q_HEADS, _KV_HEADS, _KV_HEADS)]
@@ -91,31 +94,30 @@ def dense_layer(num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]
     batch = {"block_table": table, "cu_seqlens_q": offsets, "seq_lens": seq_lens, "max_seqlen_q": 1, "plan": plan}
     slots, norms = torch.arange(num_tokens), {"q_weight": head_weight, "k_weight": head_weight}
     return {
-        "fused_add_rms_norm": lambda: paged.fused_add_rms_norm(x, residual, weight),
-        "qk_norm_rope_and_cache": lambda: paged.qk_norm_rope_and_cache(
-            q, k, v, k_cache, v_cache, slots, positions, angles, **norms
-        ),
-        "paged_attention": lambda: paged.paged_attention(q, k_cache, v_cache, **batch, out=out),
-        "fused_add_rms_norm, second": lambda: paged.fused_add_rms_norm(x, residual, weight),
-        "silu_and_mul": lambda: paged.silu_and_mul(gate_up),
+        "fused_add_rms_norm": lambda: norm(x, residual, weight),
+        "qk_norm_rope_and_cache": lambda: write(q, k, v, k_cache, v_cache, slots, positions, angles, **norms),
+        "paged_attention": lambda: attend(q, k_cache, v_cache, **batch, out=out),
+        "fused_add_rms_norm, second": lambda: norm(x, residual, weight),
+        "silu_and_mul": lambda: activate(gate_up),
     }
 
 
-def moe_layer(num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
+def moe_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
     """The same with a mixture of experts in place of the MLP."""
+    route, experts = map(bind, (paged.route_and_align, paged.fused_moe))
     hidden, units = 256, 768
     x, w1, w2 = _empty(num_tokens, hidden), _empty(_EXPERTS, 2 * units, hidden), _empty(_EXPERTS, hidden, units)
     logits, ticket = _empty(num_tokens, _EXPERTS), torch.zeros(1, dtype=torch.int32)
     routing, block_size = paged.Routing(_TOP_K), moe_block_size(num_tokens, _TOP_K, w2)
     assert block_size is not None
     topk_weights, topk_ids, aligned = paged.route_and_align(logits, routing, block_size, ticket=ticket)
-    layer = dense_layer(num_tokens)
+    layer = dense_layer(bind, num_tokens)
     del layer["silu_and_mul"]
     return {
         **layer,
         "moe_block_size": lambda: moe_block_size(num_tokens, _TOP_K, w2),
-        "route_and_align": lambda: paged.route_and_align(logits, routing, block_size, ticket=ticket),
-        "fused_moe": lambda: paged.fused_moe(x, w1, w2, topk_weights, topk_ids, aligned=aligned),
+        "route_and_align": lambda: route(logits, routing, block_size, ticket=ticket),
+        "fused_moe": lambda: experts(x, w1, w2, topk_weights, topk_ids, aligned=aligned),
     }
 
 
@@ -154,11 +156,15 @@ def microseconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     pretend_gpu()
-    for name, layer in (("dense", dense_layer()), ("MoE", moe_layer())):
-        rows = {operation: (microseconds(call), python_calls(call)) for operation, call in layer.items()}
-        rows[f"{name} layer"] = (sum(time for time, _ in rows.values()), sum(calls for _, calls in rows.values()))
-        for operation, (time_us, calls) in rows.items():
-            print(f"{operation:28} {time_us:7.1f} us {calls:5} calls")
+    for name, layer_of in (("dense", dense_layer), ("MoE", moe_layer)):
+        layers = [layer_of(), layer_of(lambda operation: operation)]
+        rows = {
+            each: [(microseconds(layer[each]), python_calls(layer[each])) for layer in layers] for each in layers[0]
+        }
+        ways = list(zip(*rows.values(), strict=True))
+        rows[f"{name} layer"] = [(sum(us for us, _ in way), sum(calls for _, calls in way)) for way in ways]
+        for operation, ((time_us, calls), (plain_us, plain_calls)) in rows.items():
+            print(f"{operation:28} {time_us:7.1f} us {calls:5} calls   plain {plain_us:7.1f} us {plain_calls:5} calls")
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def _gemm(
     else:
         kernel, x_scale, group = vllm_kernels()["fused_moe_kernel"], None, 0
         if kind == "e4m3":
-            (x, x_scale), group = quantize_token_groups(x), 128
+            (x, x_scale), group = quantize_token_groups(x)(x), 128
         arguments |= {
             "b_bias_ptr": None,
             "a_scale_ptr": x_scale,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 # A window edge further away than any key: no position reaches 2^30, and sums of the two still fit 32 bits.
 NO_LIMIT = 1 << 30
+# Fields of a call that may be others in every call of what is bound.
+TENSORS = (
+    "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "alibi_slopes", "k_scale", "v_scale",
+    "mask", "out", "lse",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,8 @@ class AttentionCall:
         return is_view and v_cache.shape[3] <= k_cache.shape[3]
 
     @property
-    def num_products(self) -> int:
-        """Products of numbers for a query of each sequence, of the lengths that are in `seq_lens` now, on the host."""
-        return int(self.seq_lens.sum()) * self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
+    def num_products(self) -> Callable[[Mapping[str, Any]], int]:
+        """A function of the tensors that says how many products of numbers there are for a query of each sequence, of
+        the lengths that are in `seq_lens` by then, on the host."""
+        of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
+        return lambda given: int(given["seq_lens"].sum()) * of_a_key

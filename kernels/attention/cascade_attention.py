@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from paged.kernels.attention.merge_attn_states import merge_attn_states
-from paged.kernels.attention.ops import ops
-from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.attention.paged_attention import ATTENTION_OP, new_output, paged_attention
 from paged.kernels.attention.plan import AttentionPlan
-from paged.kernels.common.checks import check_shape, check_tensor, refuse_gradients
+from paged.kernels.common.checks import check_shape, check_tensor
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_bool, as_int
 
 
+@operation(new_output, arguments=dict.fromkeys(("plan", "prefix_plan", "return_lse"), ""), **ATTENTION_OP)
 def cascade_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -36,7 +37,7 @@ def cascade_attention(
     plan: AttentionPlan | None = None,
     prefix_plan: AttentionPlan | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Run[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     """Causal `paged_attention` over sequences whose first `shared_prefix_len` tokens lie in the same blocks.
 
     All queries attend to the prefix as one sequence, then each sequence to what follows it, and the two parts are
@@ -57,13 +58,6 @@ def cascade_attention(
         InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU
             also when a sequence with a query does not hold the prefix.
     """
-    refuse_gradients("cascade_attention", q, k_cache, v_cache, sinks, k_scale, v_scale)
-    if torch.compiler.is_dynamo_compiling():
-        out, lse = ops.cascade_attention(
-            q, k_cache, v_cache, shared_prefix_len, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale,
-            softcap, sinks, k_scale, v_scale, mask, deterministic,
-        )  # fmt: skip
-        return (out, lse) if return_lse else out
     check_shape("q", q, ("num_tokens", "num_q_heads", "head_dim"))
     check_shape("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", "head_dim"))
     int32 = (torch.int32,)
@@ -82,37 +76,45 @@ def cascade_attention(
     if block_table.device.type == "cpu":
         _check_prefix(block_table, cu_seqlens_q, seq_lens, shared_prefix_len, num_blocks)
     if plan is None or prefix_plan is None:
-        plan, prefix_plan = cascade_plans(
-            cu_seqlens_q,
-            seq_lens,
-            shared_prefix_len=shared_prefix_len,
-            num_tokens=q.shape[0],
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=longest,
-        )
+        sizes = {"num_tokens": len(q), "max_seqlen_q": max_seqlen_q, "max_seqlen_k": longest}
+        plan, prefix_plan = cascade_plans(cu_seqlens_q, seq_lens, shared_prefix_len=shared_prefix_len, **sizes)
+    has_prefix = bool(num_blocks and seq_lens.numel())
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
-    attend = partial(paged_attention, q, k_cache, v_cache, **options, k_scale=k_scale, v_scale=v_scale, return_lse=True)
-    own = attend(
-        block_table=block_table[:, num_blocks:],
-        cu_seqlens_q=plan.cu_seqlens_q,
-        seq_lens=plan.seq_lens,
-        max_seqlen_q=max_seqlen_q,
-        sinks=sinks,
-        mask=mask,
-        plan=plan,
-    )
-    if not num_blocks or not seq_lens.numel():
-        return own if return_lse else own[0]
-    prefix = attend(
-        block_table=block_table[:1, :num_blocks],
-        cu_seqlens_q=prefix_plan.cu_seqlens_q,
-        seq_lens=prefix_plan.seq_lens,
-        max_seqlen_q=q.shape[0],
-        causal=False,
-        plan=prefix_plan,
-    )
-    out, lse = merge_attn_states(*prefix, *own)
-    return (out, lse) if return_lse else out
+    # Of each part what differs from call to call, and what does not.
+    own: dict[str, Any] = {
+        "cu_seqlens_q": plan.cu_seqlens_q,
+        "seq_lens": plan.seq_lens,
+        "max_seqlen_q": max_seqlen_q,
+        "plan": plan,
+    }
+    prefix: dict[str, Any] = {
+        "cu_seqlens_q": prefix_plan.cu_seqlens_q,
+        "seq_lens": prefix_plan.seq_lens,
+        "max_seqlen_q": len(q),
+    }
+    prefix |= {"plan": prefix_plan, "causal": False}
+
+    def run(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        attend = partial(
+            paged_attention, q, k_cache, v_cache, **options, k_scale=k_scale, v_scale=v_scale, return_lse=True
+        )
+        states = attend(block_table=block_table[:, num_blocks:], sinks=sinks, mask=mask, **own)
+        if has_prefix:
+            states = merge_attn_states(*attend(block_table=block_table[:1, :num_blocks], **prefix), *states)
+        return states if return_lse else states[0]
+
+    return run
 
 
 def _check_prefix(

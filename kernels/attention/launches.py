@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
-from paged.kernels.attention.config import box_keys, padded_head_dim
+from paged.kernels.attention.config import MAX_KEYS_AT_ONCE, box_keys, padded_head_dim
 from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
 from paged.kernels.attention.tile_kernels import _attention_kernel, _merge_splits_kernel
 from paged.kernels.common.cache_kinds import cache_kind
 from paged.kernels.common.checks import scale_strides
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
-from paged.kernels.common.launch import Box, Launch, strides
+from paged.kernels.common.id_checks import Sequences, check_sequences, checks_on_device
+from paged.kernels.common.launch import Box, Compute, Launch, strides
 
 # Rows of a merge program: its accumulator stays in registers at any head_dim.
 _MERGE_M = 16
 
 
-def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
-    """The launches that fill `call.out` and, where given, `call.lse` over the plan's work lists; none where there is no
-    sequence, or none with a query.
-    """
+def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
+    """What fills `out` and, where given, `lse` of calls like this over the plan's work lists, of their tensors by the
+    names of the call's fields."""
+    numbers = (
+        len(call.q), *call.k_cache.shape[:2], call.max_seqlen_q, call.window[0], MAX_KEYS_AT_ONCE,
+        call.chunk_size or NO_LIMIT,
+    )  # fmt: skip
+    check_sequences(Sequences(call.block_table, call.cu_seqlens_q, call.seq_lens, *numbers))
+    is_on_gpu = call.q.is_cuda
+    if plan is None:
+        max_seqlen_k = call.block_table.shape[1] * call.k_cache.shape[1]
+        lengths = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        plan = AttentionPlan(call.cu_seqlens_q, call.seq_lens, **lengths)
     num_tokens, num_q_heads, head_dim = call.q.shape
     num_kv_heads = call.k_cache.shape[2]
     arch = device_of(call.q.device).arch
@@ -43,40 +51,37 @@ def prepare(call: AttentionCall, plan: AttentionPlan) -> list[Launch]:
     )
     schedules = plan.schedules(shape, call.is_causal)
     launches: list[Launch] = []
-    if not any(schedule.items.shape[0] for schedule in schedules):
-        return launches
     for index, schedule in enumerate(schedules):
         launches.append(_tiles(call, shape, plan, schedule, clear_padding=index == 0))
         if schedule.split_tiles.shape[0]:
             launches.append(_merge(call, shape, plan, schedule))
-    return launches
+    has_work = any(schedule.items.shape[0] for schedule in schedules)
 
+    def compute(given: dict[str, Any]) -> None:
+        if is_on_gpu and checks_on_device():  # in every replay of a graph, too
+            check_sequences(Sequences(given["block_table"], given["cu_seqlens_q"], given["seq_lens"], *numbers))
+        out, lse, sinks, slopes = given["out"], given["lse"], given["sinks"], given["alibi_slopes"]
+        if not has_work:  # all is padding
+            out.zero_()
+            if lse is not None:
+                lse.fill_(float("-inf"))
+            return
+        arguments = {
+            "q_ptr": given["q"],
+            "k_cache": as_kernel_argument(given["k_cache"]),
+            "v_cache": as_kernel_argument(given["v_cache"]),
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "block_table_ptr": given["block_table"],
+            "sinks_ptr": None if sinks is None else sinks.contiguous(),
+            "alibi_slopes_ptr": None if slopes is None else slopes.contiguous(),
+            "k_scale_ptr": given["k_scale"],
+            "v_scale_ptr": given["v_scale"],
+        }
+        for launch in launches:
+            launch(arguments)
 
-def launch(launches: list[Launch], tensors: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Run what was prepared for tensors of these shapes, strides, dtypes and alignments: fills out and lse.
-
-    tensors: q, k_cache, v_cache, block_table, sinks, alibi_slopes, k_scale and v_scale by name, None where not given.
-    """
-    if not launches:  # all is padding
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
-        return
-    sinks, slopes = tensors["sinks"], tensors["alibi_slopes"]
-    arguments = {
-        "q_ptr": tensors["q"],
-        "k_cache": as_kernel_argument(tensors["k_cache"]),
-        "v_cache": as_kernel_argument(tensors["v_cache"]),
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "block_table_ptr": tensors["block_table"],
-        "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "alibi_slopes_ptr": None if slopes is None else slopes.contiguous(),
-        "k_scale_ptr": tensors["k_scale"],
-        "v_scale_ptr": tensors["v_scale"],
-    }
-    for each in launches:
-        each(arguments)
+    return compute
 
 
 def _shared(

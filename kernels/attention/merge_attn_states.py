@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.attention.ops import ops
 from paged.kernels.attention.torch_ops import merge_attn_states as torch_op
-from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, refuse_gradients
+from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
+from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
+from paged.kernels.common.operation import Run, like_the_first, operation
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_lse_a_head", "stride_lse_b_head", "stride_lse_head"])
@@ -69,9 +69,14 @@ def _merge_attn_states_kernel(
     tl.store(lse_ptr + heads * stride_lse_head + tokens * stride_lse_token, lse, mask=in_rows)
 
 
+def _new(out_a: torch.Tensor, lse_a: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return like_the_first(out_a), like_the_first(lse_a)
+
+
+@operation(_new, results="Tensor out, Tensor lse")
 def merge_attn_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Run[tuple[torch.Tensor, torch.Tensor]]:
     """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
 
     lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and Gimelshein,
@@ -90,25 +95,20 @@ def merge_attn_states(
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("merge_attn_states", out_a, lse_a, out_b, lse_b)
-    if torch.compiler.is_dynamo_compiling():
-        return ops.merge_attn_states(out_a, lse_a, out_b, lse_b)
-    parts = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    key = call_key("merge_attn_states", tuple(parts.values()))
-    launch = known(key)
-    if launch is None:
-        _check(out_a, lse_a, out_b, lse_b)
-        if not use_triton(out_a):
-            return torch_op.merge_attn_states(out_a, lse_a, out_b, lse_b)
-    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
-    lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
-    tensors = {**parts, "out": out, "lse": lse}
-    if launch is None:
-        if out.numel() == 0:
-            return out, lse
-        launch = keep(key, _prepare(**tensors))
-    launch({f"{name}_ptr": tensor for name, tensor in tensors.items()})
-    return out, lse
+    _check(out_a, lse_a, out_b, lse_b)
+    if not use_triton(out_a):
+        return torch_op.merge_attn_states
+    launch = _prepare(out_a, lse_a, out_b, lse_b) if out_a.numel() else nothing
+
+    def run(
+        out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = _new(out_a, lse_a)
+        parts = {"out_a_ptr": out_a, "lse_a_ptr": lse_a, "out_b_ptr": out_b, "lse_b_ptr": lse_b}
+        launch({**parts, "out_ptr": out, "lse_ptr": lse})
+        return out, lse
+
+    return run
 
 
 def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
@@ -121,18 +121,20 @@ def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b:
         check_last_dim_contiguous(name, tensor)
 
 
-def _prepare(out: torch.Tensor, **tensors: torch.Tensor) -> Launch:
-    num_tokens, num_heads, head_dim = out.shape
-    outs = {"out": out} | {name: tensor for name, tensor in tensors.items() if name.startswith("out")}
-    lses = {name: tensor for name, tensor in tensors.items() if name.startswith("lse")}
+def _prepare(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Launch:
+    num_tokens, num_heads, head_dim = out_a.shape
     block_rows, block_dim = tile(num_tokens * num_heads, head_dim)
     return Launch(
         _merge_attn_states_kernel,
         (triton.cdiv(num_tokens * num_heads, block_rows),),
         {
             "num_tokens": num_tokens,
-            **strides("token head", **outs),
-            **strides("head token", **lses),
+            **strides("token head", out_a=out_a, out_b=out_b),
+            "stride_out_token": num_heads * head_dim,
+            "stride_out_head": head_dim,
+            **strides("head token", lse_a=lse_a, lse_b=lse_b),
+            "stride_lse_head": num_tokens,
+            "stride_lse_token": 1,
             "NUM_HEADS": num_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_ROWS": block_rows,

@@ -7,32 +7,62 @@ from typing import Any
 
 import torch
 
+from paged.kernels.attention import launches
 from paged.kernels.attention.call import NO_LIMIT, AttentionCall
-from paged.kernels.attention.config import MAX_HEAD_DIM, MAX_KEYS_AT_ONCE
-from paged.kernels.attention.launches import launch, prepare
-from paged.kernels.attention.ops import ops
+from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.torch_ops import paged_attention as torch_op
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     NARROW_DTYPES,
     check_dtype,
-    check_is_tensor,
     check_last_dim_contiguous,
     check_scale,
     check_tensor,
     check_writable,
-    refuse_gradients,
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.id_checks import Sequences, check_sequences, check_sequences_on_host, checks_ids
-from paged.kernels.common.launch import Launch, call_key
-from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.recording import Recording, recording
+from paged.kernels.common.launch import Compute
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 
+def _encode(given: Arguments) -> None:
+    causal = given.get("causal", True)
+    if isinstance(causal, torch.Tensor):
+        given |= {"causal": False, "is_causal": causal}
+
+
+def decode_causal(given: Arguments) -> None:
+    """An op's arguments to the operation's."""
+    given["return_lse"] = True
+    if (flags := given.pop("is_causal", None)) is not None:
+        given["causal"] = flags
+
+
+def new_output(
+    q: torch.Tensor, v_cache: torch.Tensor, device: Any = None, **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for out and lse."""
+    device = device or q.device
+    out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=device)
+    return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=device)
+
+
+ATTENTION_OP: dict[str, Any] = {
+    "results": "Tensor out, Tensor lse",
+    "decode": decode_causal,
+    "finish": lambda given, found: found if given.get("return_lse") else found[0],
+}
+
+
+@operation(
+    new_output,
+    arguments={"causal": "bool causal=True, Tensor? is_causal=None", "plan": "", "return_lse": ""},
+    encode=_encode,
+    **ATTENTION_OP,
+)
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -56,7 +86,7 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Run[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     """softmax(softmax_scale * q k^T) v over each sequence's cached keys, float32 inside.
 
     The queries of a sequence are its last positions: query i of n has position seq_len - n + i, so a decode step
@@ -106,126 +136,90 @@ def paged_attention(
         InvalidInputError: shapes, dtypes, devices or values do not fit.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("paged_attention", q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale, out)
-    if torch.compiler.is_dynamo_compiling():
-        caches = q, k_cache, v_cache
-        options = (
-            block_table, cu_seqlens_q, seq_lens, max_seqlen_q, softmax_scale, causal is True,
-            causal if isinstance(causal, torch.Tensor) else None, window_size, softcap, sinks, alibi_slopes, k_scale,
-            v_scale, mask, deterministic, attention_chunk_size,
-        )  # fmt: skip
-        if out is None:
-            out, lse = ops.paged_attention(*caches, *options)
-        else:
-            lse = ops.paged_attention_out(*caches, out, *options)
-        return (out, lse) if return_lse else out
     if isinstance(causal, torch.Tensor) and causal.dim() == 0:
         causal = as_bool("causal", causal)
     is_causal = causal if isinstance(causal, torch.Tensor) else None
     left, right = _pair(window_size)
-    tensors: dict[str, Any] = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "block_table": block_table,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    launches: list[Launch] | LoopLaunch | None = None
-    key, is_checked = None, False
-    if isinstance(plan, AttentionPlan):
-        # The flags and the mask of a key are kept by the plan, so that no other tensor can take their identity.
-        flags = causal if is_causal is None else id(is_causal), is_causal is None, id(mask), deterministic, return_lse
-        both = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
-        is_view = both and k_cache.data_ptr() == v_cache.data_ptr()
-        # Loops check the table's blocks as they are prepared; the plan keeps it.
-        table = id(block_table) if isinstance(q, torch.Tensor) and q.is_cpu else None
-        values = table, is_view, max_seqlen_q, softmax_scale, left, right, attention_chunk_size, softcap, *flags
-        key = call_key("paged_attention", (*tensors.values(), out), *values)
-        launches = plan.launches.get(key)
-        is_planned = plan.cu_seqlens_q is cu_seqlens_q and plan.seq_lens is seq_lens
-        is_checked = is_planned and (isinstance(launches, LoopLaunch) or (launches is not None and not checks_ids(q)))
-    if not is_checked:
-        check_is_tensor("q", q)
-        max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), q.shape[0] if q.dim() else 0)
-        if softmax_scale is not None:
-            softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
-        softcap = as_float("softcap", softcap, 0.0, 1000.0)
-        left, right = _limit("window_size[0]", left), _limit("window_size[1]", right)
-        chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
-        causal = is_causal is None and as_bool("causal", causal)
-        deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
-        _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
-        _check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
-        by_triton = use_triton(q)
-        if by_triton:
-            ids, (num_blocks, block_size) = (block_table, cu_seqlens_q, seq_lens), k_cache.shape[:2]
-            sizes = len(q), num_blocks, block_size, max_seqlen_q, left, MAX_KEYS_AT_ONCE, chunk_size or NO_LIMIT
-            check_sequences(Sequences(*ids, *sizes))
-    num_tokens, num_q_heads, head_dim = q.shape
-    if out is None:
-        out = torch.empty(num_tokens, num_q_heads, v_cache.shape[3], dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_q_heads, num_tokens, dtype=torch.float32, device=q.device) if return_lse else None
-    if launches is None:
-        call = AttentionCall(
-            **tensors,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
-            window=(left, 0 if causal else right),
-            chunk_size=chunk_size,
-            is_causal=is_causal,
-            softcap=softcap,
-            mask=mask,
-            max_seqlen_q=max_seqlen_q,
-            deterministic=deterministic,
-            out=out,
-            lse=lse,
+    left, right = _limit("window_size[0]", left), _limit("window_size[1]", right)
+    softcap = as_float("softcap", softcap, 0.0, 1000.0)
+    _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
+    if out is not None:
+        check_tensor("out", out, (*q.shape[:2], v_cache.shape[3]), (q.dtype,), q.device)
+        check_last_dim_contiguous("out", out)
+        check_writable("out", out)
+    meta_out, meta_lse = new_output(q, v_cache, device="meta")  # for their layout alone
+    call = AttentionCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        softmax_scale=1 / math.sqrt(q.shape[2])
+        if softmax_scale is None
+        else as_float("softmax_scale", softmax_scale, 0.0, 1e30),
+        window=(left, 0 if is_causal is None and as_bool("causal", causal) else right),
+        chunk_size=as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT),
+        is_causal=is_causal,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        mask=mask,
+        max_seqlen_q=min(as_int("max_seqlen_q", max_seqlen_q), len(q)),
+        deterministic=as_bool("deterministic", deterministic),
+        out=meta_out if out is None else out,
+        lse=meta_lse if as_bool("return_lse", return_lse) else None,
+    )
+    _check_options(call)
+    _check_plan(plan, call)
+    return _run(call, (launches if use_triton(q) else torch_op).bind(call, plan))
+
+
+def _run(call: AttentionCall, compute: Compute) -> Run[Any]:
+    """`compute` on the tensors of a call like this one."""
+    has_lse = call.lse is not None
+
+    def run(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if out is None:
+            out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if has_lse else None
+        compute(
+            {
+                "q": q,
+                "k_cache": k_cache,
+                "v_cache": v_cache,
+                "block_table": block_table,
+                "cu_seqlens_q": cu_seqlens_q,
+                "seq_lens": seq_lens,
+                "sinks": sinks,
+                "alibi_slopes": alibi_slopes,
+                "k_scale": k_scale,
+                "v_scale": v_scale,
+                "mask": mask,
+                "out": out,
+                "lse": lse,
+            }
         )
-        _check_options(call)
-        if not by_triton:
-            current = recording()
-            loops = torch_op.paged_attention(call, plan) if current is None else _record(current, call, plan)
-            if plan is not None and loops is not None and key is not None:
-                plan.launches[key] = loops
-            return (out, lse) if lse is not None else out
-        if plan is None:
-            max_seqlen_k = block_table.shape[1] * k_cache.shape[1]
-            plan = AttentionPlan(cu_seqlens_q, seq_lens, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        launches = prepare(call, plan)
-        if key is not None:
-            plan.launches[key] = launches
-    if isinstance(launches, LoopLaunch):
-        assert plan is not None
-        launches({**tensors, "cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens, "out": out.zero_()})
-    else:
-        launch(launches, tensors, out, lse)
-    return (out, lse) if lse is not None else out
+        return out if lse is None else (out, lse)
 
-
-def _record(current: Recording, call: AttentionCall, plan: AttentionPlan | None) -> LoopLaunch | None:
-    """`torch_op.paged_attention` in a recording. Decodes are loops whatever their lengths: a repetition looks at these
-    and at the blocks here, for all layers that share the launch.
-    """
-    launch = current.read(lambda: torch_op.paged_attention(call, plan))
-    if launch is None or call.max_seqlen_q > 1:
-        current.note_read("paged_attention, which no numba kernel computes here")
-        return launch
-    ids, (num_blocks, block_size) = (call.block_table, call.cu_seqlens_q, call.seq_lens), call.k_cache.shape[:2]
-    sizes = len(call.q), num_blocks, block_size, call.max_seqlen_q, call.window[0]
-    sequences = Sequences(*ids, *sizes, keys_at_once=1, chunk_size=call.chunk_size or NO_LIMIT)
-
-    def repeat() -> int:
-        check_sequences_on_host(sequences)
-        launch.set_work(call.num_products)
-        call.out.zero_()
-        lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seq_lens": call.seq_lens.contiguous()}
-        return launch({**vars(call), **lengths})
-
-    current.add(repeat)
-    return launch
+    return run
 
 
 def _check(
@@ -276,31 +270,27 @@ def _limit(name: str, size: int) -> int:
     return NO_LIMIT if size == -1 else min(size, NO_LIMIT)
 
 
-def _check_plan(
-    plan: AttentionPlan | None, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int
-) -> None:
+def _check_plan(plan: AttentionPlan | None, call: AttentionCall) -> None:
     """Raise InvalidInputError where the plan is another batch's, as far as that can be seen without a wait."""
     if plan is None:
         return
     if not isinstance(plan, AttentionPlan):
         raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
     for name, planned, given in (
-        ("cu_seqlens_q", plan.cu_seqlens_q, cu_seqlens_q),
-        ("seq_lens", plan.seq_lens, seq_lens),
+        ("cu_seqlens_q", plan.cu_seqlens_q, call.cu_seqlens_q),
+        ("seq_lens", plan.seq_lens, call.seq_lens),
     ):
         is_same = planned.shape == given.shape and planned.device == given.device
         if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
             raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")
-    if plan.max_seqlen_q < max_seqlen_q:
-        raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, expected at least {max_seqlen_q}")
+    if plan.max_seqlen_q < call.max_seqlen_q:
+        expected = f"expected at least {call.max_seqlen_q}"
+        raise InvalidInputError(f"plan: made for max_seqlen_q {plan.max_seqlen_q}, {expected}")
 
 
 def _check_options(call: AttentionCall) -> None:
     device = call.q.device
     num_tokens, num_q_heads, _ = call.q.shape
-    check_tensor("out", call.out, (num_tokens, num_q_heads, call.v_cache.shape[3]), (call.q.dtype,), device)
-    check_last_dim_contiguous("out", call.out)
-    check_writable("out", call.out)
     if call.is_causal is not None:
         check_tensor("causal", call.is_causal, call.seq_lens.shape, (torch.bool,), device)
         check_last_dim_contiguous("causal", call.is_causal)

@@ -9,7 +9,6 @@ upper bounds alone, so a captured step can be replayed with other lengths.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,7 @@ from paged.kernels.attention.torch_ops.batches import SharedBatches
 from paged.kernels.common.checks import check_tensor
 from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
-from paged.kernels.common.launch import Launch, launch
-from paged.kernels.common.numba_ops.launch import LoopLaunch
+from paged.kernels.common.launch import launch
 from paged.kernels.common.scalars import as_int
 
 _INT32_MAX = 2**31 - 1
@@ -105,8 +103,8 @@ class AttentionPlan:
         self.max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, 0, _INT32_MAX)
         # Flags and masks are kept with what was made of them, so that no other tensor can get their `id`.
         self._masks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # What layers whose tensors differ in their addresses alone have in common, made by the first of them.
-        self.launches: dict[Hashable, list[Launch] | LoopLaunch] = {}
+        # What a `Bound` has bound to this step.
+        self.runs: dict[Any, dict[Any, Any]] = {}
         # What the PyTorch implementation reads and masks.
         self.batches: SharedBatches = {}
         self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}

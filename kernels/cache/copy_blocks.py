@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.kernels.cache.ops import ops
 from paged.kernels.cache.torch_ops import copy_blocks as torch_op
 from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
@@ -15,6 +14,7 @@ from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.id_checks import Ids, check_all_ids
 from paged.kernels.common.launch import launch
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_int, shown
 
 # 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
@@ -102,7 +102,12 @@ class BlockCopy:
         )
 
 
-def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+def _encode(given: Arguments) -> None:
+    given["block_pairs"] = _as_tensor(given["block_pairs"])
+
+
+@operation(mutates=("caches",), arguments={"block_pairs": "Tensor block_pairs"}, encode=_encode)
+def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> Run[None]:
     """Copy block source over block destination in every cache, bit by bit, for every pair.
 
     Args:
@@ -115,19 +120,18 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
         UnsupportedError: in the capture of a CUDA graph, for which there is `BlockCopy`.
     """
-    pairs = block_pairs if isinstance(block_pairs, torch.Tensor) else _to_tensor(block_pairs)
-    if torch.compiler.is_dynamo_compiling():
-        ops.copy_blocks(caches, pairs)
-        return
+    pairs = _as_tensor(block_pairs)
     if not isinstance(caches, list | tuple):
         raise InvalidInputError(f"caches: {shown(caches)}, expected a sequence of tensors")
-    if not caches:
-        return
-    first = caches[0]
-    _check_caches(caches)
-    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
-    by_triton = use_triton(first)
-    if pairs.device.type == "cpu" or not by_triton:
+    if caches:
+        _check_caches(caches)
+        check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
+    return _copy if caches else lambda *_, **__: None
+
+
+def _copy(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+    first, pairs = caches[0], _as_tensor(block_pairs)
+    if pairs.device.type == "cpu" or not use_triton(first):
         _check_pairs(pairs.tolist(), first.shape[0])
         pairs = _send(pairs, first.device)
     else:
@@ -147,7 +151,9 @@ def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def _to_tensor(pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _as_tensor(pairs: torch.Tensor | Sequence[tuple[int, int]]) -> torch.Tensor:
+    if isinstance(pairs, torch.Tensor):
+        return pairs
     try:
         listed = list(pairs)
     except Exception:  # whatever was given instead of pairs

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from paged.kernels.cache.ops import op_scales, ops
 from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
-from paged.kernels.cache.write import CacheWrite, inverse_scales, scale_pointers, slot_offset
+from paged.kernels.cache.write import (
+    SCALE_CACHES,
+    WRITES_SCALES,
+    CacheWrite,
+    inverse_scales,
+    scale_pointers,
+    slot_offset,
+)
 from paged.kernels.common.cache_kinds import cast_to_cache
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
@@ -14,14 +23,13 @@ from paged.kernels.common.checks import (
     check_last_dim_contiguous,
     check_tensor,
     check_writable,
-    refuse_gradients,
 )
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, call_key, keep, known, strides
-from paged.kernels.common.numba_ops.launch import LoopLaunch
+from paged.kernels.common.launch import Compute, Launch, nothing, strides
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
@@ -115,6 +123,7 @@ def _qk_norm_rope_and_cache_kernel(
             tl.store(v_ptrs, stored, mask=mask)
 
 
+@operation(mutates=("q", "k_cache", "v_cache", *SCALE_CACHES), **WRITES_SCALES, finish=lambda given, _: given["q"])
 def qk_norm_rope_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -131,7 +140,7 @@ def qk_norm_rope_and_cache(
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Run[torch.Tensor]:
     """`rms_norm` of every head of q and k, `rotary_embedding`, then `reshape_and_cache`, in one pass over memory.
 
     q changes in place and is returned; the rotated k and the plain v go to the caches, divided by their scales; k and v
@@ -150,55 +159,88 @@ def qk_norm_rope_and_cache(
             or position is out of range; on a GPU, where they are trusted, the last only with PAGED_CHECK=1.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients(
-        "qk_norm_rope_and_cache", q, k, v, k_cache, v_cache, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
-    )
-    if torch.compiler.is_dynamo_compiling():
-        ops.qk_norm_rope_and_cache(
-            q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, eps, interleaved,
-            *op_scales(k_cache, k_scale, v_scale),
-        )  # fmt: skip
-        return q
     write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    tensors = q, *write, positions, cos_sin_cache, q_weight, k_weight
-    key = call_key("qk_norm_rope_and_cache", tensors, eps, interleaved)
-    launch = known(key)
-    if launch is None:
-        eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
-        write.check("k", "v")
-        _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
-        if use_triton(q):
-            if k.shape[0] * (q.shape[1] + k.shape[1]) * k.shape[2] > 0:
-                launch = keep(key, _prepare(q, write, cos_sin_cache, eps, interleaved))
-        elif (  # numba's kernel knows no scales
-            k_scale is None
-            and v_scale is None
-            and (loops := loops_of(torch_op, *write[:4], weights=[q_weight, k_weight]))
-        ):
-            launch = keep(key, loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved))
-        else:
-            return torch_op.qk_norm_rope_and_cache(
-                q, write, positions, cos_sin_cache, q_weight, k_weight, eps=eps, interleaved=interleaved
-            )
-    if not isinstance(launch, LoopLaunch) and checks_ids(q):
-        check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=True)
-    if launch is None:
+    eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
+    write.check("k", "v")
+    _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
+    compute = _compute(q, write, cos_sin_cache, q_weight, k_weight, eps, interleaved)
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        *,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        compute(q, write, positions, cos_sin_cache, q_weight, k_weight)
         return q
-    has_wrong_ids = launch(
-        {
-            "q_ptr": q,
-            "k_ptr": k,
-            "v_ptr": v,
-            **write.tensors(),
-            "positions_ptr": positions.contiguous(),
-            "cos_sin_cache_ptr": cos_sin_cache,
-            "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
-            "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
-        }
-    )
-    if has_wrong_ids:
-        check_all_ids("qk_norm_rope_and_cache", write.slots, positions_of(positions, cos_sin_cache), by_triton=False)
-    return q
+
+    return run
+
+
+def _compute(
+    q: torch.Tensor,
+    write: CacheWrite,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> Callable[..., object]:
+    """A function of q, the write, positions, cos_sin_cache and the two weights."""
+    by_triton, has_scales = use_triton(q), write.k_scale is not None or write.v_scale is not None
+    launch: Compute | None = None
+    if by_triton:
+        num_heads = q.shape[1] + write.key.shape[1]
+        has_work = write.key.shape[0] * num_heads * write.key.shape[2] > 0
+        launch = _prepare(q, write, cos_sin_cache, eps, interleaved) if has_work else nothing
+    elif not has_scales:  # which numba's kernel does not know
+        loops = loops_of(torch_op, q, *write[:4], weights=[q_weight, k_weight])
+        if loops is not None:
+            launch = loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
+    if launch is None:
+        return partial(torch_op.qk_norm_rope_and_cache, eps=eps, interleaved=interleaved)
+
+    def compute(
+        q: torch.Tensor,
+        write: CacheWrite,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+    ) -> None:
+        def check_ids() -> None:
+            ids = write.slots, positions_of(positions, cos_sin_cache)
+            check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
+
+        if by_triton and checks_ids(q):
+            check_ids()
+        has_wrong_ids = launch(
+            {
+                "q_ptr": q,
+                "k_ptr": write.key,
+                "v_ptr": write.value,
+                **write.tensors(),
+                "positions_ptr": positions.contiguous(),
+                "cos_sin_cache_ptr": cos_sin_cache,
+                "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
+                "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
+            }
+        )
+        if has_wrong_ids:  # a loop looks at them itself
+            check_ids()
+
+    return compute
 
 
 def _check(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from paged.kernels.cache.ops import op_scales, ops
 from paged.kernels.cache.torch_ops import reshape_and_cache as torch_op
-from paged.kernels.cache.write import CacheWrite, inverse_scales, scale_pointers, slot_offset
+from paged.kernels.cache.write import (
+    SCALE_CACHES,
+    WRITES_SCALES,
+    CacheWrite,
+    inverse_scales,
+    scale_pointers,
+    slot_offset,
+)
 from paged.kernels.common.cache_kinds import cast_to_cache
-from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, strides, tile
+from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
+from paged.kernels.common.operation import Run, operation
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -75,6 +83,7 @@ def _reshape_and_cache_kernel(
     tl.store(v_ptrs, cast_to_cache(value, v_inverse, v_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8), mask=v_mask)
 
 
+@operation(mutates=("k_cache", "v_cache", *SCALE_CACHES), **WRITES_SCALES)
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -84,7 +93,7 @@ def reshape_and_cache(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> None:
+) -> Run[None]:
     """Write row t of key and value, divided by their scales, to slot slot_mapping[t] of the caches, in their dtype.
 
     Values round to nearest, ties to even; what lies beyond the largest number of an 8-bit float, 448 of e4m3fn and
@@ -109,26 +118,19 @@ def reshape_and_cache(
             where slots are trusted, the last only with PAGED_CHECK=1.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("reshape_and_cache", key, value, k_cache, v_cache, k_scale, v_scale)
-    if torch.compiler.is_dynamo_compiling():
-        scales = op_scales(k_cache, k_scale, v_scale)
-        ops.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *scales)
-        return
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    signatures = call_key("reshape_and_cache", write)
-    launch = known(signatures)
-    if launch is None:
-        write.check()
-        if not use_triton(key):
-            torch_op.reshape_and_cache(write)
-            return
-    if checks_ids(key):
-        check_all_ids("reshape_and_cache", write.slots, by_triton=True)
-    if launch is None:
-        if key.numel() + value.numel() == 0:
-            return
-        launch = keep(signatures, _prepare(write))
-    launch({"key_ptr": key, "value_ptr": value, **write.tensors()})
+    write.check()
+    if not use_triton(key):
+        return lambda *args, **kwargs: torch_op.reshape_and_cache(CacheWrite(*args, **kwargs))
+    launch = _prepare(write) if key.numel() + value.numel() else nothing
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        write = CacheWrite(*args, **kwargs)
+        if checks_ids(write.key):
+            check_all_ids("reshape_and_cache", write.slots, by_triton=True)
+        launch({"key_ptr": write.key, "value_ptr": write.value, **write.tensors()})
+
+    return run
 
 
 def _prepare(write: CacheWrite) -> Launch:

@@ -21,6 +21,28 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.fp8 import as_kernel_argument, has_native_e4m3
 from paged.kernels.common.id_checks import Ids
 from paged.kernels.common.launch import strides
+from paged.kernels.common.operation import Arguments
+
+
+def _encode(given: Arguments) -> None:
+    if given["k_cache"].dtype == torch.int8:
+        for name in ("k_scale", "v_scale"):
+            given[f"{name}_cache"] = given.pop(name, None)
+
+
+def _decode(given: Arguments) -> None:
+    for name in ("k_scale", "v_scale"):
+        if (scale := given.pop(f"{name}_cache", None)) is not None:
+            given[name] = scale
+
+
+WRITES_SCALES: dict[str, Any] = {
+    "arguments": {name: f"Tensor? {name}=None, Tensor? {name}_cache=None" for name in ("k_scale", "v_scale")},
+    "encode": _encode,
+    "decode": _decode,
+}
+"""For `operation`: scales of int8 are written, and what is only read must not look as if it were."""
+SCALE_CACHES = ("k_scale_cache", "v_scale_cache")
 
 
 class CacheWrite(NamedTuple):
@@ -31,8 +53,8 @@ class CacheWrite(NamedTuple):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     slot_mapping: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     def check(self, k_name: str = "key", v_name: str = "value") -> None:
         """Raise InvalidInputError unless all of it fits together; the names are those of the caller's arguments."""

@@ -34,12 +34,12 @@ def check_is_tensor(name: str, tensor: object) -> None:
         raise InvalidInputError(f"{name}: {type(tensor).__name__} without memory, expected one with values (no vmap)")
 
 
-def refuse_gradients(operation: str, *tensors: torch.Tensor | None) -> None:
+def refuse_gradients(operation: str, *values: object) -> None:
     """Raise UnsupportedError where autograd would record the operation: none here has a backward."""
     if not torch.is_grad_enabled():
         return
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
             raise UnsupportedError(
                 f"{operation} has no gradients: run under torch.no_grad(), or give it detached tensors"
             )
@@ -122,17 +122,12 @@ def check_tensor(
         check_device(name, tensor, device)
 
 
-def output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """A new tensor of this shape, dtype and device as `like`; or `out`, if it is such a one and contiguous.
-
-    Raises:
-        InvalidInputError: `out` is given, and another.
-    """
-    if out is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    check_tensor("out", out, shape, (like.dtype,), like.device)
-    check_contiguous("out", out)
-    return out
+def check_out(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `out`, where given, is contiguous, of this shape, and of dtype and device of
+    `like`."""
+    if out is not None:
+        check_tensor("out", out, shape, (like.dtype,), like.device)
+        check_contiguous("out", out)
 
 
 def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:

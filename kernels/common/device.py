@@ -106,6 +106,11 @@ def wants_loops() -> bool:
     return choice == "numba" or (choice != "torch" and _NUMBA_IS_WANTED.is_set())
 
 
+def backend() -> tuple[str, bool]:
+    """What `use_triton` and `loops_of` choose by, besides the tensors."""
+    return setting("PAGED_BACKEND"), _NUMBA_IS_WANTED.is_set()
+
+
 def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
     """The namesake in numba_ops of `torch_op`, whose `prepare` makes a `LoopLaunch`; None where that computes itself.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
-from numbers import Number
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from paged.kernels.common.compat import TensorDescriptor, interpreting, setting, triton
+from paged.kernels.common.compat import TensorDescriptor, triton
 from paged.kernels.common.compilation import collecting
-from paged.kernels.common.device import wants_loops
 
-_T = TypeVar("_T")
+Compute = Callable[[dict[str, Any]], Any]
+"""What an operation runs once it is bound, of its tensors by the names of the kernel's arguments: a `Launch`, a
+`LoopLaunch` or a function of PyTorch."""
 # Numbers of rows that between them lead to every tile of rows, which holds a power of two of them, 1,024 at most.
 ROW_COUNTS = tuple(1 << exponent for exponent in range(11))
 
@@ -61,74 +61,8 @@ def _stride_names(tensor: str, axes: str) -> tuple[str, ...]:
     return tuple(f"stride_{tensor}_{axis}" for axis in axes.split())
 
 
-def signatures(tensors: Iterable[torch.Tensor | None]) -> tuple[object, ...]:
-    """What tensors must have in common with others for a `Launch` to take those after these."""
-    # An address of 0 is that of an empty tensor, or of one without memory, which the checks tell apart.
-    return tuple(
-        [
-            None
-            if x is None
-            else (x.shape, x.stride(), x.dtype, x.device, at % 16 if (at := x.data_ptr()) else None, x.is_neg())
-            for x in tensors
-        ]
-    )
-
-
-# Types whose values stay what they are while they are in a key; NumPy's numbers are others.
-_CONSTANT = frozenset((type(None), bool, int, float, str, torch.dtype))
-
-
-@functools.cache
-def _is_constant(kind: type) -> bool:
-    is_numpys = kind.__module__ == "numpy" and (issubclass(kind, Number) or kind.__name__ in ("bool", "bool_"))
-    return is_numpys or kind in _CONSTANT
-
-
-def call_key(operation: str, tensors: Sequence[torch.Tensor | None], *values: Hashable) -> Hashable:
-    """What two calls must have in common for one to launch what the other did, and to be as free of errors; None for a
-    call that keeps nothing.
-
-    values: all but the tensors that checks, tiles and arguments of kernels depend on, as they were given. The first
-    tensor says where the call runs. What no kernel runs on, arguments that are no tensors and numbers of unknown types
-    have no key.
-    """
-    types = tuple([type(value) for value in values])  # as 1 == True == 1.0
-    if not (_CONSTANT.issuperset(types) or all(map(_is_constant, types))):
-        return None
-    try:
-        if not (tensors[0].is_cuda or interpreting() or wants_loops()):  # type: ignore[union-attr]
-            return None
-        return operation, signatures(tensors), types, values, setting("PAGED_BACKEND")
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory, as the checks will report
-        return None
-
-
-# What the operations launch, by `call_key`: for a model some ten for each number of tokens, of 1 to 8 KB.
-_KNOWN: dict[Hashable, Any] = {}
-_MAX_KNOWN = 4096
-
-
-def known(key: Hashable) -> Any:
-    """What was kept for this key, or None."""
-    return None if key is None else _KNOWN.get(key)
-
-
-def keep(key: Hashable, launches: _T) -> _T:
-    """Keep `launches`, which hold no tensor, for the next call of this key, and return them.
-
-    The key has what the checks look at besides values, so that calls which find something here need no other checks,
-    and no choice of tiles. Where there are too many all are dropped: a step makes those that it needs once more.
-    """
-    if key is not None:
-        if len(_KNOWN) >= _MAX_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = launches
-    return launches
-
-
-def forget_launches() -> None:
-    """Drop what is kept: for whoever changes what tiles or kernels are chosen."""
-    _KNOWN.clear()
+def nothing(_tensors: object) -> None:
+    """Computes an operation on tensors without elements."""
 
 
 class Launch:

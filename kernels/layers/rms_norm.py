@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_tensor, output, refuse_gradients
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_out, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of
+from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of
+from paged.kernels.common.operation import Run, like_the_first, operation
 from paged.kernels.common.torch_ops import rms_norm as torch_op
-from paged.kernels.layers.ops import ops
 
 
 @triton.jit
@@ -43,9 +43,10 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * stride_out_row + offs, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@operation(like_the_first)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+) -> Run[torch.Tensor]:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32 (Zhang and Sennrich, 2019).
 
     Args:
@@ -58,36 +59,25 @@ def rms_norm(
         InvalidInputError: shapes, dtypes or devices do not fit, or eps is below 0.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("rms_norm", x, weight, out)
-    if torch.compiler.is_dynamo_compiling():
-        if out is None:
-            return ops.rms_norm(x, weight, eps)
-        ops.rms_norm_out(x, weight, out, eps)
+    eps = check_eps(eps)
+    _check(x, weight)
+    check_out(out, x.shape, x)
+    compute = _compute(x, weight, eps)
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, *_: object, out: torch.Tensor | None = None, **__: object
+    ) -> torch.Tensor:
+        out = like_the_first(x) if out is None else out
+        compute({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
         return out
-    key = call_key("rms_norm", (x, weight, out), eps)
-    launch = known(key)
-    if launch is None:
-        eps = check_eps(eps)
-        _check(x, weight)
-        out = output(out, x.shape, x)
-        by_triton = use_triton(x)
-        if x.numel() == 0:
-            return out
-        if by_triton:
-            launch = keep(key, _prepare(rows_of(x), eps))
-        elif loops := loops_of(torch_op, x, weights=[weight]):
-            launch = keep(key, loops.prepare(rows_of(x), weight, eps, has_residual=False))
-        else:
-            return torch_op.rms_norm(x, weight, eps, out=out)
-    elif out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
-    return out
+
+    return run
 
 
+@operation(mutates=("x", "residual"), finish=lambda given, _: (given["x"], given["residual"]))
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Run[tuple[torch.Tensor, torch.Tensor]]:
     """In place: residual becomes residual + x, and x becomes rms_norm(residual); both are returned.
 
     One pass over memory instead of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
@@ -97,30 +87,21 @@ def fused_add_rms_norm(
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or eps is below 0.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("fused_add_rms_norm", x, residual, weight)
-    if torch.compiler.is_dynamo_compiling():
-        ops.fused_add_rms_norm(x, residual, weight, eps)
+    eps = check_eps(eps)
+    _check(x, weight)
+    check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
+    if not (x.is_contiguous() and residual.is_contiguous()):
+        strides = f"{x.stride()}, {residual.stride()}"
+        raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
+    compute = _compute(x, weight, eps, has_residual=True)
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        compute({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
         return x, residual
-    key = call_key("fused_add_rms_norm", (x, residual, weight), eps)
-    launch = known(key)
-    if launch is None:
-        eps = check_eps(eps)
-        _check(x, weight)
-        check_tensor("residual", residual, x.shape, (x.dtype,), x.device)
-        if not (x.is_contiguous() and residual.is_contiguous()):
-            strides = f"{x.stride()}, {residual.stride()}"
-            raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
-        by_triton = use_triton(x)
-        if x.numel() == 0:
-            return x, residual
-        if by_triton:
-            launch = keep(key, _prepare(rows_of(x), eps))
-        elif loops := loops_of(torch_op, x, weights=[weight]):
-            launch = keep(key, loops.prepare(rows_of(x), weight, eps, has_residual=True))
-        else:
-            return torch_op.fused_add_rms_norm(x, residual, weight, eps)
-    launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
-    return x, residual
+
+    return run
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -130,7 +111,15 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_tensor("weight", weight, (x.shape[-1],), FLOAT_DTYPES, x.device)
 
 
-def _prepare(rows: torch.Tensor, eps: float) -> Launch:
+def _compute(x: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: bool = False) -> Compute:
+    rows, by_triton = rows_of(x), use_triton(x)
+    if x.numel() == 0:
+        return nothing
+    if not by_triton:
+        loops = loops_of(torch_op, x, weights=[weight])
+        if loops is not None:
+            return loops.prepare(rows, weight, eps, has_residual=has_residual)  # type: ignore[no-any-return]
+        return lambda given: torch_op.rms_norm(*given.values(), eps=eps)
     num_rows, hidden_size = rows.shape
     block_size = triton.next_power_of_2(hidden_size)
     return Launch(

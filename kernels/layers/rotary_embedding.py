@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
-    check_last_dim_contiguous,
-    check_tensor,
-    check_writable,
-    refuse_gradients,
-)
+from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, call_key, keep, known, strides
+from paged.kernels.common.launch import Compute, Launch, nothing, strides
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 from paged.kernels.common.torch_ops import rotary_embedding as torch_op
-from paged.kernels.layers.ops import ops
 
 
 @triton.jit
@@ -60,6 +56,7 @@ def _rotary_embedding_kernel(
         )  # fmt: skip
 
 
+@operation(mutates=("query", "key"), finish=lambda given, _: (given["query"], given["key"]))
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -67,7 +64,7 @@ def rotary_embedding(
     cos_sin_cache: torch.Tensor,
     *,
     interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Run[tuple[torch.Tensor, torch.Tensor | None]]:
     """Rotate query and key by their positions (Su et al., 2021), in place, in float32, rounded once; both are returned.
 
     Pair i of a head is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) where interleaved; it becomes
@@ -85,35 +82,41 @@ def rotary_embedding(
             positions are trusted, the last only with PAGED_CHECK=1.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("rotary_embedding", query, key, cos_sin_cache)
-    if torch.compiler.is_dynamo_compiling():
-        ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+    interleaved = as_bool("interleaved", interleaved)
+    check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
+    check_last_dim_contiguous("query", query)
+    check_writable("query", query)
+    if key is not None:
+        check_tensor("key", key, (len(query), "num_kv_heads", query.shape[2]), (query.dtype,), query.device)
+        check_last_dim_contiguous("key", key)
+        check_writable("key", key)
+    check_rotary(positions, cos_sin_cache, query)
+    compute = _compute(query, key, cos_sin_cache, interleaved)
+
+    def run(
+        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        compute({"positions_ptr": positions, "query_ptr": query, "key_ptr": key, "cos_sin_cache_ptr": cos_sin_cache})
         return query, key
-    signatures = call_key("rotary_embedding", (query, key, positions, cos_sin_cache), interleaved)
-    launch = known(signatures)
-    if launch is None:
-        interleaved = as_bool("interleaved", interleaved)
-        check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
-        check_last_dim_contiguous("query", query)
-        check_writable("query", query)
-        num_tokens, num_q_heads, head_dim = query.shape
-        if key is not None:
-            check_tensor("key", key, (num_tokens, "num_kv_heads", head_dim), (query.dtype,), query.device)
-            check_last_dim_contiguous("key", key)
-            check_writable("key", key)
-        check_rotary(positions, cos_sin_cache, query)
-        if not use_triton(query):
-            torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
-            return query, key
-    if checks_ids(query):
-        check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
-    if launch is None:
-        num_kv_heads, rotary_dim = 0 if key is None else key.shape[1], cos_sin_cache.shape[1]
-        if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim == 0:
-            return query, key
+
+    return run
+
+
+def _compute(query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor, interleaved: bool) -> Compute:
+    if not use_triton(query):
+        return lambda given: torch_op.rotary_embedding(*given.values(), interleaved=interleaved)
+    (num_tokens, num_q_heads, _), rotary_dim = query.shape, cos_sin_cache.shape[1]
+    num_kv_heads = 0 if key is None else key.shape[1]
+    launch: Compute = nothing
+    if num_tokens * (num_q_heads + num_kv_heads) * rotary_dim > 0:
         grid, arguments = rotation_launch(num_tokens, num_q_heads, num_kv_heads, rotary_dim, cos_sin_cache, interleaved)
-        arguments |= strides("token head", query=query, key=key)
-        launch = keep(signatures, Launch(_rotary_embedding_kernel, grid, arguments))
-    tensors = {"query_ptr": query, "key_ptr": key}
-    launch({**tensors, "positions_ptr": positions.contiguous(), "cos_sin_cache_ptr": cos_sin_cache})
-    return query, key
+        launch = Launch(_rotary_embedding_kernel, grid, arguments | strides("token head", query=query, key=key))
+
+    def compute(given: dict[str, Any]) -> None:
+        positions = given["positions_ptr"]
+        if checks_ids(positions):
+            ids = positions_of(positions, given["cos_sin_cache_ptr"])
+            check_all_ids("rotary_embedding", ids, by_triton=True)
+        launch({**given, "positions_ptr": positions.contiguous()})
+
+    return compute

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, output, refuse_gradients
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_out
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
-from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps, rows_of, tile
-from paged.kernels.layers.ops import ops
+from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
 
 
@@ -37,7 +37,12 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + rows * stride_out_row + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None) -> torch.Tensor:
+def _new(x: torch.Tensor, **_: object) -> torch.Tensor:
+    return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+
+
+@operation(_new)
+def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None) -> Run[torch.Tensor]:
     """silu(gate) * up with silu(z) = z / (1 + exp(-z)) (Shazeer, 2020), in float32, rounded once.
 
     Args:
@@ -49,37 +54,33 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
         UnsupportedError: the activation is another one, or a gradient is asked for.
     """
-    refuse_gradients("silu_and_mul", x, out)
-    if torch.compiler.is_dynamo_compiling():
-        if out is None:
-            return ops.silu_and_mul(x, activation)
-        ops.silu_and_mul_out(x, out, activation)
+    check_activation(activation)
+    check_dtype("x", x, *FLOAT_DTYPES)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
+    check_out(out, (*x.shape[:-1], x.shape[-1] // 2), x)
+    compute = _compute(x, activation)
+
+    def run(x: torch.Tensor, *, out: torch.Tensor | None = None, **_: object) -> torch.Tensor:
+        out = _new(x) if out is None else out
+        compute({"x_ptr": rows_of(x), "out_ptr": out})
         return out
-    key = call_key("silu_and_mul", (x, out), activation)
-    launch = known(key)
-    if launch is None:
-        check_activation(activation)
-        check_dtype("x", x, *FLOAT_DTYPES)
-        if x.dim() == 0 or x.shape[-1] % 2:
-            raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
-        out = output(out, (*x.shape[:-1], x.shape[-1] // 2), x)
-        by_triton = use_triton(x)
-        if out.numel() == 0:
-            return out
-        if by_triton:
-            launch = keep(key, _prepare(rows_of(x), activation))
-        elif activation == "silu" and (loops := loops_of(torch_op, x)):
-            launch = keep(key, loops.prepare(rows_of(x)))
-        else:
-            return torch_op.silu_and_mul(x, activation, out=out)
-    elif out is None:
-        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    launch({"x_ptr": rows_of(x), "out_ptr": out})
-    return out
+
+    return run
 
 
-def _prepare(rows: torch.Tensor, activation: str) -> Launch:
+def _compute(x: torch.Tensor, activation: str) -> Compute:
+    rows, by_triton = rows_of(x), use_triton(x)
     num_rows, size = rows.shape[0], rows.shape[1] // 2
+    if x.numel() == 0:
+        return nothing
+    if not by_triton:
+        loops = loops_of(torch_op, x) if activation == "silu" else None
+        if loops is not None:
+            return loops.prepare(rows)  # type: ignore[no-any-return]
+        return lambda given: torch_op.silu_and_mul(
+            given["x_ptr"], activation, out=given["out_ptr"].view(num_rows, size)
+        )
     block_rows, block_columns = tile(num_rows, size)
     return Launch(
         _silu_and_mul_kernel,

@@ -17,11 +17,11 @@ from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, call_key
+from paged.kernels.common.launch import Launch
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.config import expand_tile, shrink_tile
-from paged.kernels.lora.ops import ops
 from paged.kernels.lora.torch_ops import add_lora as torch_op
 from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
 
@@ -141,7 +141,8 @@ def _lora_expand_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+@operation(mutates=("out",), **in_fields(weights=LoraWeights, batch=LoraBatch), finish=lambda given, _: given["out"])
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> Run[torch.Tensor]:
     """out[row] += scale * B (A x[row]) with each row's own adapter, in place; other rows are not touched, bit by bit.
 
     Products are accumulated in float32. A x is rounded to the dtype of x before it is multiplied by B, and the sum with
@@ -162,43 +163,35 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     """
     if not (isinstance(weights, LoraWeights) and isinstance(batch, LoraBatch)):
         raise InvalidInputError(f"weights, batch: {shown(weights)}, {shown(batch)}, expected LoraWeights and LoraBatch")
-    refuse_gradients("add_lora", out, x, weights.a, weights.b, weights.scales)
-    if torch.compiler.is_dynamo_compiling():
-        stacks = weights.a, weights.b, weights.ranks, weights.scales
-        ops.add_lora(out, x, *stacks, weights.part_sizes, batch.rows, batch.slots)
-        return out
-    key = call_key("add_lora", (x, out))
-    launches = batch.launches.get((key, weights.signature))
-    if launches is None:
-        _check(out, x, weights, batch)
-    by_triton = launches is not None or use_triton(x)
-    if checks_ids(x) or not by_triton:
-        check_all_ids(
-            "add_lora",
-            Ids("rows", batch.rows, -1, len(x) - 1),
-            Ids("slots", batch.slots, -1, len(weights.a) - 1),
-            Ids("ranks", weights.ranks, 0, weights.a.shape[2]),
-            by_triton=by_triton,
-        )
-    if launches is None:
+    refuse_gradients("add_lora", weights.a, weights.b, weights.scales)
+    _check(out, x, weights, batch)
+    by_triton = use_triton(x)
+    launches = _prepare(out, x, weights, batch) if by_triton and batch.rows.numel() else ()
+
+    def run(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> torch.Tensor:
+        if checks_ids(x) or not by_triton:
+            check_all_ids(
+                "add_lora",
+                Ids("rows", batch.rows, -1, len(x) - 1),
+                Ids("slots", batch.slots, -1, len(weights.a) - 1),
+                Ids("ranks", weights.ranks, 0, weights.a.shape[2]),
+                by_triton=by_triton,
+            )
         if not by_triton:
             return torch_op.add_lora(out, x, weights, batch)
-        if batch.rows.numel() == 0:
-            return out
-        launches = _prepare(out, x, weights, batch)
-        if key is not None:
-            batch.launches[key, weights.signature] = launches
-    tensors = {
-        "x_ptr": x,
-        "out_ptr": out,
-        "a_ptr": weights.a,
-        "b_ptr": weights.b,
-        "ranks_ptr": weights.ranks,
-        "scales_ptr": weights.scales,
-    }
-    for launch in launches:
-        launch(tensors)
-    return out
+        tensors = {
+            "x_ptr": x,
+            "out_ptr": out,
+            "a_ptr": weights.a,
+            "b_ptr": weights.b,
+            "ranks_ptr": weights.ranks,
+            "scales_ptr": weights.scales,
+        }
+        for launch in launches:
+            launch(tensors)
+        return out
+
+    return run
 
 
 def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:

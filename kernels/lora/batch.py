@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from paged.kernels.common.checks import check_contiguous, check_is_tensor, check_tensor
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch
 
 # Up to this many rows an adapter reading its weights is all the work, and 16 rows are the least a tensor core takes.
 # More rows share one read of the weights in tiles of 64.
@@ -22,7 +21,7 @@ class LoraBatch:
 
     rows: int32 [num_blocks, rows_per_block], contiguous; -1 where there is no row, and no row appears twice.
     slots: int32 [num_blocks], where the weights of a block's adapter lie; a block of -1 is padding, and skipped.
-    launches: what layers of one shape launch over this batch, prepared by the first of them.
+    runs: what a `Bound` has bound to this batch.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or on a CPU a row appears twice.
@@ -30,7 +29,7 @@ class LoraBatch:
 
     rows: torch.Tensor
     slots: torch.Tensor
-    launches: dict[Hashable, tuple[Launch, Launch]] = field(default_factory=dict, init=False, repr=False)
+    runs: dict[Any, dict[Any, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_is_tensor("rows", self.rows)

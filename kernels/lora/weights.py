@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import signatures
 from paged.kernels.common.scalars import as_int
 
 MAX_PARTS = 3
@@ -25,7 +24,6 @@ class LoraWeights:
     ranks: int32 [num_slots, num_parts], contiguous; 0 where the adapter leaves the part alone.
     scales: float32 [num_slots, num_parts], contiguous.
     part_sizes: out_features of each part, up to three.
-    signature: what weights must have in common for one prepared launch to serve them.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
@@ -36,7 +34,6 @@ class LoraWeights:
     ranks: torch.Tensor
     scales: torch.Tensor
     part_sizes: tuple[int, ...]
-    signature: tuple[object, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_is_tensor("a", self.a)
@@ -53,4 +50,3 @@ class LoraWeights:
         tensors = {"a": self.a, "b": self.b, "ranks": self.ranks, "scales": self.scales}
         for name, tensor in tensors.items():
             check_contiguous(name, tensor)
-        object.__setattr__(self, "signature", (self.part_sizes, *signatures(tensors.values())))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,26 +12,34 @@ from paged.kernels.common.checks import (
     check_shape,
     check_tensor,
     check_writable,
-    refuse_gradients,
 )
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation
 from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
-from paged.kernels.common.launch import Launch, call_key, keep, known
+from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
 from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks
 from paged.kernels.moe.config import MoeShape, MoeTiles, moe_tiles, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.gemv import moe_gemv
 from paged.kernels.moe.moe_align_block_size import check_expert_map, moe_align_block_size
-from paged.kernels.moe.ops import ops
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
 from paged.kernels.moe.sum import moe_sum
 from paged.kernels.moe.torch_ops import fused_moe as torch_op
 from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_operands
 
 
+def _decode(given: Arguments) -> None:
+    if (aligned := given.get("aligned")) is not None:
+        given["aligned"] = MoeAlignment(*aligned)
+
+
+@operation(
+    lambda hidden_states, **_: like_the_first(hidden_states),
+    arguments={"aligned": "Tensor[]? aligned=None"},
+    decode=_decode,
+)
 def fused_moe(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -51,7 +60,7 @@ def fused_moe(
     w2_zeros: torch.Tensor | None = None,
     w1_tensor_scale: torch.Tensor | None = None,
     w2_tensor_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Run[torch.Tensor]:
     """sum over a token's experts of weight * (w2[e] @ act(gate, up) + w2_bias[e]), (gate, up) = w1[e] @ x + w1_bias[e].
 
     Accumulated in float32. Between the two products the activation, and before the sum each weighted part, is rounded
@@ -93,78 +102,84 @@ def fused_moe(
         InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
         UnsupportedError: the activation, or the size of a group, is another one, or a gradient is asked for.
     """
-    quantization = w1_scale, w2_scale, w1_zeros, w2_zeros, w1_tensor_scale, w2_tensor_scale
-    refuse_gradients("fused_moe", hidden_states, w1, w2, topk_weights, w1_bias, w2_bias, *quantization, out)
-    if torch.compiler.is_dynamo_compiling():
-        inputs = hidden_states, w1, w2, topk_weights, topk_ids
-        settings = activation, expert_map, w1_bias, w2_bias, interleaved, aligned, *quantization
-        if out is None:
-            return ops.fused_moe(*inputs, *settings)
-        ops.fused_moe_out(*inputs, out, *settings)
-        return out
     if aligned is not None and not isinstance(aligned, MoeAlignment):
         raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
     gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
     down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
-    tensors = (
-        hidden_states, w1, w2, topk_weights, topk_ids, expert_map, out, w1_bias, w2_bias, *quantization,
-        *(aligned or ()),
-    )  # fmt: skip
-    key = call_key("fused_moe", tensors, activation, interleaved)
-    steps = known(key)
-    if steps is None:
-        check_activation(activation)
-        interleaved = as_bool("interleaved", interleaved)
-        check_operands(hidden_states, gate_up, down, topk_weights, topk_ids)
-        check_expert_map(expert_map, hidden_states.device)
-        if out is not None:
-            check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
-            check_last_dim_contiguous("out", out)
-            check_writable("out", out)
-    if out is None:
-        out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
-    call = MoeCall(hidden_states, gate_up, down, topk_weights, topk_ids, expert_map, out, activation, interleaved)
-    if steps is None:
-        if hidden_states.numel() == 0:
-            return out
-        if not use_triton(hidden_states):
-            if torch_op.fused_moe(call):
-                keep(key, _Steps(by_triton=False))
-            return out
-        num_tokens, top_k = topk_ids.shape
-        steps = _Steps(_chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map))
-    elif not steps.by_triton:
-        torch_op.fused_moe(call)
+    check_activation(activation)
+    interleaved = as_bool("interleaved", interleaved)
+    check_operands(hidden_states, gate_up, down, topk_weights, topk_ids)
+    check_expert_map(expert_map, hidden_states.device)
+    if out is not None:
+        check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
+        check_last_dim_contiguous("out", out)
+        check_writable("out", out)
+    compute = _compute(hidden_states, down, topk_ids, expert_map, aligned)
+
+    def run(
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        expert_map: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        w1_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        aligned: MoeAlignment | None = None,
+        w1_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
+        w1_zeros: torch.Tensor | None = None,
+        w2_zeros: torch.Tensor | None = None,
+        w1_tensor_scale: torch.Tensor | None = None,
+        w2_tensor_scale: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
+        down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
+        out = like_the_first(hidden_states) if out is None else out
+        routes = topk_weights, topk_ids, expert_map
+        compute(MoeCall(hidden_states, gate_up, down, *routes, out, activation, interleaved), aligned)
         return out
-    launches = (
-        moe_gemv(call, steps.launches) if steps.tiles is None else _grouped(call, aligned, steps.tiles, steps.launches)
-    )
-    if steps.launches is None:
-        keep(key, _Steps(steps.tiles, launches))
-    return out
+
+    return run
 
 
-class _Steps(NamedTuple):
-    """How a call runs: its tiles, None for matrix-vector products, and its launches once there are any; or by loops."""
+def _compute(
+    hidden_states: torch.Tensor,
+    down: ExpertLinear,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    aligned: MoeAlignment | None,
+) -> Callable[[MoeCall, MoeAlignment | None], object]:
+    if not use_triton(hidden_states) or hidden_states.numel() == 0:
+        return lambda call, _: torch_op.fused_moe(call) if call.hidden_states.numel() else None
+    num_tokens, top_k = topk_ids.shape
+    tiles = _chosen_tiles(num_tokens, top_k, down, hidden_states.dtype, expert_map)
+    if tiles is not None and aligned is not None:
+        _check_aligned(aligned, topk_ids, tiles.gate_up.block_m, len(down.w))
+    bound: Any = None
 
-    tiles: MoeTiles | None = None
-    launches: tuple[Launch, ...] | None = None
-    by_triton: bool = True
+    def compute(call: MoeCall, aligned: MoeAlignment | None) -> None:
+        nonlocal bound
+        bound = moe_gemv(call, bound) if tiles is None else _grouped(call, aligned, tiles, bound)
+
+    return compute
 
 
 def _grouped(
-    call: MoeCall, aligned: MoeAlignment | None, tiles: MoeTiles, launches: tuple[Launch, ...] | None
-) -> tuple[Launch, ...]:
-    """Two grouped products and the sum, into `call.out`; `launches` as in `moe_gemv`."""
+    call: MoeCall, aligned: MoeAlignment | None, tiles: MoeTiles, bound: tuple[Any, ...] | None
+) -> tuple[Any, ...]:
+    """Two grouped products and the sum, into `call.out`. bound: what an earlier call returned; see `Operation.bind`."""
     x, ids, (num_experts, hidden_size, _) = call.hidden_states, call.topk_ids, call.down.w.shape
+    first, second, third, align = bound or (None, None, None, None)
     if aligned is None:
-        aligned = moe_align_block_size(ids, tiles.gate_up.block_m, num_experts, expert_map=call.expert_map)
-    else:
-        if launches is None:
-            _check_aligned(aligned, ids, tiles.gate_up.block_m, num_experts)
-        if checks_ids(ids):
-            _check_entries(aligned, ids.numel(), num_experts)
-    first, second, third = launches or (None, None, None)
+        sizes = tiles.gate_up.block_m, num_experts
+        align = align or moe_align_block_size.bind(ids, *sizes, expert_map=call.expert_map)
+        aligned = align(ids, *sizes, expert_map=call.expert_map)
+    elif checks_ids(ids):
+        _check_entries(aligned, ids.numel(), num_experts)
     activated = x.new_empty((ids.numel(), call.intermediate_size))
     first = expert_gemm(
         x,
@@ -175,12 +190,12 @@ def _grouped(
         activation=call.activation,
         interleaved=call.interleaved,
         entries_per_row=ids.shape[1],
-        launch=first,
+        bound=first,
     )
     parts, weights = x.new_empty((ids.numel(), hidden_size)), call.topk_weights
-    second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, launch=second)
+    second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, bound=second)
     third = moe_sum(parts, weights, ids, num_experts, call.expert_map, call.out, third)
-    return first, second, third
+    return first, second, third, align
 
 
 def moe_block_size(
@@ -198,16 +213,13 @@ def moe_block_size(
     """
     if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
         return None
-    key = call_key("moe_block_size", (w2, expert_map, w2_scale), num_tokens, top_k, dtype)
-    steps = known(key)
-    if steps is None:
-        check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
-        num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
-        if num_tokens == 0 or not use_triton(w2):
-            return None
-        down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
-        steps = keep(key, _Steps(_chosen_tiles(num_tokens, top_k, down, dtype, expert_map)))
-    return None if steps.tiles is None else steps.tiles.gate_up.block_m
+    check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
+    num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
+    if num_tokens == 0 or not use_triton(w2):
+        return None
+    down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
+    tiles = _chosen_tiles(num_tokens, top_k, down, dtype, expert_map)
+    return None if tiles is None else tiles.gate_up.block_m
 
 
 def token_counts(

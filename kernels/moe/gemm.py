@@ -10,6 +10,7 @@ weights x is rounded first (`quantize_token_groups.py`). What depends on no tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from paged.kernels.moe.config import MoeTile, quantized_tile
 from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
 from paged.kernels.moe.quantize_token_groups import quantize_token_groups
 from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear
+
+BoundGemm = tuple[Launch, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None]
+"""The launch of a product, and where its weights are e4m3 what rounds its input."""
 
 # 0 where scales have fewer dimensions.
 _SCALE_STRIDES = tuple(f"stride_{tensor}_{axis}" for tensor in ("scale", "zeros") for axis in ("row", "group"))
@@ -40,16 +44,18 @@ def expert_gemm(
     interleaved: bool = False,
     entry_weights: torch.Tensor | None = None,
     entries_per_row: int = 1,
-    launch: Launch | None = None,
-) -> Launch:
+    bound: BoundGemm | None = None,
+) -> BoundGemm:
     """Fill the rows of `out` [num_entries, num_columns] whose entries are in a block of `aligned`; see the kernel.
 
-    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row. launch: what an earlier
-    call returned whose tensors had the same signatures, and all else was the same.
+    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row. bound: what an earlier
+    call returned whose tensors had the same layouts, and all else was the same.
     """
     w, scale, x_scale = linear.w, linear.scale, None
+    launch, quantize = bound or (None, None)
     if linear.format == "e4m3":
-        x, x_scale = quantize_token_groups(x)
+        quantize = quantize or quantize_token_groups(x)
+        x, x_scale = quantize(x)
         w = w if x.dtype == w.dtype else as_kernel_argument(w)
     if launch is None:
         numbers = {"ACTIVATION": activation, "INTERLEAVED": interleaved, "ENTRIES_PER_ROW": entries_per_row}
@@ -68,7 +74,7 @@ def expert_gemm(
             **aligned.pointers(),
         }
     )
-    return launch
+    return launch, quantize
 
 
 def _prepare(

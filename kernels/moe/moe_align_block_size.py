@@ -8,10 +8,10 @@ from paged.kernels.common.checks import check_contiguous, check_dtype, check_ten
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch, call_key, keep, known
+from paged.kernels.common.launch import Launch
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment, num_mapped
-from paged.kernels.moe.ops import ops
 from paged.kernels.moe.routing import MAX_EXPERTS
 from paged.kernels.moe.torch_ops import moe_align_block_size as torch_op
 
@@ -116,9 +116,18 @@ def _place_kernel(
         position += tl.max(ranks, axis=0)
 
 
+def _new(topk_ids: torch.Tensor, block_size: int, num_experts: int, **_: object) -> MoeAlignment:
+    return new_alignment(topk_ids.numel(), block_size, num_experts, topk_ids.device)
+
+
+@operation(
+    _new,
+    results="Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded",
+    finish=lambda _, found: MoeAlignment(*found),
+)
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, *, expert_map: torch.Tensor | None = None
-) -> MoeAlignment:
+) -> Run[MoeAlignment]:
     """Each expert's entries of the flattened topk_ids in rising order, padded to whole blocks, expert after expert.
 
     Nothing waits for the device: the results have the sizes that the worst spread of entries needs.
@@ -139,34 +148,33 @@ def moe_align_block_size(
     Raises:
         InvalidInputError: dtype, device or strides do not fit, or a size is below 1.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return MoeAlignment(*ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map))
     block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
-    key = call_key("moe_align_block_size", (topk_ids, expert_map), block_size, num_experts)
-    launches = known(key)
-    if launches is None:
-        check_dtype("topk_ids", topk_ids, torch.int32)
-        check_contiguous("topk_ids", topk_ids)
-        check_sizes("num_experts", block_size, num_experts)
-        num_entries, device = topk_ids.numel(), topk_ids.device
-        check_expert_map(expert_map, device)
-        if num_entries == 0 or not use_triton(topk_ids):
+    check_dtype("topk_ids", topk_ids, torch.int32)
+    check_contiguous("topk_ids", topk_ids)
+    check_sizes("num_experts", block_size, num_experts)
+    num_entries, device = topk_ids.numel(), topk_ids.device
+    check_expert_map(expert_map, device)
+    by_triton = num_entries > 0 and use_triton(topk_ids)
+    if by_triton:
+        num_chunks, launches = _prepare(num_entries, block_size, num_experts, num_mapped(expert_map))
+
+    def run(topk_ids: torch.Tensor, *_: object, expert_map: torch.Tensor | None = None, **__: object) -> MoeAlignment:
+        if not by_triton:
             num_blocks = max_num_blocks(num_entries, block_size, num_experts)
             rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)
             return MoeAlignment(*torch_op.moe_align_block_size(rows, block_size, num_experts, num_blocks))
-    num_chunks, _ = _chunks(topk_ids.numel())
-    aligned = new_alignment(topk_ids.numel(), block_size, num_experts, topk_ids.device)
-    if launches is None:
-        launches = keep(key, _prepare(topk_ids.numel(), aligned, num_experts, num_mapped(expert_map)))
-    tensors = {
-        "topk_ids_ptr": topk_ids,
-        "expert_map_ptr": expert_map,
-        "counts_ptr": torch.empty((num_chunks, num_experts), dtype=torch.int32, device=topk_ids.device),
-        **aligned.pointers(),
-    }
-    for launch in launches:
-        launch(tensors)
-    return aligned
+        aligned = new_alignment(num_entries, block_size, num_experts, device)
+        tensors = {
+            "topk_ids_ptr": topk_ids,
+            "expert_map_ptr": expert_map,
+            "counts_ptr": torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device),
+            **aligned.pointers(),
+        }
+        for launch in launches:
+            launch(tensors)
+        return aligned
+
+    return run
 
 
 def _chunks(num_entries: int) -> tuple[int, int]:
@@ -175,8 +183,10 @@ def _chunks(num_entries: int) -> tuple[int, int]:
     return triton.cdiv(num_entries, chunk_size), chunk_size
 
 
-def _prepare(num_entries: int, aligned: MoeAlignment, num_experts: int, num_mapped: int) -> tuple[Launch, Launch]:
+def _prepare(num_entries: int, block_size: int, num_experts: int, num_mapped: int) -> tuple[int, tuple[Launch, Launch]]:
+    """The number of chunks, and the launches."""
     num_chunks, chunk_size = _chunks(num_entries)
+    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     numbers = {
         "num_entries": num_entries,
         "num_mapped": num_mapped,
@@ -186,11 +196,11 @@ def _prepare(num_entries: int, aligned: MoeAlignment, num_experts: int, num_mapp
         "TILE": _TILE,
     }
     filled = {
-        "max_num_tokens_padded": aligned.sorted_token_ids.numel(),
-        "max_num_blocks": aligned.expert_ids.numel(),
+        "max_num_tokens_padded": num_blocks * block_size,
+        "max_num_blocks": num_blocks,
     }
-    placed = {"num_chunks": num_chunks, "BLOCK_SIZE": aligned.block_size, "BLOCK_C": _MAX_CHUNKS}
-    return (
+    placed = {"num_chunks": num_chunks, "BLOCK_SIZE": block_size, "BLOCK_C": _MAX_CHUNKS}
+    return num_chunks, (
         Launch(_count_kernel, (num_chunks,), numbers | filled, num_warps=4),
         Launch(_place_kernel, (num_experts, num_chunks), numbers | placed, num_warps=4),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
-from paged.kernels.common.launch import Launch, call_key, keep, known
+from paged.kernels.common.launch import Launch
 from paged.kernels.moe.weights import FP8_GROUP
 
 
@@ -38,30 +40,35 @@ def _quantize_token_groups_kernel(
     tl.store(scale_ptr + rows * tl.num_programs(1) + tl.program_id(1), scale, mask=rows < num_rows)
 
 
-def quantize_token_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scale): q * scale is x [num_rows, size] rounded to e4m3 in groups of 128, scale float32 [num_rows, groups].
+def quantize_token_groups(x: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Bind, for tensors like x, a function of x [num_rows, size] that gives (q, scale): q * scale is x rounded to e4m3
+    in groups of 128, scale float32 [num_rows, groups].
 
     q is float8_e4m3fn where x has 16 bits and the chip multiplies e4m3, else the same values in the dtype of x: sums of
     Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
     """
     num_rows, size = x.shape
     native = has_native_e4m3(x.device)
-    multiplies = native and x.element_size() == 2
+    dtype = torch.float8_e4m3fn if native and x.element_size() == 2 else x.dtype
     num_groups = triton.cdiv(size, FP8_GROUP)
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn if multiplies else x.dtype, device=x.device)
-    scale = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
-    key = call_key("quantize_token_groups", (x,))
-    launch = known(key)
-    if launch is None:
-        numbers = {
+    launch = Launch(
+        _quantize_token_groups_kernel,
+        (triton.cdiv(num_rows, 8), num_groups),
+        {
             "num_rows": num_rows,
             "stride_x_row": x.stride(0),
             "SIZE": size,
             "GROUP": FP8_GROUP,
             "BLOCK_ROWS": 8,
             "NATIVE": native,
-        }
-        grid = (triton.cdiv(num_rows, 8), num_groups)
-        launch = keep(key, Launch(_quantize_token_groups_kernel, grid, numbers, num_warps=4))
-    launch({"x_ptr": x, "q_ptr": as_kernel_argument(q), "scale_ptr": scale})
-    return q, scale
+        },
+        num_warps=4,
+    )
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.empty(x.shape, dtype=dtype, device=x.device)
+        scale = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
+        launch({"x_ptr": x, "q_ptr": as_kernel_argument(q), "scale_ptr": scale})
+        return q, scale
+
+    return run

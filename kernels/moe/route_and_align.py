@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paged.kernels.common.checks import check_tensor, refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.launch import Launch, call_key, keep, known
+from paged.kernels.common.launch import Launch
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, new_alignment, num_mapped
+from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment, num_mapped
 from paged.kernels.moe.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
-from paged.kernels.moe.ops import ops
-from paged.kernels.moe.route_tokens import route_tokens
+from paged.kernels.moe.route_tokens import bind_routing
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 
 # One program sorts all entries, by 16 counts of every expert: larger batches gain more from many programs than from
@@ -122,6 +124,28 @@ def _number(ranks_ptr, counts_ptr, tokens, num_tokens, columns, is_chosen, NUM_C
     tl.store(counts_ptr + tl.program_id(0) * NUM_COLUMNS + columns, totals, mask=columns >= 0)
 
 
+def _new(
+    router_logits: torch.Tensor,
+    block_size: int,
+    num_local_experts: int | None,
+    ticket: Any,
+    expert_map: Any,
+    **routing: Any,
+) -> tuple[Any, ...]:
+    weights, ids = new_routes(router_logits, fields := Routing(**routing))
+    num_experts = router_logits.shape[1] + fields.num_shared_experts
+    size = num_experts if num_local_experts is None else num_local_experts
+    return weights, ids, new_alignment(ids.numel(), block_size, size, ids.device)
+
+
+@operation(
+    _new,
+    results="Tensor topk_weights, Tensor topk_ids, Tensor sorted_token_ids, Tensor expert_ids, "
+    "Tensor num_tokens_post_padded",
+    mutates=("ticket",),
+    finish=lambda _, found: (*found[:2], MoeAlignment(*found[2:])),
+    **in_fields(routing=Routing),
+)
 def route_and_align(
     router_logits: torch.Tensor,
     routing: Routing,
@@ -130,7 +154,7 @@ def route_and_align(
     expert_map: torch.Tensor | None = None,
     num_local_experts: int | None = None,
     ticket: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
+) -> Run[tuple[torch.Tensor, torch.Tensor, MoeAlignment]]:
     """`route_tokens`, and of its ids `moe_align_block_size`: one launch up to MAX_FUSED_TOKENS tokens, three beyond.
 
     The order of experts among the blocks is that of their ids before expert_map, so with a map it may differ from
@@ -151,56 +175,74 @@ def route_and_align(
     """
     if not isinstance(routing, Routing):
         raise InvalidInputError(f"routing: {shown(routing)}, expected a Routing")
-    refuse_gradients("route_and_align", router_logits, routing.correction_bias)
-    if torch.compiler.is_dynamo_compiling():
-        weights, ids, *aligned = ops.route_and_align(
-            router_logits, block_size, expert_map, num_local_experts, ticket, **vars(routing)
-        )
-        return weights, ids, MoeAlignment(*aligned)
+    refuse_gradients("route_and_align", routing.correction_bias)
     block_size = as_int("block_size", block_size, None)
-    if num_local_experts is not None:
-        num_local_experts = as_int("num_local_experts", num_local_experts, None)
-    inputs = router_logits, expert_map, ticket, routing.correction_bias
-    key = call_key("route_and_align", inputs, block_size, num_local_experts, *routing.numbers)
-    launch = known(key)
-    if launch is None:
-        check_routing(router_logits, routing)
-    num_tokens, num_routed = router_logits.shape
-    num_columns, device = num_routed + routing.num_shared_experts, router_logits.device
-    num_experts = num_columns if num_local_experts is None else num_local_experts
-    if launch is None:
-        check_expert_map(expert_map, device)
-        check_sizes("num_local_experts", block_size, num_experts)
-        if ticket is not None:
-            check_tensor("ticket", ticket, (1,), (torch.int32,), device)
-        if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
-            weights, ids = route_tokens(router_logits, **vars(routing))
-            return weights, ids, moe_align_block_size(ids, block_size, num_experts, expert_map=expert_map)
-    weights, ids = new_routes(router_logits, routing)
-    aligned = new_alignment(ids.numel(), block_size, num_experts, device)
-    num_programs = -(-num_tokens // _BLOCK_T)
-    if launch is None:
-        arguments = {
-            **routing.arguments(router_logits),
-            "num_mapped": num_mapped(expert_map),
-            "max_num_tokens_padded": aligned.sorted_token_ids.numel(),
-            "max_num_blocks": aligned.expert_ids.numel(),
-            "NUM_EXPERTS": num_experts,
-            "BLOCK_SIZE": block_size,
-            "BLOCK_T": _BLOCK_T,
-            "BLOCK_C": triton.next_power_of_2(num_columns),
-            "MAX_TILES": _MAX_TILES,
-            "TILE": 1024,
-        }
-        launch = keep(key, Launch(_route_and_align_kernel, (num_programs,), arguments, num_warps=8))
-    launch(
-        {
-            **routing.tensors(router_logits, weights, ids),
-            "expert_map_ptr": expert_map,
-            "ranks_ptr": torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
-            "counts_ptr": torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
-            **aligned.pointers(),
-            "ticket_ptr": torch.zeros(1, dtype=torch.int32, device=device) if ticket is None else ticket,
-        }
-    )
-    return weights, ids, aligned
+    check_routing(router_logits, routing)
+    (num_tokens, num_routed), device = router_logits.shape, router_logits.device
+    num_columns = num_routed + routing.num_shared_experts
+    num_experts = num_columns if num_local_experts is None else as_int("num_local_experts", num_local_experts, None)
+    check_expert_map(expert_map, device)
+    check_sizes("num_local_experts", block_size, num_experts)
+    if ticket is not None:
+        check_tensor("ticket", ticket, (1,), (torch.int32,), device)
+    if num_tokens > MAX_FUSED_TOKENS or num_tokens == 0 or not use_triton(router_logits):
+        return _in_turn(router_logits, routing, block_size, num_experts, expert_map)
+    num_programs, num_entries = -(-num_tokens // _BLOCK_T), num_tokens * routing.width
+    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    arguments = {
+        **routing.arguments(router_logits),
+        "num_mapped": num_mapped(expert_map),
+        "max_num_tokens_padded": num_blocks * block_size,
+        "max_num_blocks": num_blocks,
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_T": _BLOCK_T,
+        "BLOCK_C": triton.next_power_of_2(num_columns),
+        "MAX_TILES": _MAX_TILES,
+        "TILE": 1024,
+    }
+    launch = Launch(_route_and_align_kernel, (num_programs,), arguments, num_warps=8)
+
+    def run(
+        router_logits: torch.Tensor,
+        routing: Routing,
+        *_: object,
+        expert_map: torch.Tensor | None = None,
+        ticket: torch.Tensor | None = None,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
+        weights, ids = new_routes(router_logits, routing)
+        aligned = new_alignment(num_entries, block_size, num_experts, device)
+        launch(
+            {
+                **routing.tensors(router_logits, weights, ids),
+                "expert_map_ptr": expert_map,
+                "ranks_ptr": torch.empty((num_tokens, num_columns), dtype=torch.int8, device=device),
+                "counts_ptr": torch.empty((num_programs, num_columns), dtype=torch.int32, device=device),
+                **aligned.pointers(),
+                "ticket_ptr": torch.zeros(1, dtype=torch.int32, device=device) if ticket is None else ticket,
+            }
+        )
+        return weights, ids, aligned
+
+    return run
+
+
+def _in_turn(
+    router_logits: torch.Tensor, routing: Routing, block_size: int, num_experts: int, expert_map: torch.Tensor | None
+) -> Run[tuple[torch.Tensor, torch.Tensor, MoeAlignment]]:
+    """One operation after the other."""
+    route, (_, ids) = bind_routing(router_logits, routing), new_routes(router_logits, routing)
+    align = moe_align_block_size.bind(ids, block_size, num_experts, expert_map=expert_map)
+
+    def run(
+        router_logits: torch.Tensor,
+        routing: Routing,
+        *_: object,
+        expert_map: torch.Tensor | None = None,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, MoeAlignment]:
+        weights, ids = route(router_logits, correction_bias=routing.correction_bias)
+        return weights, ids, align(ids, block_size, num_experts, expert_map=expert_map)
+
+    return run

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
-from paged.kernels.common.launch import Launch, call_key, keep, known
-from paged.kernels.moe.ops import ops
+from paged.kernels.common.launch import Compute, Launch, nothing
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 from paged.kernels.moe.torch_ops import route_tokens as torch_op
 
@@ -44,6 +46,11 @@ def _route_tokens_kernel(
     )  # fmt: skip
 
 
+def _new(router_logits: torch.Tensor, *routing: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_routes(router_logits, Routing(*routing, **named))
+
+
+@operation(_new, results="Tensor topk_weights, Tensor topk_ids")
 def route_tokens(
     router_logits: torch.Tensor,
     top_k: int,
@@ -55,7 +62,7 @@ def route_tokens(
     topk_groups: int = 1,
     routed_scaling_factor: float = 1.0,
     num_shared_experts: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Run[tuple[torch.Tensor, torch.Tensor]]:
     """The top_k experts of every token by score, ties to the smaller index, computed in float32.
 
     Args:
@@ -80,31 +87,41 @@ def route_tokens(
             word.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("route_tokens", router_logits, correction_bias)
-    options = (
-        renormalize, scoring, correction_bias, num_expert_groups, topk_groups, routed_scaling_factor,
+    routing = Routing(
+        top_k, renormalize, scoring, correction_bias, num_expert_groups, topk_groups, routed_scaling_factor,
         num_shared_experts,
     )  # fmt: skip
-    if torch.compiler.is_dynamo_compiling():
-        return ops.route_tokens(router_logits, top_k, *options)
-    routing = Routing(top_k, *options)
-    key = call_key("route_tokens", (router_logits, routing.correction_bias), *routing.numbers)
-    launch = known(key)
-    if launch is None:
-        check_routing(router_logits, routing)
-        if not use_triton(router_logits):
-            loops = loops_of(torch_op, router_logits, weights=[routing.correction_bias])
-            if loops is None or not loops.takes(routing) or len(router_logits) == 0:
-                return torch_op.route_tokens(router_logits, routing)
-            launch = keep(key, loops.prepare(router_logits, routing))
-    weights, ids = new_routes(router_logits, routing)
-    if launch is None:
-        if len(router_logits) == 0:
-            return weights, ids
-        arguments = routing.arguments(router_logits)
-        # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
-        arguments["BLOCK_T"] = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
-        grid = (triton.cdiv(len(router_logits), arguments["BLOCK_T"]),)
-        launch = keep(key, Launch(_route_tokens_kernel, grid, arguments, num_warps=4))
-    launch(routing.tensors(router_logits, weights, ids))
-    return weights, ids
+    return bind_routing(router_logits, routing)
+
+
+def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[torch.Tensor, torch.Tensor]]:
+    """`route_tokens.bind`; of what its result is given it looks at the logits and the bias alone."""
+    check_routing(router_logits, routing)
+    has_rows = len(router_logits) > 0
+    compute: Compute | None = nothing
+    if use_triton(router_logits):
+        compute = _prepare(router_logits, routing) if has_rows else nothing
+    else:
+        loops = loops_of(torch_op, router_logits, weights=[routing.correction_bias])
+        takes = loops is not None and loops.takes(routing) and has_rows
+        compute = loops.prepare(router_logits, routing) if takes else None
+    routing = replace(routing, correction_bias=None)
+
+    def run(
+        router_logits: torch.Tensor, *_: object, correction_bias: torch.Tensor | None = None, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if compute is None:
+            return torch_op.route_tokens(router_logits, routing, correction_bias)
+        weights, ids = new_routes(router_logits, routing)
+        compute({**routing.tensors(router_logits, weights, ids), "bias_ptr": correction_bias})
+        return weights, ids
+
+    return run
+
+
+def _prepare(router_logits: torch.Tensor, routing: Routing) -> Launch:
+    arguments = routing.arguments(router_logits)
+    # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
+    arguments["BLOCK_T"] = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
+    grid = (triton.cdiv(len(router_logits), arguments["BLOCK_T"]),)
+    return Launch(_route_tokens_kernel, grid, arguments, num_warps=4)

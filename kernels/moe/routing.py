@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +62,6 @@ class Routing:
             "BLOCK_S": triton.next_power_of_2(group_size),
             "BLOCK_K": triton.next_power_of_2(self.width),
         }
-
-    @property
-    def numbers(self) -> tuple[Hashable, ...]:
-        """All but the bias, for a `call_key`."""
-        return (
-            self.top_k, self.renormalize, self.scoring, self.num_expert_groups, self.topk_groups,
-            self.routed_scaling_factor, self.num_shared_experts,
-        )  # fmt: skip
 
     def tensors(
         self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor

@@ -15,21 +15,22 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.quantization.gemm import quantized_gemm
-from paged.kernels.quantization.ops import fields_of, ops
 from paged.kernels.quantization.quantize_rows import quantize_rows
 from paged.kernels.quantization.torch_ops import quantized_linear as torch_op
 from paged.kernels.quantization.weight import QuantizedWeight
 
 
+@operation(lambda x, values, **_: x.new_empty(x.shape[0], values.shape[0]), **in_fields(weight=QuantizedWeight))
 def quantized_linear(
     x: torch.Tensor,
     weight: QuantizedWeight,
     *,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Run[torch.Tensor]:
     """x @ weight^T + bias, accumulated in float32 (int8 by int8 in whole numbers) and rounded once.
 
     The weights are read packed and unpacked in registers, never in memory. Of 4-bit ones whose scale spans fewer than
@@ -49,12 +50,7 @@ def quantized_linear(
     """
     if not isinstance(weight, QuantizedWeight):
         raise InvalidInputError(f"weight: {shown(weight)}, expected a QuantizedWeight")
-    refuse_gradients("quantized_linear", x, weight.scale, weight.tensor_scale, weight.input_scale, bias, out)
-    if torch.compiler.is_dynamo_compiling():
-        if out is None:
-            return ops.quantized_linear(x, *fields_of(weight), bias)
-        ops.quantized_linear_out(x, *fields_of(weight), out, bias)
-        return out
+    refuse_gradients("quantized_linear", weight.scale, weight.tensor_scale, weight.input_scale)
     check_is_tensor("x", x)
     device = weight.values.device
     check_tensor("x", x, ("num_rows", weight.in_features), FLOAT_DTYPES, device)
@@ -63,12 +59,18 @@ def quantized_linear(
     if bias is not None:
         check_tensor("bias", bias, shape[1:], (x.dtype, torch.float32), device)
         check_contiguous("bias", bias)
-    if out is None:
-        out = torch.empty(shape, dtype=x.dtype, device=device)
-    else:
+    if out is not None:
         check_tensor("out", out, shape, (x.dtype,), device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
+    return _run
+
+
+def _run(
+    x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    if out is None:
+        out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     if weight.input_order is not None:

@@ -6,11 +6,11 @@ from typing import TypeVar
 
 import torch
 
-from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor, refuse_gradients
+from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import Launch, call_key, keep, known, num_warps
-from paged.kernels.sampling.ops import ops
+from paged.kernels.common.launch import Launch, num_warps
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
@@ -79,9 +79,10 @@ def _greedy_argmax_reduce_kernel(
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
+@operation(lambda logits, **_: logits.new_empty(logits.shape[0], dtype=torch.int64))
 def greedy_argmax(
     logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
-) -> torch.Tensor:
+) -> Run[torch.Tensor]:
     """The token with the largest logit of every row, ties to the smaller id; -1 where none is left to choose.
 
     Args:
@@ -97,36 +98,34 @@ def greedy_argmax(
         InvalidInputError: shapes, dtypes or devices do not fit.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("greedy_argmax", logits, repetition_penalty)
-    if torch.compiler.is_dynamo_compiling():
-        return ops.greedy_argmax(logits, token_mask, repetition_penalty)
-    key = call_key("greedy_argmax", (logits, token_mask, repetition_penalty))
-    launches = known(key)
-    if launches is None:
-        check_tensor("logits", logits, ("num_rows", "vocab_size"), FLOAT_DTYPES)
-        _check_per_row("token_mask", token_mask, torch.bool, logits)
-        _check_per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
-        if logits.numel() == 0:
-            return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-        if not use_triton(logits):
-            return torch_op.greedy_argmax(logits, token_mask, repetition_penalty)
+    check_tensor("logits", logits, ("num_rows", "vocab_size"), FLOAT_DTYPES)
+    _check_per_row("token_mask", token_mask, torch.bool, logits)
+    _check_per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
+    if logits.numel() == 0:
+        return lambda logits, **_: torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+    if not use_triton(logits):
+        return torch_op.greedy_argmax
     num_rows, num_chunks = len(logits), triton.cdiv(logits.shape[1], BLOCK_TOKENS)
-    logits, token_mask = _contiguous_rows(logits), _contiguous_rows(token_mask)
-    repetition_penalty = _contiguous_rows(repetition_penalty)
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    tensors = {
-        "logits_ptr": logits,
-        "token_mask_ptr": token_mask,
-        "repetition_penalty_ptr": repetition_penalty,
-        "best_ptr": torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device),
-        "token_ptr": torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device),
-        "out_ptr": out,
-    }
-    if launches is None:
-        launches = keep(key, _prepare(logits, token_mask, repetition_penalty, num_chunks))
-    for launch in launches:
-        launch(tensors)
-    return out
+    rows = _contiguous_rows(logits), _contiguous_rows(token_mask), _contiguous_rows(repetition_penalty)
+    launches = _prepare(*rows, num_chunks)
+
+    def run(
+        logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        tensors = {
+            "logits_ptr": _contiguous_rows(logits),
+            "token_mask_ptr": _contiguous_rows(token_mask),
+            "repetition_penalty_ptr": _contiguous_rows(repetition_penalty),
+            "best_ptr": torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device),
+            "token_ptr": torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device),
+            "out_ptr": out,
+        }
+        for launch in launches:
+            launch(tensors)
+        return out
+
+    return run
 
 
 def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, logits: torch.Tensor) -> None:

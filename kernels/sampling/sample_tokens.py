@@ -12,9 +12,9 @@ from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import launch, num_warps
+from paged.kernels.common.operation import Run, in_fields, operation
 from paged.kernels.sampling import passes, thresholds
 from paged.kernels.sampling.greedy_argmax import BLOCK_TOKENS, greedy_argmax
-from paged.kernels.sampling.ops import ops
 from paged.kernels.sampling.penalties import Penalties
 from paged.kernels.sampling.row_functions import NUM_BINS
 from paged.kernels.sampling.torch_ops import sample_tokens as torch_op
@@ -25,6 +25,10 @@ MAX_VOCAB_SIZE = 1 << 20
 BLOCK_LIST, PROBES = 512, 16
 
 
+@operation(
+    lambda logits, **_: logits.new_empty(logits.shape[0], dtype=torch.int64),
+    **in_fields("penalties", penalties=Penalties),
+)
 def sample_tokens(
     logits: torch.Tensor,
     keys: torch.Tensor,
@@ -34,7 +38,7 @@ def sample_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
     penalties: Penalties | None = None,
-) -> torch.Tensor:
+) -> Run[torch.Tensor]:
     """One token a row: of softmax((logits - max) / temperature) after penalties, what top_k keeps, of that what top_p
     keeps, of that what min_p keeps, drawn by noise that is a hash of key and token (the Gumbel-max trick).
 
@@ -63,12 +67,21 @@ def sample_tokens(
         InvalidInputError: shapes, dtypes or devices do not fit, or the vocabulary is larger.
         UnsupportedError: a gradient is asked for.
     """
-    refuse_gradients("sample_tokens", logits, temperature, top_p, min_p)
-    if torch.compiler.is_dynamo_compiling():
-        tables = (None,) * 4 if penalties is None else tuple(vars(penalties).values())
-        return ops.sample_tokens(logits, keys, temperature, top_k, top_p, min_p, *tables)
     _check(logits, temperature, top_k, top_p, min_p, penalties)
     check_tensor("keys", keys, (len(logits), 2), (torch.int64,), logits.device)
+    return _sample
+
+
+def _sample(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    penalties: Penalties | None = None,
+) -> torch.Tensor:
     if logits.numel() == 0:
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
     log_min_p = None if min_p is None else min_p.log()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.operation import Bound
 from paged.kernels.common.scalars import shown
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.kernels.lora.batch import LoraBatch
@@ -65,10 +66,10 @@ class _OwnInput(nn.Module):
         self.activation, size = config.activation, config.layer_input_size
         self.gate = Linear(config.hidden_size, {"per_layer_input_gate": size})
         self.projection = Linear(size, {"per_layer_projection": config.hidden_size})
-        self.norm = stream_norm(config)
+        self.norm, self.silu_and_mul = stream_norm(config), Bound(silu_and_mul)
 
     def forward(self, residual: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        gated = silu_and_mul(torch.cat((self.gate(residual), own), -1), activation=self.activation)
+        gated = self.silu_and_mul(torch.cat((self.gate(residual), own), -1), activation=self.activation)
         added: torch.Tensor = self.norm(self.projection(gated))[0]
         return added
 

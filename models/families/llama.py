@@ -15,6 +15,7 @@ from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.attention import Attention, HeldCaches
+from paged.models.layers.bound import share_bound
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
@@ -194,6 +195,7 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, SparseMoe):
                 module.bind()
+        share_bound(self)
         # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
@@ -202,6 +204,7 @@ class Llama(nn.Module):
         for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
             found = scales[source]
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
+        share_bound(self)
 
     def pack(self) -> None:
         """Let a CPU multiply faster, see `kernels.common.torch_ops.linear.pack`.

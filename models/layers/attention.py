@@ -10,6 +10,7 @@ from torch.utils.dlpack import from_dlpack
 
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
+from paged.kernels.common.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.metadata import AttentionMetadata, OutputRows
@@ -85,6 +86,8 @@ class Attention(nn.Module):
         # A window of W tokens is the token itself and W - 1 before it.
         self.window_size = (-1, -1) if layer.window is None else (layer.window - 1, -1)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
+        self.rms_norm, self.rotary_embedding = Bound(rms_norm), Bound(rotary_embedding, by=1)
+        self.qk_norm_rope_and_cache, self.paged_attention = Bound(qk_norm_rope_and_cache), Bound(paged_attention)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer the cache it reads, the table of the metadata that says where that is written, and the rotary
@@ -117,8 +120,8 @@ class Attention(nn.Module):
         if keys:
             v = values[0].unflatten(-1, (-1, layer.v_head_dim))
             if layer.v_norm and self.unit_weight is not None:
-                v = rms_norm(v, self.unit_weight, self.eps)
-            q = qk_norm_rope_and_cache(
+                v = self.rms_norm(v, self.unit_weight, self.eps)
+            q = self.qk_norm_rope_and_cache(
                 q,
                 keys[0].unflatten(-1, (-1, layer.head_dim)),
                 v,
@@ -135,14 +138,14 @@ class Attention(nn.Module):
                 v_scale=self.v_scale,
             )
         else:
-            q = q if q_weight is None else rms_norm(q, q_weight, self.eps)
-            q, _ = rotary_embedding(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
+            q = q if q_weight is None else self.rms_norm(q, q_weight, self.eps)
+            q, _ = self.rotary_embedding(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
         if outputs is not None:
             q, positions = q[outputs.rows], positions[outputs.rows]
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
-        paged_attention(
+        self.paged_attention(
             q,
             self.k_cache,
             self.v_cache,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paged.kernels.common.operation import Bound
 from paged.kernels.common.torch_ops.linear import linear, linear_and_silu, pack
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.silu_and_mul import silu_and_mul
@@ -48,6 +49,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
         self.packed: PackedWeights | None = None
+        self.add_lora = Bound(add_lora)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
         out = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)
-        return out if lora is None or self.adapters is None else add_lora(out, x, self.adapters, lora)
+        return out if lora is None or self.adapters is None else self.add_lora(out, x, self.adapters, batch=lora)
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
         """Hold weights as a checkpoint packs those of its projections `prefix`.name, if it does.
@@ -116,12 +118,13 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.weight = empty_parameter(size)
         self.eps, self.is_zero_centred = config.eps, config.zero_centred
+        self.rms_norm, self.fused_add_rms_norm = Bound(rms_norm), Bound(fused_add_rms_norm)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed, residual). With a residual both arguments are changed in place; without, x becomes it."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return fused_add_rms_norm(x, residual, self.weight, self.eps)
+            return self.rms_norm(x, self.weight, self.eps), x
+        return self.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {f"{prefix}.weight": _OnePlus(self.weight) if self.is_zero_centred else self.weight}
@@ -147,7 +150,7 @@ class GatedMlp(nn.Module):
     def __init__(self, config: DecoderConfig, size: int) -> None:
         """size: of what lies between the products."""
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.silu_and_mul = config.activation, Bound(silu_and_mul)
         parts = {"gate_up_proj": 2 * size} if config.fused_mlp else {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
@@ -172,7 +175,7 @@ class GatedMlp(nn.Module):
         if self.activation == "silu" and lora is None and gate_up.packed is None and gate_up.bias is None:
             activated = linear_and_silu(x, gate_up.weight)
         if activated is None:
-            activated = silu_and_mul(gate_up(x, lora), activation=self.activation)
+            activated = self.silu_and_mul(gate_up(x, lora), activation=self.activation)
         projected: torch.Tensor = self.down_proj(activated, lora)
         return projected
 

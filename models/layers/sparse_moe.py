@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paged.errors import UnsupportedError
+from paged.kernels.common.operation import Bound
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
@@ -56,6 +57,8 @@ class SparseMoe(nn.Module):
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.config, self.activation = moe, config.activation
+        self.route_tokens, self.route_and_align = Bound(route_tokens), Bound(route_and_align)
+        self.fused_moe = Bound(fused_moe)
         hidden_size, num_experts, size = config.hidden_size, moe.num_experts, moe.intermediate_size
         self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
         self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
@@ -150,10 +153,10 @@ class SparseMoe(nn.Module):
         )
         aligned = None
         if block_size is None:
-            topk_weights, topk_ids = route_tokens(logits, **vars(self.routing))
+            topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))
         else:
             num_held = None if expert_map is None else len(self.config.experts)
-            topk_weights, topk_ids, aligned = route_and_align(
+            topk_weights, topk_ids, aligned = self.route_and_align(
                 logits, self.routing, block_size, expert_map=expert_map, num_local_experts=num_held, ticket=self.ticket
             )
         if self.expert_scale is not None:
@@ -161,7 +164,7 @@ class SparseMoe(nn.Module):
         routed = x
         if self.config.weighs_inputs:
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
-        out = fused_moe(
+        out = self.fused_moe(
             routed,
             gate_up.weight,
             down.weight,

@@ -27,6 +27,7 @@ from paged.interop.transformers_experts import read_experts
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.operation import bound_for, layout
 from paged.kernels.moe.fused_moe import fused_moe
 
 NAME = "paged_triton"
@@ -117,7 +118,7 @@ class PagedTritonAttention:
         if paged_cache is None:
             raise UnsupportedError(f"cache: None, {NAME} needs the paged cache of generate_batch")
         options: dict[str, Any] = {
-            "max_seqlen_q": kwargs["max_length_q"],
+            "max_seqlen_q": kwargs["max_length_q"],  # which a step's plan knows; the others tell kinds of layers apart
             "softmax_scale": scaling,
             "causal": module.is_causal if is_causal is None else is_causal,
             "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, -1),
@@ -153,7 +154,7 @@ class PagedTritonAttention:
         write_index = kwargs["write_index"][allocator.index]
         reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
         step = self._step(allocator, write_index, kwargs)
-        paged_attention(
+        bound_for(paged_attention, *list(options.values())[1:], *layout(k_cache, v_cache, s_aux))(
             q,
             k_cache,
             v_cache,

@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from paged.kernels.common.launch import forget_launches
-
 
 def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Write `source` to a file, from which Triton reads its kernels, and import it under `name` for as long as a test
@@ -46,9 +44,7 @@ def planted(
                 for name, each in own.items():
                     if vars(user).get(name) is each:
                         patch.setattr(user, name, getattr(copy, name))
-        forget_launches()
         yield
-    forget_launches()
 
 
 def _home_of(value: object) -> str | None:

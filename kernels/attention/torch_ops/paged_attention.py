@@ -4,40 +4,63 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paged.kernels.attention.call import AttentionCall
-from paged.kernels.attention.torch_ops.batches import SequenceBatch, sequence_batches
+from paged.kernels.attention.call import TENSORS, AttentionCall
+from paged.kernels.attention.torch_ops.batches import SequenceBatch, SharedBatches, sequence_batches
 from paged.kernels.attention.torch_ops.products import GatheredProducts, products_of
 from paged.kernels.common.device import loops_of
-from paged.kernels.common.numba_ops.launch import LoopLaunch
+from paged.kernels.common.launch import Compute
+from paged.kernels.common.numba_ops.recording import recording
 from paged.kernels.common.torch_ops.linear import MULTIPLIES_BF16
 
 if TYPE_CHECKING:
     from paged.kernels.attention.plan import AttentionPlan
 
 
-def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> LoopLaunch | None:
-    """PyTorch implementation of `kernels.attention.paged_attention`: fills `call.out` and, where given, `call.lse`.
+def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
+    """PyTorch implementation of `kernels.attention.paged_attention`: what fills `out` and, where given, `lse` of calls
+    like this, of their tensors by the names of the call's fields.
 
-    Returns a launch that does the same over zeros for other tensors like the call's, where there is one: with the
-    lengths and the block table of the call, whose ids are checked here.
+    A numba kernel trusts lengths and blocks, which are checked here; all else looks at them in every call.
     """
+    is_plain = _is_plain(call)
+    loops = _loops(call) if is_plain else None
+    shared: SharedBatches = {} if plan is None else plan.batches
+    if loops is not None:
+        sequence_batches(call, shared, keeps_scores=False, by_loops=True)
+        launch = loops.prepare(call)
+
+        def compute(given: dict[str, Any]) -> None:
+            given["out"].zero_()
+            lengths = {name: given[name].contiguous() for name in ("cu_seqlens_q", "seq_lens")}
+            launch({**given, **lengths})
+
+        return compute
+    numbers = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in TENSORS}
+
+    def compute_batches(given: dict[str, Any]) -> None:
+        if (current := recording()) is not None:
+            current.note_read("paged_attention, which no numba kernel computes here")
+        _fill(AttentionCall(**given, **numbers), shared, is_plain)
+
+    return compute_batches
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether no result needs the scores, which PyTorch's fused attention never writes: a third of the time for a long
+    chunk."""
+    return call.lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
+
+
+def _fill(call: AttentionCall, shared: SharedBatches, is_plain: bool) -> None:
     q, out, lse = call.q, call.out, call.lse
     num_kv_heads, (k_scale, v_scale) = call.k_cache.shape[2], call.head_scales
-    # Scores that no result needs, PyTorch's fused attention never writes: a third of the time for a long chunk.
-    is_plain = lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
-    loops = _loops(call) if is_plain else None
-    shared = {} if plan is None else plan.batches
-    batches = sequence_batches(call, shared, keeps_scores=not is_plain, by_loops=loops is not None)
+    batches = sequence_batches(call, shared, keeps_scores=not is_plain, by_loops=False)
     out.zero_()
-    if loops is not None:
-        launch: LoopLaunch = loops.prepare(call)
-        lengths = {"cu_seqlens_q": call.cu_seqlens_q.contiguous(), "seq_lens": call.seq_lens.contiguous()}
-        launch({**vars(call), **lengths})
-        return launch
     if lse is not None:
         lse.fill_(-math.inf)
         if call.sinks is not None:
@@ -61,7 +84,6 @@ def paged_attention(call: AttentionCall, plan: AttentionPlan | None) -> LoopLaun
         out.index_copy_(0, batch.rows, rows.to(out.dtype))
         if batch.blind_rows is not None:
             out.index_fill_(0, batch.blind_rows, 0.0)
-    return None
 
 
 def _loops(call: AttentionCall) -> Any:

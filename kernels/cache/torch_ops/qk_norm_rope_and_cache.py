@@ -20,13 +20,13 @@ def qk_norm_rope_and_cache(
     *,
     eps: float,
     interleaved: bool,
-) -> torch.Tensor:
+) -> None:
     """PyTorch implementation of `kernels.cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
     wide = torch.cat((q, write.key), 1).float()
     wide_q, wide_k = wide.split((q.shape[1], write.key.shape[1]), 1)
     if q_weight is not None and k_weight is not None:
-        rms_norm(wide_q, q_weight, eps, out=wide_q)
-        rms_norm(wide_k, k_weight, eps, out=wide_k)
+        rms_norm(wide_q, None, q_weight, wide_q, eps=eps)
+        rms_norm(wide_k, None, k_weight, wide_k, eps=eps)
     rotary_embedding(positions, wide, None, cos_sin_cache, interleaved=interleaved)
     reshape_and_cache(write._replace(key=wide_k))
-    return q.copy_(wide_q)
+    q.copy_(wide_q)

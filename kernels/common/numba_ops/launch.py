@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,37 +31,36 @@ class LoopLaunch:
     def __init__(
         self,
         address: int,
-        work: int,
+        work: int | Callable[[Mapping[str, Any]], int],
         arguments: Sequence[int | str],
         *,
         scratch_size: int = 0,
         before: LoopLaunch | None = None,
     ) -> None:
-        """address: of the kernel's code. work: products, or elements, there are. arguments: numbers, and names of
+        """address: of the kernel's code. work: products, or elements, there are, or a function of the
+        tensors that says so before each run. arguments: numbers, and names of
         tensors, whose addresses they are, or `SCRATCH`: `scratch_size` float32 for each thread. before: what runs
         first, with the same tensors.
         """
         self._before = before
         self._address = address
-        self.set_work(work)
+        self._work = work
         self._scratch_size = scratch_size
         self._values = array("q", [0, *(0 if isinstance(value, str) else value for value in arguments)])
         self._positions = [(at, name) for at, name in enumerate(arguments, 1) if isinstance(name, str)]
 
-    def set_work(self, work: int) -> None:
-        """Say how many products or elements there are from now on."""
-        self._most_threads = max(1, work // _WORK_OF_A_THREAD)
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
+    def __call__(self, tensors: Mapping[str, Any]) -> int:
         """Run, and return the status, 0 where the kernel does not set it; where it does, a repetition ends."""
         if self._before is not None:
             self._before(tensors)
-        if (current := recording()) is not None:
-            current.add(partial(self._run, tensors))
-        return self._run(tensors)
+        if (current := recording()) is None:
+            return self._run(tensors)
+        current.add(partial(self._run, tensors))
+        return current.read(lambda: self._run(tensors))
 
-    def _run(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
-        threads = min(torch.get_num_threads(), self._most_threads)
+    def _run(self, tensors: Mapping[str, Any]) -> int:
+        work = self._work(tensors) if callable(self._work) else self._work
+        threads = min(torch.get_num_threads(), max(1, work // _WORK_OF_A_THREAD))
         values = self._values[:]
         scratch = torch.empty(threads * self._scratch_size) if self._scratch_size else None
         for at, name in self._positions:

@@ -10,7 +10,7 @@ _GROUP = 64
 
 
 def greedy_argmax(
-    logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None
+    logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
 ) -> torch.Tensor:
     """PyTorch implementation of `kernels.sampling.greedy_argmax`."""
     values = logits.float()

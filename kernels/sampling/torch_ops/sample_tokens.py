@@ -31,7 +31,7 @@ def sample_tokens(
             lowest = lowest_kept(scores, top_k, top_p, log_min_p)
             scores.masked_fill_(scores < lowest[:, None], -torch.inf)
         return _draw(scores, keys)
-    tokens = greedy_argmax(logits, None, None)
+    tokens = greedy_argmax(logits)
     if is_drawn.any():
         (rows,) = is_drawn.nonzero(as_tuple=True)
         filters = [None if each is None else each[rows] for each in (top_k, top_p, log_min_p)]

@@ -26,6 +26,7 @@ from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuild
 from paged.interop.vllm_engine.warmup import AttentionWarmup
 from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.common.operation import bound_for, layout
 
 
 class PagedBackend(AttentionBackend):
@@ -140,6 +141,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        # What layers whose calls may be bound for each other have in common, besides their tensors' layouts.
+        slopes = None if alibi_slopes is None else tuple(alibi_slopes)
+        self.kind = self.scale, self.window_size, self.logits_soft_cap, self.is_batch_invariant, slopes
         _WARMUP.register_warmup()
 
     def forward(
@@ -185,7 +189,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
                 raise UnsupportedError("key, value: None, expected the step's own where the cache is spread over ranks")
             attended = attend(attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options)
             return output.copy_(attended)
-        paged_attention(
+        kind = self.kind, self.is_scaled, isinstance(causal, bool) and causal, block_table.stride()
+        bound_for(paged_attention, *kind, *layout(k_cache, v_cache, output, self.sinks))(
             query,
             k_cache,
             v_cache,

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from paged.kernels.common.launch import forget_launches
 from tests.emulated_device.emulator.kernels import Kernels, driver
 from tests.emulated_device.emulator.memory import Memory, Transfers, access
 from tests.emulated_device.emulator.operations import CudaTensor, Operations
@@ -335,4 +334,3 @@ def _clear_caches() -> None:
         for value in list(vars(module).values()) if name.startswith("paged.") else ():
             if callable(clear := getattr(value, "cache_clear", None)):
                 clear()
-    forget_launches()

@@ -176,7 +176,7 @@ def test_weights_of_large_scores_sum_to_one(sinks: float | None, device: torch.d
 def test_rows_that_no_tile_covers_are_cleared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence longer than said, where lengths are not checked: it and those after it give 0 and -inf."""
     monkeypatch.setenv("PAGED_BACKEND", "triton")
-    monkeypatch.setattr("paged.kernels.attention.paged_attention.check_sequences", lambda _: None)
+    monkeypatch.setattr("paged.kernels.attention.launches.check_sequences", lambda _: None)
     tensors = vars(make(Problem("", ((2, 20), (1, 9), (40, 40), (1, 30)), padding_rows=3), device))
     expected, _ = reference.paged_attention(**{name: each.cpu() for name, each in tensors.items()})
     for bound, num_covered in ((1, 0), (2, 3), (39, 3), (40, 44), (10**9, 44)):

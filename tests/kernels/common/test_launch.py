@@ -1,17 +1,17 @@
-"""Whatever was launched before, a call gives what it gives alone: no key lacks what its launch depends on. A repeated
-launch hands the compiled kernel what a first one would, with the new tensors."""
+"""What is bound gives what a plain call gives, of other values and layouts. A repeated launch hands the compiled kernel
+what a first one would, with the new tensors."""
 
 from collections.abc import Callable
 from dataclasses import make_dataclass
-from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import paged
-from paged.kernels.common import launch
-from paged.kernels.common.launch import Box, Launch, call_key, forget_launches, keep, known
+from paged.kernels.common.launch import Box, Launch
+from paged.kernels.common.operation import Bound
 from tests.backends import needs_numba
 from tests.conftest import DEVICE
 
@@ -58,50 +58,50 @@ class Variant(NamedTuple):
         return torch.randperm(4 * BLOCK_SIZE, device=DEVICE)[: self.num_tokens]
 
 
-def _rms_norm(v: Variant) -> list[torch.Tensor]:
+def _rms_norm(v: Variant, p: Any) -> list[torch.Tensor]:
     out = v.rows(16).contiguous() if v.option else None
-    return [paged.rms_norm(v.rows(16), v.tensor(16), v.eps, out=out)]
+    return [p.rms_norm(v.rows(16), v.tensor(16), v.eps, out=out)]
 
 
-def _fused_add_rms_norm(v: Variant) -> list[torch.Tensor]:
+def _fused_add_rms_norm(v: Variant, p: Any) -> list[torch.Tensor]:
     both = (v.rows(16).contiguous() if v.layout == "apart" else v.rows(16) for _ in range(2))
-    return list(paged.fused_add_rms_norm(*both, v.tensor(16), v.eps))
+    return list(p.fused_add_rms_norm(*both, v.tensor(16), v.eps))
 
 
-def _silu_and_mul(v: Variant) -> list[torch.Tensor]:
-    return [paged.silu_and_mul(v.rows(16), activation="gelu" if v.option else "silu")]
+def _silu_and_mul(v: Variant, p: Any) -> list[torch.Tensor]:
+    return [p.silu_and_mul(v.rows(16), activation="gelu" if v.option else "silu")]
 
 
-def _rotary_embedding(v: Variant) -> list[torch.Tensor]:
+def _rotary_embedding(v: Variant, p: Any) -> list[torch.Tensor]:
     positions, angles = v.ids(64, v.num_tokens), v.tensor(64, HEAD_DIM, dtype=torch.float32)
-    return list(paged.rotary_embedding(positions, *v.heads[:2], angles, interleaved=bool(v.option)))
+    return list(p.rotary_embedding(positions, *v.heads[:2], angles, interleaved=bool(v.option)))
 
 
-def _qk_norm_rope_and_cache(v: Variant) -> list[torch.Tensor]:
+def _qk_norm_rope_and_cache(v: Variant, p: Any) -> list[torch.Tensor]:
     weight = v.tensor(HEAD_DIM) if v.option else None
     caches, where = v.caches, (v.slots, v.ids(64, v.num_tokens), v.tensor(64, HEAD_DIM, dtype=torch.float32))
-    q = paged.qk_norm_rope_and_cache(*v.heads, *caches, *where, q_weight=weight, k_weight=weight, eps=v.eps)
+    q = p.qk_norm_rope_and_cache(*v.heads, *caches, *where, q_weight=weight, k_weight=weight, eps=v.eps)
     return [q, *caches]
 
 
-def _reshape_and_cache(v: Variant) -> list[torch.Tensor]:
+def _reshape_and_cache(v: Variant, p: Any) -> list[torch.Tensor]:
     caches, (_, key, value) = v.caches, v.heads
     scale = torch.rand(2, device=DEVICE) + 1 if v.option else None
-    paged.reshape_and_cache(key, value, *caches, v.slots, k_scale=scale)
+    p.reshape_and_cache(key, value, *caches, v.slots, k_scale=scale)
     return caches
 
 
-def _greedy_argmax(v: Variant) -> list[torch.Tensor]:
+def _greedy_argmax(v: Variant, p: Any) -> list[torch.Tensor]:
     mask = torch.rand(v.num_tokens, 16, device=DEVICE) < 0.5 if v.layout == "apart" else v.ids(2, 16).bool()
-    return [paged.greedy_argmax(v.rows(16), token_mask=mask if v.option else None)]
+    return [p.greedy_argmax(v.rows(16), token_mask=mask if v.option else None)]
 
 
-def _merge_attn_states(v: Variant) -> list[torch.Tensor]:
+def _merge_attn_states(v: Variant, p: Any) -> list[torch.Tensor]:
     sides = [(v.rows(2, HEAD_DIM), v.tensor(2, v.num_tokens, dtype=torch.float32)) for _ in range(2)]
-    return list(paged.merge_attn_states(*sides[0], *sides[1]))
+    return list(p.merge_attn_states(*sides[0], *sides[1]))
 
 
-def _paged_attention(v: Variant) -> list[torch.Tensor]:
+def _paged_attention(v: Variant, p: Any) -> list[torch.Tensor]:
     """Layers of one step, which differ in all but the lengths."""
     num_seqs = v.num_tokens
     offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE)
@@ -111,127 +111,110 @@ def _paged_attention(v: Variant) -> list[torch.Tensor]:
     batch["block_table"] = v.ids(4, num_seqs, 2, dtype=torch.int32)
     options = {"sinks": v.tensor(4)}, {"softcap": 5.0}, {"window_size": (3, 0)}, {"attention_chunk_size": 4}
     options = {}, *options, {"causal": False}
-    return [paged.paged_attention(v.heads[0], *v.caches, **batch, softmax_scale=v.eps, **options[v.option])]
+    return [p.paged_attention(v.heads[0], *v.caches, **batch, softmax_scale=v.eps, **options[v.option])]
 
 
 _PLANS: dict[int, paged.AttentionPlan] = {}
 
 
-def _route_tokens(v: Variant) -> list[torch.Tensor]:
-    return list(paged.route_tokens(v.rows(8), 2, renormalize=bool(v.option), routed_scaling_factor=v.eps))
+def _route_tokens(v: Variant, p: Any) -> list[torch.Tensor]:
+    bias = v.tensor(8, dtype=torch.float32).contiguous() if v.option else None
+    return list(p.route_tokens(v.rows(8), 2, correction_bias=bias, routed_scaling_factor=v.eps))
 
 
-def _route_and_align(v: Variant) -> list[torch.Tensor]:
+def _route_and_align(v: Variant, p: Any) -> list[torch.Tensor]:
     bias = v.tensor(8, dtype=torch.float32).contiguous() if v.option else None
     routing = paged.Routing(2, correction_bias=bias, routed_scaling_factor=v.eps)
-    weights, ids, aligned = paged.route_and_align(v.rows(8), routing, 4)
+    weights, ids, aligned = p.route_and_align(v.rows(8), routing, 4)
     return [weights, ids, *aligned]
 
 
-def _fused_moe(v: Variant) -> list[torch.Tensor]:
+def _fused_moe(v: Variant, p: Any) -> list[torch.Tensor]:
     ids, weights = v.ids(4, v.num_tokens, 2, dtype=torch.int32), torch.rand(v.num_tokens, 2, device=DEVICE)
     tensors = v.rows(32), v.tensor(4, 32, 32), v.tensor(4, 32, 16)
-    return [paged.fused_moe(*tensors, weights, ids, activation="gelu" if v.option else "silu")]
+    return [p.fused_moe(*tensors, weights, ids, activation="gelu" if v.option else "silu")]
 
 
 OPERATIONS = (
     _rms_norm, _fused_add_rms_norm, _silu_and_mul, _rotary_embedding, _qk_norm_rope_and_cache, _reshape_and_cache,
     _greedy_argmax, _merge_attn_states, _paged_attention, _route_tokens, _route_and_align, _fused_moe,
 )  # fmt: skip
-FIELDS = {"num_tokens": (8,), "dtype": (torch.float16,), "layout": ("apart", "late"), "eps": (0.5,), "option": (1,)}
+LAYOUTS = ({}, {"num_tokens": 8}, {"dtype": torch.float16}, {"layout": "apart"}, {"layout": "late"})
 
 
-def _differs(operation: Callable[[Variant], list[torch.Tensor]], variants: list[Variant]) -> bool:
-    """Whether a call after others gives another result, or refuses, than the same call with nothing kept."""
+class _BoundOperations:
+    """`paged`, whose operations are bound once for each layout."""
 
-    def run(variant: Variant) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        return operation(variant)
-
-    alone = []
-    for variant in variants:
-        forget_launches()
-        _PLANS.clear()
-        alone.append(run(variant))
-    rounds = [*zip(variants, alone, strict=True)]
-    return any(
-        not torch.equal(got, want)
-        for variant, wanted in (*rounds, rounds[0])
-        for got, want in zip(run(variant), wanted, strict=True)
-    )
+    def __getattr__(self, name: str) -> Any:
+        bound = Bound(getattr(paged, name), by=1 if name == "rotary_embedding" else 0)
+        setattr(self, name, bound)
+        return bound
 
 
 @pytest.mark.parametrize("backend", LAUNCHED, indirect=True)
+@pytest.mark.parametrize("option", [0, 1])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__.strip("_"))
-def test_a_call_gives_what_it_gives_alone(operation: Callable[[Variant], list[torch.Tensor]], backend: str) -> None:
-    """Among calls that differ in one thing, and one that differs in all."""
-    has_options = operation is _paged_attention and backend == "numba"
-    fields = FIELDS | {"option": range(1, 6)} if has_options else FIELDS
-    others = [Variant()._replace(**{name: value}) for name, values in fields.items() for value in values]
-    assert not _differs(operation, [Variant(), *others, Variant(1, torch.float16, "apart", 0.5, 1)])
+def test_bound_gives_what_a_call_gives(
+    operation: Callable[[Variant, Any], list[torch.Tensor]], option: int, backend: str
+) -> None:
+    """Of several layouts in turns, twice of other values."""
+    bound = _BoundOperations()
+    for seed in (0, 1):
+        for fields in LAYOUTS:
+            results = []
+            for namespace in (paged, bound):
+                torch.manual_seed(seed)
+                results.append(operation(Variant(option=option)._replace(**fields), namespace))
+            assert all(map(torch.equal, *results)), fields
 
 
-@pytest.mark.parametrize("missing", ["strides", "values", "shape"])
-def test_a_key_without_something_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above is worth: with a part of the key left out, a launch is stale."""
-    whole, first = launch.signatures, Variant()
-    others = {"strides": first._replace(layout="apart"), "values": first._replace(eps=0.5)}
-    if missing == "values":
-        norm = paged.kernels.layers.rms_norm
-        monkeypatch.setattr(norm, "call_key", lambda name, tensors, *_: call_key(name, tensors))
-    else:
-        end = ("shape", "strides").index(missing)
+def test_bound_binds_once_a_layout_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, weight, count = paged.rms_norm, torch.randn(8, device=DEVICE), 0
 
-        def shortened(tensors: Any) -> Any:
-            return tuple(one and one[:end] + one[2:] for one in whole(tensors))
+    def bind(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return norm.bind(*args, **kwargs)
 
-        monkeypatch.setattr(launch, "signatures", shortened)
-    # The first of the two then runs by what the second one left, of fewer or closer rows: inside of its tensors.
-    assert _differs(_rms_norm, [others.get(missing, first._replace(num_tokens=8)), first])
-    monkeypatch.undo()
-    forget_launches()
-
-
-def test_what_is_kept_is_bounded_and_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_MAX_KNOWN", 4)
-    forget_launches()
-    for number in range(9):
-        assert keep(number, number + 0.5) == number + 0.5
-        assert len(launch._KNOWN) <= 4
-    assert known(8) == 8.5
-    assert keep(None, "nothing") == "nothing"
-    assert known(None) is None
-    forget_launches()
-    assert known(8) is None
-
-
-def test_a_tensor_of_another_kind_has_another_key_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(4, 8, device=DEVICE), torch.randn(8, device=DEVICE)
-    key = call_key("rms_norm", (x, weight), 1e-6)
-    assert key == call_key("rms_norm", (x.clone(), weight), 1e-6)
-    negated = torch.complex(weight, weight).conj().imag
-    emptied = x.clone()
-    emptied.untyped_storage().resize_(0)
-    for other in (x.half(), x.t(), x[:, :4], negated, emptied, x.flatten()[1:29], x.to("meta"), None):
-        assert call_key("rms_norm", (x, other), 1e-6) != key
-    for no_tensor in ("x", 3, x.to_sparse()):
-        assert call_key("rms_norm", (x, no_tensor), 1e-6) is None
-        assert call_key("rms_norm", (no_tensor, x), 1e-6) is None
-    for eps in (torch.tensor(1e-6), Fraction(1), [1e-6]):  # which may be another number by the next call
-        assert call_key("rms_norm", (x, weight), eps) is None
+    bound = Bound(norm)
+    monkeypatch.setattr(bound, "operation", SimpleNamespace(bind=bind))
+    for _ in range(3):
+        for rows in (2, 3):
+            bound(torch.randn(rows, 8, device=DEVICE), weight)
+    assert count == 2
+    monkeypatch.setattr("paged.kernels.common.operation._MOST_LAYOUTS", 4)
+    for rows in range(9):
+        bound(torch.randn(rows, 8, device=DEVICE), weight)
+        assert len(bound._runs) <= 4
     monkeypatch.setenv("PAGED_BACKEND", "torch")
-    assert call_key("rms_norm", (x, weight), 1e-6) != key
+    found = bound(x := torch.randn(8, 8, device=DEVICE), weight)
+    assert torch.equal(found, norm(x, weight))
 
 
-def test_faults_are_refused_where_a_sound_call_is_known() -> None:
+def test_a_plan_keeps_what_is_bound_to_it() -> None:
+    """Another step's plan, of as many tokens, has work lists of its own."""
+    attend, caches = Bound(paged.paged_attention), torch.randn(2, 4, 8, 2, 8, device=DEVICE).unbind()
+    q, table = torch.randn(2, 4, 8, device=DEVICE), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=DEVICE)
+    offsets = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    for lengths in ([3, 16], [9, 1]):
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        plan = paged.AttentionPlan(offsets, seq_lens, max_seqlen_q=1, max_seqlen_k=16)
+        batch = {"block_table": table, "cu_seqlens_q": offsets, "seq_lens": seq_lens, "max_seqlen_q": 1}
+        found = [attend(q, *caches, **batch, plan=plan) for _ in range(2)]
+        expected = paged.paged_attention(q, *caches, **batch)
+        assert all(torch.equal(each, expected) for each in found)
+        assert len(plan.runs) == 1
+    assert not attend._runs
+
+
+def test_faults_are_refused() -> None:
     x, weight = torch.randn(4, 8, device=DEVICE), torch.randn(8, device=DEVICE)
-    paged.rms_norm(x, weight)
-    paged.rms_norm(x, weight, 1.0)  # equal to True, and of the same hash
     for wrong in (weight[:4], weight.to("meta"), "weight"):
         with pytest.raises(paged.PagedError, match="weight"):
             paged.rms_norm(x, wrong)  # type: ignore[arg-type]
-    with pytest.raises(paged.UnsupportedError, match="gradients"):
-        paged.rms_norm(x.clone().requires_grad_(), weight)
+    for call in (paged.rms_norm, paged.rms_norm.bind):
+        with pytest.raises(paged.UnsupportedError, match="gradients"):
+            call(x.clone().requires_grad_(), weight)
     with pytest.raises(paged.InvalidInputError, match="eps"):
         paged.rms_norm(x, weight, True)
     with torch.no_grad():

@@ -19,7 +19,6 @@ import paged
 from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.common import device as device_module
-from paged.kernels.common.launch import forget_launches
 from paged.kernels.common.numba_ops import launch
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 from paged.kernels.moe import reference as moe_reference
@@ -41,7 +40,6 @@ pytestmark = pytest.mark.by_cpu
 @pytest.fixture(params=[1, 3])
 def _numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call by so many threads, however small."""
-    forget_launches()
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
     monkeypatch.setattr(launch, "_WORK_OF_A_THREAD", 1)
