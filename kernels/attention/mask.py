@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from paged.kernels.common.compat import tl, triton
@@ -10,18 +12,26 @@ from paged.kernels.common.launch import launch
 WORD_KEYS = tl.constexpr(64)
 
 
+class Window(NamedTuple):
+    """The keys near it that a query sees, made inside a kernel."""
+
+    left: Any
+    right: Any
+    chunk_size: Any  # of local attention, or None
+
+
 @triton.jit
-def visible_range(position, seq_len, window_left, window_right, CHUNK_SIZE: tl.constexpr):
-    """First and one past the last key that queries at `position` see, by window, chunk (0: none) and length.
+def visible_range(position, seq_len, window):
+    """First and one past the last key that queries at `position` see, by window, chunk and length.
 
     The first may be below 0, and the last not beyond it: then there is none.
     """
-    first = position - window_left
-    end = tl.minimum(position + window_right + 1, seq_len)
-    if CHUNK_SIZE > 0:
-        chunk = tl.maximum(position, 0) // CHUNK_SIZE * CHUNK_SIZE
+    first = position - window.left
+    end = tl.minimum(position + window.right + 1, seq_len)
+    if window.chunk_size is not None:
+        chunk = tl.maximum(position, 0) // window.chunk_size * window.chunk_size
         first = tl.maximum(first, chunk)
-        end = tl.minimum(end, tl.where(position < 0, 0, chunk + CHUNK_SIZE))
+        end = tl.minimum(end, tl.where(position < 0, 0, chunk + window.chunk_size))
     return first, end
 
 

@@ -8,6 +8,8 @@ since exp2 is the instruction that chips have.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from paged.kernels.attention.mask import WORD_KEYS
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
@@ -47,33 +49,60 @@ def _exact_tanh(x):
     return tl.where(x < 0, -result, result)
 
 
+# Tuples of pointers and numbers are made inside a kernel and passed to its functions. Triton makes tensors of sizes in
+# them, so that those stay arguments, and its cache does not see their fields: they are given by name.
+class CachedRows(NamedTuple):
+    """K or V of one KV head: a row in every slot of every cache block."""
+
+    cache: Any  # pointer to the head's first element in block 0, or a descriptor of the whole cache; None: V is K
+    stride_block: Any
+    stride_slot: Any
+    dim_mask: Any  # [padded head_dim], which elements there are, or None where all are
+    scales: Any  # pointer to the head's first scale in block 0, of int8 caches, else None
+    stride_scale_block: Any
+    stride_scale_slot: Any
+
+
+class Keys(NamedTuple):
+    """Where the keys of one sequence and KV head are."""
+
+    block_table_ptr: Any  # the sequence's row
+    kv_head: Any
+    context_len: Any  # keys before the first new one
+    seq_len: Any
+
+
+class ScoreRules(NamedTuple):
+    """How the rows of a tile, BLOCK_M of them, weigh their keys."""
+
+    scale: Any
+    softcap: Any  # None for none
+    position: Any  # [BLOCK_M]
+    slopes: Any  # [BLOCK_M] of ALiBi, or None
+    first_key: Any  # [BLOCK_M] that each row sees, or None where neither window nor chunk is a limit
+    end_key: Any  # [BLOCK_M], one past the last that each row sees
+    mask_ptrs: Any  # [BLOCK_M], each row's words of the mask over the new keys, or None
+
+
 @triton.jit
-def _load_rows(
-    cache,  # the KV head's first element in block 0
-    offsets,  # [BLOCK_N], of each row
-    key_mask,  # [BLOCK_N]
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """[BLOCK_N, HEAD_DIM_PADDED] of K or V; what is masked is 0."""
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    ptrs = cache + offsets[:, None] + offs_d[None, :]
-    if MASKED and HEAD_DIM != HEAD_DIM_PADDED:
-        rows = tl.load(ptrs, mask=key_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0)
+def _load_rows(cached, offsets, key_mask, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [BLOCK_N, DIM] of K or V by pointers; what is masked is 0."""
+    ptrs = cached.cache + offsets[:, None] + tl.arange(0, DIM)[None, :]
+    if MASKED and cached.dim_mask is not None:
+        rows = tl.load(ptrs, mask=key_mask[:, None] & cached.dim_mask[None, :], other=0)
     elif MASKED:
         rows = tl.load(ptrs, mask=key_mask[:, None], other=0)
-    elif HEAD_DIM != HEAD_DIM_PADDED:
-        rows = tl.load(ptrs, mask=offs_d[None, :] < HEAD_DIM, other=0)
+    elif cached.dim_mask is not None:
+        rows = tl.load(ptrs, mask=cached.dim_mask[None, :], other=0)
     else:
         rows = tl.load(ptrs)
     return rows
 
 
 @triton.jit
-def _load_scales(scales, block, slot, stride_block, stride_slot, key_mask, MASKED: tl.constexpr):
+def _load_scales(cached, block, slot, key_mask, MASKED: tl.constexpr):
     """[BLOCK_N], of rows of int8."""
-    ptrs = scales + block * stride_block + slot * stride_slot
+    ptrs = cached.scales + block * cached.stride_scale_block + slot * cached.stride_scale_slot
     return tl.load(ptrs, mask=key_mask, other=0.0) if MASKED else tl.load(ptrs)
 
 
@@ -85,128 +114,135 @@ def _decode(codes, dtype: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.const
 
 
 @triton.jit
+def _score_block(
+    q,  # [BLOCK_M, HEAD_DIM_PADDED]
+    keys,  # Keys
+    k_rows,  # CachedRows
+    v_rows,
+    start,  # the first key
+    offs_n,  # [BLOCK_N], the keys
+    V_HEAD_DIM_PADDED: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """q @ K^T [BLOCK_M, BLOCK_N], and V [BLOCK_N, V_HEAD_DIM_PADDED] in the dtype of q, of a block of keys."""
+    HEAD_DIM_PADDED: tl.constexpr = q.shape[1]
+    key_mask = offs_n < keys.seq_len
+    if USE_TMA:  # all BLOCK_N keys lie in one cache block
+        block = tl.load(keys.block_table_ptr + start // KV_BLOCK_SIZE)
+        slot = start % KV_BLOCK_SIZE
+        box = [block, slot, keys.kv_head, 0]
+        k = k_rows.cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
+        v = k if v_rows.cache is None else v_rows.cache.load(box).reshape(BLOCK_N, V_HEAD_DIM_PADDED)
+        if MASKED:
+            # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
+            v = tl.where(key_mask[:, None], v, 0)
+    else:
+        if MASKED:
+            block = tl.load(keys.block_table_ptr + offs_n // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
+        else:
+            block = tl.load(keys.block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)
+        slot = offs_n % KV_BLOCK_SIZE
+        k_offsets = block * k_rows.stride_block + slot * k_rows.stride_slot
+        v_offsets = block * v_rows.stride_block + slot * v_rows.stride_slot
+        k = _load_rows(k_rows, k_offsets, key_mask, HEAD_DIM_PADDED, MASKED)
+        v = k if v_rows.cache is None else _load_rows(v_rows, v_offsets, key_mask, V_HEAD_DIM_PADDED, MASKED)
+    if KIND == "int8":
+        if USE_TMA:
+            block, slot = block.to(tl.int64), slot + tl.arange(0, BLOCK_N)
+        k_scale = _load_scales(k_rows, block, slot, key_mask, MASKED)
+        v_scale = _load_scales(v_rows, block, slot, key_mask, MASKED)
+        # Times the weights, a small scale would leave the range of float16.
+        v = v.to(tl.float32) * v_scale[:, None]
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    elif KIND != "":
+        k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    if KIND == "int8":
+        scores *= k_scale[None, :]
+    return scores, v
+
+
+@triton.jit
+def _is_visible(rules, start, offs_n, context_len, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N], whether each row sees each of the keys from `start` on."""
+    visible = offs_n[None, :] < rules.end_key[:, None]
+    if rules.first_key is not None:
+        visible = visible & (offs_n[None, :] >= rules.first_key[:, None])
+    if rules.mask_ptrs is not None:
+        # A word a row: a tile of bytes would drag the scores into the layout of its loads, 430 spills.
+        word = start // WORD_KEYS - context_len // WORD_KEYS
+        bits = tl.load(rules.mask_ptrs + word, mask=word >= 0, other=-1)[:, None]
+        if BLOCK_N > WORD_KEYS:
+            more = tl.load(rules.mask_ptrs + word + 1, mask=word >= -1, other=-1)[:, None]
+            bits = tl.where((offs_n % BLOCK_N < WORD_KEYS)[None, :], bits, more)
+        visible = visible & ((bits >> (offs_n % WORD_KEYS).to(tl.int64)[None, :]) & 1 != 0)
+    return visible
+
+
+@triton.jit
+def _softcapped(scores, scale, softcap, dtype: tl.constexpr):
+    """softcap * tanh(scores * scale / softcap), in base 2."""
+    if dtype == tl.float32:
+        capped = _exact_tanh(scores * (scale / softcap))
+    else:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 and -1 where exp overflows or vanishes
+        capped = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E / softcap)) + 1.0)
+    return softcap * capped * LOG2E
+
+
+@triton.jit
 def attend(
     acc,  # [BLOCK_M, V_HEAD_DIM_PADDED] float32, unnormalised output
     row_max,  # [BLOCK_M] float32, base 2
     row_sum,  # [BLOCK_M] float32
     q,  # [BLOCK_M, HEAD_DIM_PADDED]
-    k_cache,  # pointer to the KV head's first element in block 0, or where USE_TMA a descriptor of the whole cache
-    v_cache,
-    block_table_ptr,  # this sequence's row
-    mask_ptrs,  # [BLOCK_M], each row's words of the mask over the new keys, or None
-    slopes,  # [BLOCK_M], or None
-    k_scales,  # pointer to the KV head's first scale in block 0, of int8 caches
-    v_scales,
+    keys,  # Keys
+    k_rows,  # CachedRows
+    v_rows,
+    rules,  # ScoreRules
     begin,  # blocks of BLOCK_N keys
     end,
-    position,  # [BLOCK_M] of each row
-    first_key,  # [BLOCK_M], first and one past the last key that each row sees
-    end_key,
-    context_len,  # keys before the first new one
-    seq_len,
-    kv_head,
-    scale,
-    softcap,
-    stride_k_block,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_slot,
-    stride_k_scale_block,
-    stride_k_scale_slot,
-    stride_v_scale_block,
-    stride_v_scale_slot,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    SHARED_KV: tl.constexpr,
+    USE_TMA: tl.constexpr,  # caches are descriptors
     KIND: tl.constexpr,  # of `cache_kinds`
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
 ):
     """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
+    # Otherwise the largest score and the differences to it are scaled, in place of all scores.
+    SCALED: tl.constexpr = MASKED or rules.softcap is not None or rules.slopes is not None
     for index in range(begin, end):
-        offs_n = index * BLOCK_N + tl.arange(0, BLOCK_N)
-        key_mask = offs_n < seq_len
-        if USE_TMA:  # all BLOCK_N keys lie in one cache block
-            block = tl.load(block_table_ptr + index * BLOCK_N // KV_BLOCK_SIZE)
-            slot = index * BLOCK_N % KV_BLOCK_SIZE
-            box = [block, slot, kv_head, 0]
-            k = k_cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
-            v = k if SHARED_KV else v_cache.load(box).reshape(BLOCK_N, V_HEAD_DIM_PADDED)
-            if MASKED:
-                # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
-                v = tl.where(key_mask[:, None], v, 0)
-        else:
-            if MASKED:
-                block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE, mask=key_mask, other=0).to(tl.int64)
-            else:
-                block = tl.load(block_table_ptr + offs_n // KV_BLOCK_SIZE).to(tl.int64)
-            slot = offs_n % KV_BLOCK_SIZE
-            k_offsets = block * stride_k_block + slot * stride_k_slot
-            v_offsets = k_offsets
-            if not SAME_STRIDES:
-                v_offsets = block * stride_v_block + slot * stride_v_slot
-            k = _load_rows(k_cache, k_offsets, key_mask, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
-            v = k
-            if not SHARED_KV:
-                v = _load_rows(v_cache, v_offsets, key_mask, V_HEAD_DIM, V_HEAD_DIM_PADDED, MASKED)
-        if KIND == "int8":
-            if USE_TMA:
-                block, slot = block.to(tl.int64), slot + tl.arange(0, BLOCK_N)
-            k_scale = _load_scales(k_scales, block, slot, stride_k_scale_block, stride_k_scale_slot, key_mask, MASKED)
-            v_scale = _load_scales(v_scales, block, slot, stride_v_scale_block, stride_v_scale_slot, key_mask, MASKED)
-            # Times the weights, a small scale would leave the range of float16.
-            v = v.to(tl.float32) * v_scale[:, None]
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        elif KIND != "":
-            k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
-
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
-        if KIND == "int8":
-            scores *= k_scale[None, :]
-        if HAS_SOFTCAP and q.dtype == tl.float32:
-            scores = softcap * _exact_tanh(scores * (scale / softcap)) * LOG2E
-        elif HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 and -1 where exp overflows or vanishes
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E / softcap)) + 1.0)) * LOG2E
-        elif MASKED or slopes is not None:
-            scores = scores * (scale * LOG2E)
-        if slopes is not None:
-            distance = tl.abs(position[:, None] - offs_n[None, :]).to(tl.float32)
-            scores -= distance * (slopes * LOG2E)[:, None]
+        start = index * BLOCK_N
+        offs_n = start + tl.arange(0, BLOCK_N)
+        scores, v = _score_block(
+            q, keys, k_rows, v_rows, start, offs_n, acc.shape[1], KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8,
+            MASKED,
+        )  # fmt: skip
+        if rules.softcap is not None:
+            scores = _softcapped(scores, rules.scale, rules.softcap, q.dtype)
+        elif SCALED:
+            scores = scores * (rules.scale * LOG2E)
+        if rules.slopes is not None:
+            distance = tl.abs(rules.position[:, None] - offs_n[None, :]).to(tl.float32)
+            scores -= distance * (rules.slopes * LOG2E)[:, None]
         if MASKED:
-            visible = offs_n[None, :] < end_key[:, None]
-            if HAS_WINDOW:
-                visible = visible & (offs_n[None, :] >= first_key[:, None])
-            if mask_ptrs is not None:
-                # A word a row: a tile of bytes would drag the scores into the layout of its loads, 430 spills.
-                word = index * BLOCK_N // WORD_KEYS - context_len // WORD_KEYS
-                bits = tl.load(mask_ptrs + word, mask=word >= 0, other=-1)[:, None]
-                if BLOCK_N > WORD_KEYS:
-                    more = tl.load(mask_ptrs + word + 1, mask=word >= -1, other=-1)[:, None]
-                    bits = tl.where((offs_n % BLOCK_N < WORD_KEYS)[None, :], bits, more)
-                visible = visible & ((bits >> (offs_n % WORD_KEYS).to(tl.int64)[None, :]) & 1 != 0)
+            visible = _is_visible(rules, start, offs_n, keys.context_len, BLOCK_N)
             scores = tl.where(visible, scores, float("-inf"))
 
-        if MASKED:
+        if SCALED:
             new_max = tl.maximum(row_max, tl.max(scores, 1))
-            subtrahend = finite(new_max)
-            weights = tl.exp2(scores - subtrahend[:, None])
-        elif HAS_SOFTCAP or slopes is not None:
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            subtrahend = new_max
+            subtrahend = finite(new_max) if MASKED else new_max
             weights = tl.exp2(scores - subtrahend[:, None])
         else:
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * (scale * LOG2E))
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * (rules.scale * LOG2E))
             subtrahend = new_max
-            weights = tl.exp2(scores * (scale * LOG2E) - subtrahend[:, None])
+            weights = tl.exp2(scores * (rules.scale * LOG2E) - subtrahend[:, None])
         correction = tl.exp2(row_max - subtrahend)
         row_sum = row_sum * correction + tl.sum(weights, 1)
         acc = dot(weights.to(v.dtype), v, acc * correction[:, None])

@@ -16,7 +16,7 @@ tile, or a split: one of several equal ranges of a tile's key blocks, whose part
 
 from __future__ import annotations
 
-from paged.kernels.attention.mask import visible_range
+from paged.kernels.attention.mask import Window, visible_range
 from paged.kernels.common.compat import tl, triton
 
 # Shares that are tried: none, and 15 from 1.4 to 0.12 of a perfectly even one. Simulated for 132 SMs and 32 query heads
@@ -38,22 +38,12 @@ _BOUNDS = (
 
 
 @triton.jit
-def _tile_key_blocks(
-    seq_len,
-    q_len,
-    tile,
-    window_left,
-    window_right,
-    GROUP: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _tile_key_blocks(seq_len, q_len, tile, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """First and one past the last block of BLOCK_N keys that any row of the tile sees; equal where none does."""
     first_position = seq_len - q_len + tile * BLOCK_M // GROUP
     last_position = seq_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP, q_len - 1)
-    begin, _ = visible_range(first_position, seq_len, window_left, window_right, CHUNK_SIZE)
-    _, end = visible_range(last_position, seq_len, window_left, window_right, CHUNK_SIZE)
+    begin, _ = visible_range(first_position, seq_len, window)
+    _, end = visible_range(last_position, seq_len, window)
     end_block = tl.maximum((end + BLOCK_N - 1) // BLOCK_N, 0)
     return tl.minimum(tl.maximum(begin, 0) // BLOCK_N, end_block), end_block
 
@@ -144,7 +134,8 @@ def _plan_kernel(
             if is_causal_ptr is not None:
                 is_causal = tl.load(is_causal_ptr + seq, mask=in_range, other=0)
                 right = tl.where(is_causal != 0, 0, window_right)
-            begin, end = _tile_key_blocks(seq_len, q_len, tile, window_left, right, GROUP, CHUNK_SIZE, BLOCK_M, BLOCK_N)
+            window = Window(left=window_left, right=right, chunk_size=CHUNK_SIZE if CHUNK_SIZE > 0 else None)
+            begin, end = _tile_key_blocks(seq_len, q_len, tile, window, GROUP, BLOCK_M, BLOCK_N)
             blocks = tl.where(in_range, end - begin, 0)
             is_whole = in_range & (position < first_waves) & (blocks <= even)
             if stage == 0:

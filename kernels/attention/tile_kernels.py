@@ -12,8 +12,10 @@ log-sum-exps, which the second kernel weighs against each other. `launches.py` l
 
 from __future__ import annotations
 
-from paged.kernels.attention.mask import visible_range
-from paged.kernels.attention.online_softmax import attend, finite, normalise
+from typing import Any, NamedTuple
+
+from paged.kernels.attention.mask import Window, visible_range
+from paged.kernels.attention.online_softmax import CachedRows, Keys, ScoreRules, attend, finite, normalise
 from paged.kernels.attention.plan_kernel import ITEM_SIZE, SPLIT_TILE_SIZE
 from paged.kernels.common.compat import tl, triton
 
@@ -28,17 +30,84 @@ def _locate_rows(tile, rows, first_token, q_len, kv_head, GROUP: tl.constexpr, B
     return row // GROUP, token, (kv_head * GROUP + row % GROUP).to(tl.int64), row < q_len * GROUP
 
 
+class Output(NamedTuple):
+    """Where the kernels write."""
+
+    out_ptr: Any
+    lse_ptr: Any  # or None
+    stride_token: Any
+    stride_head: Any
+    stride_lse_head: Any
+
+
 @triton.jit
-def _store_rows(
-    acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_v, row_mask, mask, stride_out_token,
-    stride_out_head, stride_lse_head,
-):  # fmt: skip
+def _clear_padding(
+    output, first_row, num_tokens, kv_head, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr
+):
+    """Zero some rows of GROUP heads, with a log-sum-exp of -inf; the programs of one head share the rows."""
+    offs_v = tl.arange(0, DIM_PADDED)
+    for row in range(first_row, num_tokens, tl.num_programs(1)):
+        first_head = kv_head.to(tl.int64) * GROUP
+        for head in range(first_head, first_head + GROUP):
+            out_row_ptr = output.out_ptr + row * output.stride_token + head * output.stride_head
+            tl.store(out_row_ptr + offs_v, tl.zeros([DIM_PADDED], output.out_ptr.dtype.element_ty), offs_v < DIM)
+            if output.lse_ptr is not None:
+                tl.store(output.lse_ptr + head * output.stride_lse_head + row, float("-inf"))
+
+
+@triton.jit
+def _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask):
     """Normalise a tile and store it, and the log-sum-exps of its rows to base e."""
     out, lse = normalise(acc, row_max, row_sum, sinks_ptr, head, row_mask)
-    out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + offs_v[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + head * stride_lse_head + token, lse * _LN2, mask=row_mask)
+    out_ptrs = output.out_ptr + (token * output.stride_token + head * output.stride_head)[:, None] + offs_v[None, :]
+    tl.store(out_ptrs, out.to(output.out_ptr.dtype.element_ty), mask=mask)
+    if output.lse_ptr is not None:
+        tl.store(output.lse_ptr + head * output.stride_lse_head + token, lse * _LN2, mask=row_mask)
+
+
+@triton.jit
+def _fill_float16(q, scale):
+    """Queries as float16, and the scale that goes with them.
+
+    float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. Queries that
+    fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
+    """
+    largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
+    return (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16), scale * (largest / 32768.0)
+
+
+@triton.jit
+def _unmasked_blocks(
+    begin,  # of the item's blocks
+    end,
+    tile,
+    q_len,
+    seq_len,
+    window,  # Window
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """First and one past the last of the blocks that every row of the tile sees whole.
+
+    Neither the diagonal, nor the end of the sequence, nor an edge of the window, nor the mask over the new keys runs
+    through them.
+    """
+    context_len = seq_len - q_len
+    first_position = context_len + tile * BLOCK_M // GROUP
+    last_position = context_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+    _, full_keys = visible_range(first_position, seq_len, window)
+    if HAS_MASK:
+        full_keys = tl.minimum(full_keys, context_len)
+    full_end = tl.minimum(tl.maximum(full_keys, 0) // BLOCK_N, end)
+    full_begin = begin
+    if HAS_WINDOW:
+        full_key, _ = visible_range(last_position, seq_len, window)
+        full_begin = tl.maximum(begin, (tl.maximum(full_key, 0) + BLOCK_N - 1) // BLOCK_N)
+        full_begin = tl.minimum(full_begin, end)
+    return full_begin, tl.maximum(full_end, full_begin)
 
 
 # Of several block tables in one tensor all but the first lie anywhere, and every row of it begins anywhere.
@@ -115,15 +184,16 @@ def _attention_kernel(
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     offs_v = tl.arange(0, V_HEAD_DIM_PADDED)
     v_dim_mask = offs_v < V_HEAD_DIM
+    output = Output(
+        out_ptr=out_ptr,
+        lse_ptr=lse_ptr,
+        stride_token=stride_out_token,
+        stride_head=stride_out_head,
+        stride_lse_head=stride_lse_head,
+    )
     if CLEAR_PADDING:
-        first_padding = tl.load(first_padding_ptr).to(tl.int64)
-        for row in range(first_padding + item, num_tokens, tl.num_programs(1)):
-            first_head = kv_head.to(tl.int64) * GROUP
-            for head in range(first_head, first_head + GROUP):
-                out_row_ptr = out_ptr + row * stride_out_token + head * stride_out_head
-                tl.store(out_row_ptr + offs_v, tl.zeros([V_HEAD_DIM_PADDED], out_ptr.dtype.element_ty), v_dim_mask)
-                if lse_ptr is not None:
-                    tl.store(lse_ptr + head * stride_lse_head + row, float("-inf"))
+        first_row = tl.load(first_padding_ptr).to(tl.int64) + item
+        _clear_padding(output, first_row, num_tokens, kv_head, GROUP, V_HEAD_DIM, V_HEAD_DIM_PADDED)
     if item >= tl.load(counts_ptr):
         return
 
@@ -141,7 +211,8 @@ def _attention_kernel(
 
     query, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
     position = context_len + query
-    first_key, end_key = visible_range(position, seq_len, window_left, window_right, CHUNK_SIZE)
+    window = Window(left=window_left, right=window_right, chunk_size=CHUNK_SIZE if CHUNK_SIZE > 0 else None)
+    first_key, end_key = visible_range(position, seq_len, window)
     q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=row_mask[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     table_ptr = block_table_ptr + seq * stride_table_seq
@@ -162,51 +233,56 @@ def _attention_kernel(
     elif k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale_head)
     if (KIND == "e4m3" or KIND == "e5m2") and q.dtype == tl.bfloat16:
-        # float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. Queries
-        # that fill its range keep all their bits unless they are 2^29 times smaller than the tile's largest.
-        largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
-        q = (q.to(tl.float32) * (32768.0 / largest)).to(tl.float16)
-        scale *= largest / 32768.0
+        q, scale = _fill_float16(q, scale)
+    full_begin, full_end = _unmasked_blocks(
+        begin, end, tile, q_len, seq_len, window, HAS_WINDOW, mask_ptr is not None, GROUP, BLOCK_M, BLOCK_N
+    )
 
-    # Blocks that every row of the tile sees whole need no mask: neither the diagonal, nor the end of the sequence, nor
-    # an edge of the window, nor the mask over the new keys runs through them.
-    first_position = context_len + tile * BLOCK_M // GROUP
-    last_position = context_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-    _, full_keys = visible_range(first_position, seq_len, window_left, window_right, CHUNK_SIZE)
-    if mask_ptr is not None:
-        full_keys = tl.minimum(full_keys, context_len)
-    full_end = tl.minimum(tl.maximum(full_keys, 0) // BLOCK_N, end)
-    full_begin = begin
-    if HAS_WINDOW:
-        full_key, _ = visible_range(last_position, seq_len, window_left, window_right, CHUNK_SIZE)
-        full_begin = tl.maximum(begin, (tl.maximum(full_key, 0) + BLOCK_N - 1) // BLOCK_N)
-        full_begin = tl.minimum(full_begin, end)
-    full_end = tl.maximum(full_end, full_begin)
-
+    if SAME_STRIDES:  # the compiler sees one offset for both
+        stride_v_block, stride_v_slot = stride_k_block, stride_k_slot
+    k_rows = CachedRows(
+        cache=k_cache,
+        stride_block=stride_k_block,
+        stride_slot=stride_k_slot,
+        dim_mask=None if HEAD_DIM == HEAD_DIM_PADDED else offs_d < HEAD_DIM,
+        scales=k_scales,
+        stride_scale_block=stride_k_scale_block,
+        stride_scale_slot=stride_k_scale_slot,
+    )
+    v_rows = CachedRows(
+        cache=None if SHARED_KV else v_cache,
+        stride_block=stride_v_block,
+        stride_slot=stride_v_slot,
+        dim_mask=None if V_HEAD_DIM == V_HEAD_DIM_PADDED else v_dim_mask,
+        scales=v_scales,
+        stride_scale_block=stride_v_scale_block,
+        stride_scale_slot=stride_v_scale_slot,
+    )
+    keys = Keys(block_table_ptr=table_ptr, kv_head=kv_head, context_len=context_len, seq_len=seq_len)
+    rules = ScoreRules(
+        scale=scale,
+        softcap=softcap if HAS_SOFTCAP else None,
+        position=position,
+        slopes=slopes,
+        first_key=first_key if HAS_WINDOW else None,
+        end_key=end_key,
+        mask_ptrs=mask_ptrs,
+    )
     acc = tl.zeros([BLOCK_M, V_HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_WINDOW:
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, begin,
-            full_begin, position, first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block,
-            stride_k_slot, stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot,
-            stride_v_scale_block, stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED,
-            KV_BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,
+            acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, begin, full_begin,
+            KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_begin,
-        full_end, position, first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block,
-        stride_k_slot, stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
-        stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
-        HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, False,
+        acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, full_begin, full_end,
+        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, False,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, k_cache, v_cache, table_ptr, mask_ptrs, slopes, k_scales, v_scales, full_end, end,
-        position, first_key, end_key, context_len, seq_len, kv_head, scale, softcap, stride_k_block, stride_k_slot,
-        stride_v_block, stride_v_slot, stride_k_scale_block, stride_k_scale_slot, stride_v_scale_block,
-        stride_v_scale_slot, HEAD_DIM, HEAD_DIM_PADDED, V_HEAD_DIM, V_HEAD_DIM_PADDED, KV_BLOCK_SIZE, BLOCK_N,
-        HAS_WINDOW, HAS_SOFTCAP, USE_TMA, SAME_STRIDES, SHARED_KV, KIND, NATIVE_FP8, True,
+        acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, full_end, end,
+        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True,
     )  # fmt: skip
 
     if V_HEAD_DIM_PADDED > 256:
@@ -223,10 +299,7 @@ def _attention_kernel(
         tl.store(partial_out_ptr + partial[:, None] * V_HEAD_DIM + offs_v[None, :], out, mask=store_mask)
         tl.store(partial_lse_ptr + partial, lse, mask=row_mask)
     else:
-        _store_rows(
-            acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_v, row_mask, store_mask,
-            stride_out_token, stride_out_head, stride_lse_head,
-        )  # fmt: skip
+        _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, store_mask)
 
 
 @triton.jit(do_not_specialize=["stride_lse_head"])
@@ -278,7 +351,11 @@ def _merge_splits_kernel(
         acc = acc * correction[:, None] + part_out * weight[:, None]
         row_max = new_max
 
-    _store_rows(
-        acc, row_max, row_sum, sinks_ptr, out_ptr, lse_ptr, token, head, offs_v, row_mask, mask, stride_out_token,
-        stride_out_head, stride_lse_head,
-    )  # fmt: skip
+    output = Output(
+        out_ptr=out_ptr,
+        lse_ptr=lse_ptr,
+        stride_token=stride_out_token,
+        stride_head=stride_out_head,
+        stride_lse_head=stride_lse_head,
+    )
+    _store_rows(acc, row_max, row_sum, output, sinks_ptr, token, head, offs_v, row_mask, mask)
