@@ -1,10 +1,19 @@
-"""The one matrix product that all kernels use."""
+"""The one matrix product that all kernels use, and the order in which programs take its blocks."""
 
 from __future__ import annotations
 
 from paged.kernels.common.compat import interpreting, tl, triton
 
 _INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def locate_block(program, num_blocks_m, num_blocks_n, GROUP_M: tl.constexpr):
+    """The block of rows and of columns of a program: GROUP_M blocks of rows take a column before the next."""
+    first_m = program // (GROUP_M * num_blocks_n) * GROUP_M
+    group_size = min(num_blocks_m - first_m, GROUP_M)
+    in_group = program % (GROUP_M * num_blocks_n)
+    return first_m + in_group % group_size, in_group // group_size
 
 
 @triton.jit

@@ -14,10 +14,77 @@ the second multiplies each row by its routing weight, and `sum.py` adds up a tok
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.dot import dot
+from paged.kernels.common.dot import dot, locate_block
 from paged.kernels.common.gated_activation import gated_activation
 from paged.kernels.common.packed.decode import as_zero, decode_bytes, load_zero
-from paged.kernels.common.packed.product import quantized_product
+from paged.kernels.common.packed.product import InputRows, WeightRows, quantized_product
+
+
+@triton.jit
+def _byte_product(
+    inputs,  # InputRows, scales of groups of X_GROUP columns
+    weights,  # WeightRows; scales and zero points read here where GROUP_K > 0
+    w_desc,  # of all weights, in place of weights.ptrs, or None
+    expert,
+    first_column,
+    K,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+):
+    """x @ w^T [BLOCK_M, WIDTH] in float32, of weights as they are or as codes in bytes.
+
+    A step's product of codes is multiplied by its scales in float32 before it is added; asked for a step ahead, as in
+    `quantized_product`, 128 rows spill 44 times on sm_90. Scales that span K (GROUP_K 0) are left to the caller.
+    """
+    M: tl.constexpr = inputs.ptrs.shape[0]
+    dtype: tl.constexpr = inputs.ptrs.dtype.element_ty
+    VALUES: tl.constexpr = 2 if FORMAT == "int4" else 1
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_w = tl.arange(0, BLOCK_K // VALUES)
+    x_ptrs = inputs.ptrs[:, None] + offs_k[None, :]
+    if w_desc is None:
+        w_ptrs = weights.ptrs[:, None] + offs_w[None, :]
+    zero = load_zero(None if GROUP_K > 0 else weights.zero_ptrs, FORMAT, False, dtype)
+    # Few rows: an empty one is not read, as the weights take all the bandwidth. Many: it reads row 0, unmasked.
+    FEW_ROWS: tl.constexpr = M <= 32
+    acc = tl.zeros((WIDTH, M) if SWAP_AB else (M, WIDTH), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_row = offs_k[None, :] < K - start
+        if EVEN_K:
+            x = tl.load(x_ptrs + start, mask=inputs.is_row[:, None], other=0.0) if FEW_ROWS else tl.load(x_ptrs + start)
+        else:
+            x = tl.load(x_ptrs + start, mask=(inputs.is_row[:, None] & in_row) if FEW_ROWS else in_row, other=0.0)
+        if w_desc is not None:
+            w = w_desc.load([expert.to(tl.int32), 0, first_column, start]).reshape(WIDTH, BLOCK_K)
+        elif EVEN_K:
+            w = tl.load(w_ptrs + start // VALUES)
+        else:
+            w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0.0)
+        if GROUP_K > 0 and weights.zero_ptrs is not None:
+            zeros = tl.load(weights.zero_ptrs + start // GROUP_K * weights.stride_zero_group)
+            w = decode_bytes(w, as_zero(zeros, FORMAT, False, dtype), FORMAT, dtype)
+        elif w.dtype != dtype:
+            w = decode_bytes(w, zero, FORMAT, dtype)
+        if inputs.scale_ptrs is not None or GROUP_K > 0:
+            part = tl.zeros_like(acc)
+            part = dot(w, x.T, part) if SWAP_AB else dot(x, w.T, part)
+            if inputs.scale_ptrs is not None:
+                x_scale = tl.load(inputs.scale_ptrs + start // X_GROUP)
+                part *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
+            if GROUP_K > 0:
+                scale = tl.load(weights.scale_ptrs + start // GROUP_K * weights.stride_scale_group).to(tl.float32)
+                part *= scale[:, None] if SWAP_AB else scale[None, :]
+            acc += part
+        else:
+            acc = dot(w, x.T, acc) if SWAP_AB else dot(x, w.T, acc)
+    if SWAP_AB:
+        acc = acc.T
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_entries"])
@@ -69,21 +136,15 @@ def _expert_gemm_kernel(
     INTERLEAVED: gate and up rows alternate in w, else all gate rows come first. entry_weights: each entry's row is
     multiplied by its weight before it is rounded. SWAP_AB: the weights are the operand whose rows come in 64s.
 
-    FORMAT, SCALE, GROUP_K: of quantised weights, see `quantized_product`, which runs the loop over those in words. Here
-    a step's product of codes is multiplied by its scales in float32 before it is added; asked for a step ahead, as
-    there, 128 rows spill 44 times on sm_90. Scales that span K (GROUP_K 0) wait for the end. GROUP_N: rows of w that
-    share one.
+    FORMAT, SCALE, GROUP_K: of quantised weights, see `quantized_product`, which runs the loop over those in words.
+    Scales that span K (GROUP_K 0) wait for the end. GROUP_N: rows of w that share one.
     """
     program = tl.program_id(0)
     num_blocks_m = tl.load(num_tokens_post_padded_ptr) // BLOCK_M
     num_blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if program >= num_blocks_m * num_blocks_n:
         return
-    first_m = program // (GROUP_M * num_blocks_n) * GROUP_M
-    group_size = min(num_blocks_m - first_m, GROUP_M)
-    in_group = program % (GROUP_M * num_blocks_n)
-    block_m = first_m + in_group % group_size
-    block_n = in_group // group_size
+    block_m, block_n = locate_block(program, num_blocks_m, num_blocks_n, GROUP_M)
 
     entries = tl.load(sorted_token_ids_ptr + block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
     expert = tl.load(expert_ids_ptr + block_m).to(tl.int64)
@@ -98,64 +159,36 @@ def _expert_gemm_kernel(
     w_rows = tl.where(columns < N, columns, 0)
     if GATED:
         w_rows = w_rows * 2 + lanes // BLOCK_N if INTERLEAVED else w_rows + lanes // BLOCK_N * N
-    x_row_ptrs = x_ptr + rows * stride_x_row
+    inputs = InputRows(
+        ptrs=x_ptr + rows * stride_x_row,
+        is_row=is_entry,
+        scale_ptrs=None if x_scale_ptr is None else x_scale_ptr + rows * ((K + X_GROUP - 1) // X_GROUP),
+    )
+    w_row_ptrs = None
     if w_desc is None:
         w_row_ptrs = w_ptr + expert * stride_w_expert + w_rows.to(tl.int64) * stride_w_row
+    scale_ptrs = None
     zero_ptrs = None
     if scale_ptr is not None:
         groups_n = (w_rows // GROUP_N).to(tl.int64)
         scale_ptrs = scale_ptr + expert * stride_scale_expert + groups_n * stride_scale_row
         if zeros_ptr is not None:
             zero_ptrs = zeros_ptr + expert * stride_zeros_expert + groups_n * stride_zeros_row
+    weights = WeightRows(
+        ptrs=w_row_ptrs,
+        scale_ptrs=scale_ptrs,
+        zero_ptrs=zero_ptrs,
+        stride_scale_group=stride_scale_group,
+        stride_zero_group=stride_zeros_group,
+    )
     if PACKED:
         num_steps = (K + BLOCK_K - 1) // BLOCK_K
-        acc = quantized_product(
-            x_row_ptrs, is_entry, None, w_row_ptrs, scale_ptrs, zero_ptrs, stride_scale_group, stride_zeros_group,
-            K, 0, num_steps, FORMAT, SCALE, GROUP_K, 0, EVEN_K, BLOCK_K, SWAP_AB,
-        )  # fmt: skip
+        acc = quantized_product(inputs, weights, K, 0, num_steps, FORMAT, SCALE, GROUP_K, 0, EVEN_K, BLOCK_K, SWAP_AB)
     else:
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        VALUES: tl.constexpr = 2 if FORMAT == "int4" else 1
-        offs_k = tl.arange(0, BLOCK_K)
-        offs_w = tl.arange(0, BLOCK_K // VALUES)
-        x_ptrs = x_row_ptrs[:, None] + offs_k[None, :]
-        if w_desc is None:
-            w_ptrs = w_row_ptrs[:, None] + offs_w[None, :]
-        zero = load_zero(None if GROUP_K > 0 else zero_ptrs, FORMAT, False, dtype)
-        # Few rows: an empty one is not read, as the weights take all the bandwidth. Many: it reads row 0, unmasked.
-        FEW_ROWS: tl.constexpr = BLOCK_M <= 32
-        acc = tl.zeros((WIDTH, BLOCK_M) if SWAP_AB else (BLOCK_M, WIDTH), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            in_row = offs_k[None, :] < K - start
-            if EVEN_K:
-                x = tl.load(x_ptrs + start, mask=is_entry[:, None], other=0.0) if FEW_ROWS else tl.load(x_ptrs + start)
-            else:
-                x = tl.load(x_ptrs + start, mask=(is_entry[:, None] & in_row) if FEW_ROWS else in_row, other=0.0)
-            if w_desc is not None:
-                w = w_desc.load([expert.to(tl.int32), 0, block_n * BLOCK_N, start]).reshape(WIDTH, BLOCK_K)
-            elif EVEN_K:
-                w = tl.load(w_ptrs + start // VALUES)
-            else:
-                w = tl.load(w_ptrs + start // VALUES, mask=offs_w[None, :] * VALUES < K - start, other=0.0)
-            if GROUP_K > 0 and zero_ptrs is not None:
-                zeros = tl.load(zero_ptrs + start // GROUP_K * stride_zeros_group)
-                w = decode_bytes(w, as_zero(zeros, FORMAT, False, dtype), FORMAT, dtype)
-            elif w.dtype != dtype:
-                w = decode_bytes(w, zero, FORMAT, dtype)
-            if x_scale_ptr is not None or GROUP_K > 0:
-                part = tl.zeros_like(acc)
-                part = dot(w, x.T, part) if SWAP_AB else dot(x, w.T, part)
-                if x_scale_ptr is not None:
-                    x_scale = tl.load(x_scale_ptr + rows * ((K + X_GROUP - 1) // X_GROUP) + start // X_GROUP)
-                    part *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
-                if GROUP_K > 0:
-                    scale = tl.load(scale_ptrs + start // GROUP_K * stride_scale_group).to(tl.float32)
-                    part *= scale[:, None] if SWAP_AB else scale[None, :]
-                acc += part
-            else:
-                acc = dot(w, x.T, acc) if SWAP_AB else dot(x, w.T, acc)
-        if SWAP_AB:
-            acc = acc.T
+        acc = _byte_product(
+            inputs, weights, w_desc, expert, block_n * BLOCK_N, K, WIDTH, FORMAT, X_GROUP, GROUP_K, EVEN_K, BLOCK_K,
+            SWAP_AB,
+        )  # fmt: skip
     if scale_ptr is not None and GROUP_K == 0:
         acc *= tl.load(scale_ptrs).to(tl.float32)[None, :]
     if tensor_scale_ptr is not None:

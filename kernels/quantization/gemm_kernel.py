@@ -9,7 +9,8 @@ splits, so that every SM has work, and their partial sums are added up in `parti
 from __future__ import annotations
 
 from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.packed.product import quantized_product
+from paged.kernels.common.dot import locate_block
+from paged.kernels.common.packed.product import InputRows, WeightRows, quantized_product
 from paged.kernels.quantization.partials import finished
 
 
@@ -55,12 +56,9 @@ def _quantized_linear_kernel(
     """
     blocks_n = (N + BLOCK_N - 1) // BLOCK_N
     blocks_m = (num_rows + BLOCK_M - 1) // BLOCK_M
-    program = tl.program_id(0)
-    first_m = program // (GROUP_M * blocks_n) * GROUP_M
-    in_group = program % (GROUP_M * blocks_n)
-    group_size = min(blocks_m - first_m, GROUP_M)
-    rows = (first_m + in_group % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = in_group // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_m, block_n = locate_block(tl.program_id(0), blocks_m, blocks_n, GROUP_M)
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns beyond the last compute the first, and are not stored.
     is_row = rows < num_rows
     x_rows = tl.where(is_row, rows, 0).to(tl.int64)
@@ -68,28 +66,24 @@ def _quantized_linear_kernel(
 
     # A tile within a block of rows that share a scale has one.
     IS_ONE: tl.constexpr = GROUP_N == 0 or (GROUP_N > 1 and GROUP_N % BLOCK_N == 0)
-    scale_rows = (in_group // group_size * BLOCK_N if IS_ONE else w_rows) // max(GROUP_N, 1)
+    scale_rows = (block_n * BLOCK_N if IS_ONE else w_rows) // max(GROUP_N, 1)
     num_x_groups = (K + X_GROUPS - 1) // X_GROUPS if X_GROUPS > 0 else 1
     first_step = tl.program_id(1) * steps_per_split
+    inputs = InputRows(
+        ptrs=x_ptr + x_rows * stride_x_row * X_UNIT,
+        is_row=is_row,
+        scale_ptrs=None if X_GROUPS == 0 else x_scale_ptr + x_rows * num_x_groups,
+    )
+    weights = WeightRows(
+        ptrs=w_ptr + w_rows * stride_w_row,
+        scale_ptrs=scale_ptr + scale_rows.to(tl.int64) * stride_scale_row,
+        zero_ptrs=None if zero_point_ptr is None else zero_point_ptr + scale_rows.to(tl.int64) * stride_zero_row,
+        stride_scale_group=stride_scale_group,
+        stride_zero_group=stride_zero_group,
+    )
+    end_step = tl.minimum(first_step + steps_per_split, (K + BLOCK_K - 1) // BLOCK_K)
     acc = quantized_product(
-        x_ptr + x_rows * stride_x_row * X_UNIT,
-        is_row,
-        None if X_GROUPS == 0 else x_scale_ptr + x_rows * num_x_groups,
-        w_ptr + w_rows * stride_w_row,
-        scale_ptr + scale_rows.to(tl.int64) * stride_scale_row,
-        None if zero_point_ptr is None else zero_point_ptr + scale_rows.to(tl.int64) * stride_zero_row,
-        stride_scale_group,
-        stride_zero_group,
-        K,
-        first_step,
-        tl.minimum(first_step + steps_per_split, (K + BLOCK_K - 1) // BLOCK_K),
-        FORMAT,
-        SCALE,
-        GROUP_K,
-        X_GROUPS,
-        EVEN_K,
-        BLOCK_K,
-        SWAP_AB,
+        inputs, weights, K, first_step, end_step, FORMAT, SCALE, GROUP_K, X_GROUPS, EVEN_K, BLOCK_K, SWAP_AB
     )
     is_out = is_row[:, None] & (columns < N)[None, :]
     if NUM_SPLITS == 1:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.dot import dot
 from paged.kernels.common.packed.decode import as_zero, decode_bytes, decode_run, load_zero, run_scale
 
 
+# Tuples of pointers and numbers, which a kernel makes and passes to its functions. Triton's cache does not see their
+# fields: they are given by name.
+class InputRows(NamedTuple):
+    """A block of rows of x."""
+
+    ptrs: Any  # [BLOCK_M], where each begins
+    is_row: Any  # [BLOCK_M], which of them are there
+    scale_ptrs: Any  # [BLOCK_M], where their scales begin, of groups of columns, or None
+
+
+class WeightRows(NamedTuple):
+    """A block of rows of w, with their scales and zero points."""
+
+    ptrs: Any  # [BLOCK_N], where each begins
+    scale_ptrs: Any  # [BLOCK_N], where their scales begin, [] where all have one, or None
+    zero_ptrs: Any  # the same of zero points, int8, or None
+    stride_scale_group: Any
+    stride_zero_group: Any
+
+
 @triton.jit
 def quantized_product(
-    x_row_ptrs,  # [BLOCK_M], where each row of x begins
-    is_row,  # [BLOCK_M], which of them are there
-    x_scale_ptrs,  # [BLOCK_M], where their scales begin, of groups of X_GROUPS columns, or None
-    w_row_ptrs,  # [BLOCK_N]
-    scale_ptrs,  # [BLOCK_N], where each row's scales begin, or [] where all have one; read where GROUP_K > 0
-    zero_ptrs,  # the same of zero points, int8, or None
-    stride_scale_group,
-    stride_zero_group,
+    inputs,  # InputRows, scales of groups of X_GROUPS columns
+    weights,  # WeightRows, scales and zero points read here where GROUP_K > 0
     K,
     first_step,
     end_step,
@@ -35,8 +51,8 @@ def quantized_product(
     multiply a step's product of codes in float32; those of shorter groups the codes, in the dtype of x; those that span
     K are left to the caller. SWAP_AB: weights are the left operand.
     """
-    dtype: tl.constexpr = x_row_ptrs.dtype.element_ty
-    w_dtype: tl.constexpr = w_row_ptrs.dtype.element_ty
+    dtype: tl.constexpr = inputs.ptrs.dtype.element_ty
+    w_dtype: tl.constexpr = weights.ptrs.dtype.element_ty
     PACKED: tl.constexpr = w_dtype == tl.int32
     VALUES: tl.constexpr = 8 if PACKED else 1
     BY_STEP: tl.constexpr = GROUP_K > 0 and GROUP_K % BLOCK_K == 0
@@ -44,43 +60,49 @@ def quantized_product(
     NUM_RUNS: tl.constexpr = 4 if PACKED else 1
     RUN: tl.constexpr = BLOCK_K // NUM_RUNS
     # Of few rows an absent one is not read, as the weights take all the bandwidth. Of many it reads without a mask.
-    FEW_ROWS: tl.constexpr = x_row_ptrs.shape[0] <= 32
+    FEW_ROWS: tl.constexpr = inputs.ptrs.shape[0] <= 32
     # Sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024): a step's are added by themselves.
     IN_PARTS: tl.constexpr = BY_STEP or X_GROUPS or dtype == tl.float8e4nv
     acc_type: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
-    M: tl.constexpr = x_row_ptrs.shape[0]
-    N: tl.constexpr = w_row_ptrs.shape[0]
+    M: tl.constexpr = inputs.ptrs.shape[0]
+    N: tl.constexpr = weights.ptrs.shape[0]
 
     w_nothing: tl.constexpr = 0.0 if w_dtype == tl.float8e4nv else 0
     nothing: tl.constexpr = 0 if dtype == tl.int8 else 0.0
     offs_k = tl.arange(0, RUN)
     offs_w = tl.arange(0, BLOCK_K // VALUES)
-    x_ptrs = x_row_ptrs[:, None] + offs_k[None, :]
-    w_ptrs = w_row_ptrs[:, None] + offs_w[None, :]
+    x_ptrs = inputs.ptrs[:, None] + offs_k[None, :]
+    w_ptrs = weights.ptrs[:, None] + offs_w[None, :]
     num_groups = (K + GROUP_K - 1) // GROUP_K if GROUP_K > 0 else 1
     num_x_groups = (K + X_GROUPS - 1) // X_GROUPS if X_GROUPS > 0 else 1
     # Scales and zero points are asked for a step ahead: nothing else hides the way to memory.
-    zero = load_zero(None if GROUP_K > 0 else zero_ptrs, FORMAT, PACKED, dtype)
+    zero = load_zero(None if GROUP_K > 0 else weights.zero_ptrs, FORMAT, PACKED, dtype)
     if GROUP_K > 0:
-        next_scales = _step_scales(scale_ptrs, stride_scale_group, first_step, num_groups, GROUP_K, BLOCK_K, NUM_RUNS)
-        if zero_ptrs is not None:
-            next_zeros = _step_scales(zero_ptrs, stride_zero_group, first_step, num_groups, GROUP_K, BLOCK_K, NUM_RUNS)
+        next_scales = _step_scales(
+            weights.scale_ptrs, weights.stride_scale_group, first_step, num_groups, GROUP_K, BLOCK_K, NUM_RUNS
+        )
+        if weights.zero_ptrs is not None:
+            next_zeros = _step_scales(
+                weights.zero_ptrs, weights.stride_zero_group, first_step, num_groups, GROUP_K, BLOCK_K, NUM_RUNS
+            )
     if X_GROUPS > 0:
-        next_x_scale = tl.load(x_scale_ptrs + first_step * BLOCK_K // X_GROUPS)
+        next_x_scale = tl.load(inputs.scale_ptrs + first_step * BLOCK_K // X_GROUPS)
     acc = tl.zeros((N, M) if SWAP_AB else (M, N), acc_type)
     for step in range(first_step, end_step):
         start = step * BLOCK_K
         if GROUP_K > 0:
             scales = next_scales
-            next_scales = _step_scales(scale_ptrs, stride_scale_group, step + 1, num_groups, GROUP_K, BLOCK_K, NUM_RUNS)
-            if zero_ptrs is not None:
+            next_scales = _step_scales(
+                weights.scale_ptrs, weights.stride_scale_group, step + 1, num_groups, GROUP_K, BLOCK_K, NUM_RUNS
+            )
+            if weights.zero_ptrs is not None:
                 zeros = next_zeros
                 next_zeros = _step_scales(
-                    zero_ptrs, stride_zero_group, step + 1, num_groups, GROUP_K, BLOCK_K, NUM_RUNS
+                    weights.zero_ptrs, weights.stride_zero_group, step + 1, num_groups, GROUP_K, BLOCK_K, NUM_RUNS
                 )
         if X_GROUPS > 0:
             x_scale = next_x_scale
-            next_x_scale = tl.load(x_scale_ptrs + tl.minimum((start + BLOCK_K) // X_GROUPS, num_x_groups - 1))
+            next_x_scale = tl.load(inputs.scale_ptrs + tl.minimum((start + BLOCK_K) // X_GROUPS, num_x_groups - 1))
         if EVEN_K or PACKED:
             values = tl.load(w_ptrs + step * (BLOCK_K // VALUES))
         else:
@@ -91,13 +113,15 @@ def quantized_product(
             in_row = offs_k[None, :] < K - first
             if EVEN_K:
                 x = (
-                    tl.load(x_ptrs + first, mask=is_row[:, None], other=nothing)
+                    tl.load(x_ptrs + first, mask=inputs.is_row[:, None], other=nothing)
                     if FEW_ROWS
                     else tl.load(x_ptrs + first)
                 )
             else:
-                x = tl.load(x_ptrs + first, mask=(is_row[:, None] & in_row) if FEW_ROWS else in_row, other=nothing)
-            if GROUP_K > 0 and zero_ptrs is not None:
+                x = tl.load(
+                    x_ptrs + first, mask=(inputs.is_row[:, None] & in_row) if FEW_ROWS else in_row, other=nothing
+                )
+            if GROUP_K > 0 and weights.zero_ptrs is not None:
                 run_zero = as_zero(zeros[run if BY_RUN else 0], FORMAT, PACKED, dtype)
             else:
                 run_zero = zero

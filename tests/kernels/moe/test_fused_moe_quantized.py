@@ -171,8 +171,16 @@ MUTATIONS = {
     "the first expert's scale of all": ("gemm_kernel", "expert * stride_tensor_scale", "0 * stride_tensor_scale"),
     "the first row's scales": ("gemm_kernel", "groups_n * stride_scale_row", "groups_n * 0"),
     "the first row's zero points": ("gemm_kernel", "groups_n * stride_zeros_row", "groups_n * 0"),
-    "the first group's scale": ("gemm_kernel", "start // GROUP_K * stride_scale_group", "0 * stride_scale_group"),
-    "the first group's zero point": ("gemm_kernel", "start // GROUP_K * stride_zeros_group", "0 * stride_zeros_group"),
+    "the first group's scale": (
+        "gemm_kernel",
+        "// GROUP_K * weights.stride_scale_group",
+        "* 0 * weights.stride_scale_group",
+    ),
+    "the first group's zero point": (
+        "gemm_kernel",
+        "// GROUP_K * weights.stride_zero_group",
+        "* 0 * weights.stride_zero_group",
+    ),
     "the columns behind the last whole step": ("gemm_kernel", "(K + BLOCK_K - 1) // BLOCK_K", "K // BLOCK_K"),
     "the other half of a byte": ("decode", "join(values & 15, (values >> 4)", "join((values >> 4) & 15, (values)"),
     "8 is never subtracted": ("decode", "tl.full((1,), 8, tl.int8)", "tl.full((1,), 0, tl.int8)"),
