@@ -49,8 +49,8 @@ def _exact_tanh(x):
     return tl.where(x < 0, -result, result)
 
 
-# Tuples of pointers and numbers are made inside a kernel and passed to its functions. Triton makes tensors of sizes in
-# them, so that those stay arguments, and its cache does not see their fields: they are given by name.
+# Tuples of pointers and numbers, which a kernel makes and passes to its functions. Triton turns constexprs in them into
+# tensors, so that sizes and flags stay arguments. Its cache does not see their fields: they are given by name.
 class CachedRows(NamedTuple):
     """K or V of one KV head: a row in every slot of every cache block."""
 

@@ -31,7 +31,7 @@ def _locate_rows(tile, rows, first_token, q_len, kv_head, GROUP: tl.constexpr, B
 
 
 class Output(NamedTuple):
-    """Where the kernels write."""
+    """Where rows of the output go."""
 
     out_ptr: Any
     lse_ptr: Any  # or None
@@ -78,19 +78,10 @@ def _fill_float16(q, scale):
 
 @triton.jit
 def _unmasked_blocks(
-    begin,  # of the item's blocks
-    end,
-    tile,
-    q_len,
-    seq_len,
-    window,  # Window
-    HAS_WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """First and one past the last of the blocks that every row of the tile sees whole.
+    begin, end, tile, q_len, seq_len, window, HAS_WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """First and one past the last of the item's blocks that every row of the tile sees whole.
 
     Neither the diagonal, nor the end of the sequence, nor an edge of the window, nor the mask over the new keys runs
     through them.

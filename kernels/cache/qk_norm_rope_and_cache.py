@@ -88,34 +88,34 @@ def _qk_norm_rope_and_cache_kernel(
     )
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     if head_block < q_blocks:
-        row_ptr = q_ptr + token * stride_q_token
+        heads = (head_block * BLOCK_HEADS + offs_head)[:, None]
+        q_ptrs = q_ptr + token * stride_q_token + heads * stride_q_head
         rotate_heads(
-            row_ptr, row_ptr, q_weight_ptr, cos_sin_ptr, None, eps, stride_q_head, stride_q_head,
-            head_block * BLOCK_HEADS + offs_head, NUM_Q_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
-            BLOCK_REST,
+            q_ptrs, q_ptrs, heads < NUM_Q_HEADS, q_weight_ptr, cos_sin_ptr, None, eps, HEAD_DIM, ROTARY_DIM,
+            INTERLEAVED, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
     else:
         slot = tl.load(slot_mapping_ptr + token)
         if slot >= 0:
-            heads = (head_block - q_blocks) * BLOCK_HEADS + offs_head
-            in_heads = heads[:, None] < NUM_KV_HEADS
+            heads = ((head_block - q_blocks) * BLOCK_HEADS + offs_head)[:, None]
+            in_heads = heads < NUM_KV_HEADS
             k_row_ptr = k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
             k_scale_ptrs = scale_pointers(
-                k_scale_ptr, slot, heads[:, None], stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head,
+                k_scale_ptr, slot, heads, stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head,
                 KV_BLOCK_SIZE, KIND,
             )  # fmt: skip
             rotate_heads(
-                k_ptr + token * stride_k_token, k_row_ptr, k_weight_ptr, cos_sin_ptr, k_scale_ptrs, eps, stride_k_head,
-                stride_k_cache_head, heads, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, BLOCK_REST,
-                KIND, NATIVE_FP8,
+                k_ptr + token * stride_k_token + heads * stride_k_head, k_row_ptr + heads * stride_k_cache_head,
+                in_heads, k_weight_ptr, cos_sin_ptr, k_scale_ptrs, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
+                BLOCK_REST, KIND, NATIVE_FP8,
             )  # fmt: skip
             dims = tl.arange(0, BLOCK_V)[None, :]
             mask = in_heads & (dims < V_HEAD_DIM)
-            value = tl.load(v_ptr + token * stride_v_token + heads[:, None] * stride_v_head + dims, mask=mask)
+            value = tl.load(v_ptr + token * stride_v_token + heads * stride_v_head + dims, mask=mask)
             v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
-            v_ptrs = v_row_ptr + heads[:, None] * stride_v_cache_head + dims
+            v_ptrs = v_row_ptr + heads * stride_v_cache_head + dims
             v_scale_ptrs = scale_pointers(
-                v_scale_ptr, slot, heads[:, None], stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head,
+                v_scale_ptr, slot, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head,
                 KV_BLOCK_SIZE, KIND,
             )  # fmt: skip
             v_inverse = inverse_scales(value, v_scale_ptrs, in_heads, mask, KIND)

@@ -25,16 +25,13 @@ def locate_token(positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOC
 
 @triton.jit
 def rotate_heads(
-    x_ptr,  # [num_heads, HEAD_DIM] of one token
-    out_ptr,  # [num_heads, HEAD_DIM], may be x_ptr
+    x_ptrs,  # [BLOCK_HEADS, 1], where each head of one token begins
+    out_ptrs,  # [BLOCK_HEADS, 1], may be x_ptrs
+    in_heads,  # [BLOCK_HEADS, 1], which of them there are
     weight_ptr,  # [HEAD_DIM] of the RMS norm before the rotation, or None
     cos_sin_ptr,  # [ROTARY_DIM] of the token's position
     scale_ptrs,  # [BLOCK_HEADS, 1], what the result is divided by, or where int8 writes it; or None
     eps,
-    stride_x_head,
-    stride_out_head,
-    heads,  # int64 [BLOCK_HEADS]
-    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -44,15 +41,12 @@ def rotate_heads(
     NATIVE_FP8: tl.constexpr = False,
 ):
     """Normalise (with a weight), rotate and scale some heads of a token, in float32, rounding once."""
-    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    OUT: tl.constexpr = out_ptrs.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     pairs = tl.arange(0, BLOCK_PAIRS)
     in_pairs = pairs < HALF
     first = pairs * 2 if INTERLEAVED else pairs
     second = first + 1 if INTERLEAVED else pairs + HALF
-    x_ptrs = x_ptr + heads[:, None] * stride_x_head
-    out_ptrs = out_ptr + heads[:, None] * stride_out_head
-    in_heads = heads[:, None] < NUM_HEADS
     inverse_scale = None
     if KIND != "int8":
         inverse_scale = load_inverse_scale(scale_ptrs, in_heads)

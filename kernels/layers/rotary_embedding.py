@@ -42,16 +42,17 @@ def _rotary_embedding_kernel(
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     # Passing ROTARY_DIM for HEAD_DIM leaves what lies beyond it alone.
     if head_block < q_blocks:
-        row_ptr = query_ptr + token * stride_query_token
+        heads = (head_block * BLOCK_HEADS + offs_head)[:, None]
+        ptrs = query_ptr + token * stride_query_token + heads * stride_query_head
         rotate_heads(
-            row_ptr, row_ptr, None, cos_sin_ptr, None, 0.0, stride_query_head, stride_query_head,
-            head_block * BLOCK_HEADS + offs_head, NUM_Q_HEADS, ROTARY_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, 0,
+            ptrs, ptrs, heads < NUM_Q_HEADS, None, cos_sin_ptr, None, 0.0, ROTARY_DIM, ROTARY_DIM, INTERLEAVED,
+            BLOCK_PAIRS, 0,
         )  # fmt: skip
     elif key_ptr is not None:
-        row_ptr = key_ptr + token * stride_key_token
+        heads = ((head_block - q_blocks) * BLOCK_HEADS + offs_head)[:, None]
+        ptrs = key_ptr + token * stride_key_token + heads * stride_key_head
         rotate_heads(
-            row_ptr, row_ptr, None, cos_sin_ptr, None, 0.0, stride_key_head, stride_key_head,
-            (head_block - q_blocks) * BLOCK_HEADS + offs_head, NUM_KV_HEADS, ROTARY_DIM, ROTARY_DIM, INTERLEAVED,
+            ptrs, ptrs, heads < NUM_KV_HEADS, None, cos_sin_ptr, None, 0.0, ROTARY_DIM, ROTARY_DIM, INTERLEAVED,
             BLOCK_PAIRS, 0,
         )  # fmt: skip
 
