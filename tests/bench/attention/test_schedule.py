@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paged.bench.attention.schedule import CASES, SWEEP, outcome, plan
-from paged.bench.attention.schedule_model import Launch, WorkItem, makespan, simulate
+from paged.bench.attention.schedule import CASES, SWEEP, Launch, WorkItem, makespan, outcome, plan, simulate
 from paged.kernels.attention.config import AttentionTile
 from paged.kernels.common.compat import interpreting
 
@@ -50,14 +49,14 @@ def test_makespan_by_hand() -> None:
     """Two SMs take 5, 1, 1 and 2 blocks in order: one runs 5, the other 1, 1 and 2."""
     launch = _launch([5, 1, 1, 2])
     cost = {count: _launch([count]).programs()[0] for count in (1, 2, 5)}
-    assert makespan([launch], 2) == pytest.approx(2 * cost[1] + cost[2])
-    assert makespan([launch], 1) == pytest.approx(sum(cost[count] for count in (5, 1, 1, 2)))
-    assert makespan([launch], 4) == pytest.approx(cost[5])
+    assert makespan(launch, 2) == pytest.approx(2 * cost[1] + cost[2])
+    assert makespan(launch, 1) == pytest.approx(sum(cost[count] for count in (5, 1, 1, 2)))
+    assert makespan(launch, 4) == pytest.approx(cost[5])
 
 
-def test_kinds_side_by_side_fill_each_others_gaps() -> None:
-    """One decode on an SM that holds three leaves no room for a prefill tile, the other SM does."""
-    decode, prefill = _launch([10], resident=3), _launch([10], kind="prefill")
-    one_after_the_other = makespan([decode], 2) + makespan([prefill], 2)
-    assert makespan([prefill, decode], 2) == pytest.approx(max(makespan([decode], 2), makespan([prefill], 2)))
-    assert makespan([prefill, decode], 1) == pytest.approx(one_after_the_other)
+def test_programs_that_share_an_sm_start_together() -> None:
+    """Three at once on an SM are slower by as much."""
+    alone, shared = _launch([10] * 6), _launch([10] * 6, resident=3)
+    assert makespan(shared, 2) == pytest.approx(shared.programs()[0])
+    assert makespan(shared, 1) == pytest.approx(2 * shared.programs()[0])
+    assert makespan(shared, 2) < makespan(alone, 2) == pytest.approx(3 * alone.programs()[0])
