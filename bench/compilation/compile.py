@@ -5,7 +5,7 @@
 
 Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` and
 `nvdisasm` from the triton wheel for NVIDIA, the assembly's metadata for AMD. The last column counts those of the inner
-loop. With vLLM's Python files on the path its attention kernel stands beside ours. Run without TRITON_INTERPRET.
+loop. Run without TRITON_INTERPRET.
 
 Compiling all takes about 35 minutes of one core. `--record` keeps in clean/ which cases were found without a
 problem, by a hash of all that the result depends on; `--new` compiles those that are not there, and with `--again` a
@@ -38,7 +38,6 @@ import paged.bench.compilation.cases
 from paged.bench.benchmark import option_parser
 from paged.bench.compilation.case import TARGETS, CompileCase
 from paged.bench.compilation.machine_code import SM_LIMITS, count, occupancy, read_code
-from paged.bench.compilation.peers import peer_cases
 
 # Shared memory one program may take, bytes: all of an SM's that is not reserved.
 SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limits in SM_LIMITS.items()}
@@ -285,13 +284,6 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         CLEAN.write_text("".join(f"{key}\n" for key in sorted(clean)))
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "reports": done}, indent=1) + "\n")
-    try:
-        peers = [case for case in peer_cases() if args.only in case.name]
-    except FileNotFoundError as missing:
-        write(f"no rows of vLLM's kernel: {missing}")
-    else:
-        for _, report in reports(peers, args.target):
-            write(_row(report))
     return int(failed > 0)
 
 

@@ -22,8 +22,7 @@ from paged import LlmExecutor
 from paged.bench.engine import vllm_process
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
-from paged.bench.engine.rows import Row, Run, check_same_texts, run_engine
-from paged.bench.engine.turns import quiet_runs
+from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, run_engine
 from paged.bench.goal import at_least
 from paged.bench.limits import Ceilings, speed
 from paged.bench.timing import measured_ceilings
@@ -141,7 +140,7 @@ _contest = lru_cache(maxsize=1)(_Contest)
 
 def beside_vllm(
     name: str, model: str, dtype: torch.dtype, workload: Workload, least: float, _device: torch.device, _repeats: int
-) -> Row:
+) -> dict[str, Any]:
     """Our tokens a second over the peer's in its fastest mode, on the same weights and prompts: `quiet_runs`, of
     which stolen_percent is the worst.
 
@@ -188,9 +187,10 @@ def beside_vllm(
         "read_gb_per_s": limits.bandwidth / 1e9,
         "matmul_tflop_per_s": limits.matmul / 1e12,
     }
-    times_of_row = {**ours, "cold": True, "peers": peers}
     goal = at_least(f"{least:g}x {PEER} {contest.peers[PEER].version}", peers[fastest]["ratio"], least)
-    return Row(name, workload.counted / ours["median_us"] * 1e6, "tokens/s", [goal], detail, times_of_row)
+    value = workload.counted / ours["median_us"] * 1e6
+    row = {"name": name, "value": value, "unit": "tokens/s", "goals": [goal], "detail": detail}
+    return {**row, **ours, "cold": True, "peers": peers}
 
 
 def _first_ms(runs: Sequence[Run]) -> float:

@@ -14,7 +14,6 @@ import torch
 from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.engine.cost import weights
 from paged.bench.engine.models import MODELS, random_executor
-from paged.bench.engine.rows import Row
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import Cost, speed
@@ -53,7 +52,7 @@ class _Clock:
 
 def decode(
     model: str, device: torch.device, repeats: int, *, batch: int = 64, context: int = 4096, goal: float | None = None
-) -> Row:
+) -> dict[str, Any]:
     """Tokens a second of `batch` sequences that decode behind `context` tokens; fewer where the cache holds no more.
 
     percent: of the least time in which the weights and the cache can be read. Of experts those count that so many
@@ -108,4 +107,5 @@ def decode(
         "prefill_tokens_per_second": batch * context / prefill_seconds,
     }
     goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
-    return Row(f"decode.{model}", batch / found["median_us"] * 1e6, "tokens/s", goals, detail)
+    value = batch / found["median_us"] * 1e6
+    return {"name": f"decode.{model}", "value": value, "unit": "tokens/s", "goals": goals, "detail": detail}

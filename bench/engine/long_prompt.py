@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.engine.models import MODELS, random_executor
-from paged.bench.engine.rows import Row
 from paged.bench.goal import at_most
 from paged.bench.timing import timed
 
@@ -17,7 +17,7 @@ _NUM_DECODES = 32
 _BUDGET = 2048
 
 
-def long_prompt(name: str, model: str, stretch: float | None, device: torch.device, repeats: int) -> Row:
+def long_prompt(name: str, model: str, stretch: float | None, device: torch.device, repeats: int) -> dict[str, Any]:
     """The slowest step of decodes while a long prompt comes in, over the steps without it.
 
     Those take longer as the decodes grow: from the median of `repeats` before to that of as many after. slowest_steady:
@@ -64,4 +64,5 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
         "steps": len(samples),
         "prompt_seconds": sum(samples),
     }
-    return Row(name, worst, "times steady", [at_most("2", worst, 2)], detail)
+    goals = [at_most("2", worst, 2)]
+    return {"name": name, "value": worst, "unit": "times steady", "goals": goals, "detail": detail}

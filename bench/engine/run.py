@@ -31,10 +31,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -44,13 +47,11 @@ from paged import (
     PagedKvCacheConfig,
     PagedKvCacheManager,
     SamplingParams,
-    UnifiedBatch,
 )
 from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode
 from paged.bench.engine.long_prompt import long_prompt
-from paged.bench.engine.rows import Row, timed_inside
 from paged.bench.engine.throughput import throughput
 from paged.bench.goal import at_most
 from paged.bench.limits import times_us
@@ -66,7 +67,7 @@ class Case:
     that it is measured beside, on a CPU."""
 
     name: str
-    measure: Callable[[torch.device, int], Row]
+    measure: Callable[[torch.device, int], dict[str, Any]]
     needs_gpu: bool = False
     peer: str | None = None
 
@@ -77,16 +78,7 @@ class Case:
 
 
 class _WithoutModel(PagedAttentionExecutor):
-    """The oracle with its bookkeeping and without its mathematics; `seconds` is the time inside of its calls."""
-
-    seconds = 0.0
-
-    def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
-        start = perf_counter()
-        try:
-            return super().unified_decode(batch)
-        finally:
-            self.seconds += perf_counter() - start
+    """The oracle with its bookkeeping and without its mathematics."""
 
     def _attend(self, step: ForwardStep) -> torch.Tensor:
         return step.input_ids.new_zeros(len(step.input_ids), self.config.vocab_size, dtype=torch.float32)
@@ -95,7 +87,27 @@ class _WithoutModel(PagedAttentionExecutor):
         return attention
 
 
-def overhead(name: str, params: SamplingParams, device: torch.device, repeats: int, *, with_executor: bool) -> Row:
+@contextmanager
+def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
+    """Adds up the seconds inside of functions of a module or an object, called by these names in it."""
+    total = [0.0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            result = call(*args, **kwargs)
+            total[0] += perf_counter() - start
+            return result
+
+        return wrapped
+
+    with mock.patch.multiple(owner, **{name: timed(getattr(owner, name)) for name in names}):
+        yield total
+
+
+def overhead(
+    name: str, params: SamplingParams, device: torch.device, repeats: int, *, with_executor: bool
+) -> dict[str, Any]:
     """A step of 256 decodes, without or with what the executor does beside running a model."""
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32}
     cache = PagedKvCacheConfig(num_blocks=16_384, device=device, dtype=torch.float32, **sizes)
@@ -107,12 +119,16 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
     while engine.status().decoding < 256:
         engine.step()
     samples, with_sampling = [], []
-    with timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling, timed():
+    with (
+        timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling,
+        timed_inside(executor, "unified_decode") as executing,
+        timed(),
+    ):
         for _ in range(repeats):
-            executor.seconds = sampling[0] = 0.0
+            executing[0] = sampling[0] = 0.0
             start = perf_counter()
             engine.step()
-            seconds = perf_counter() - start - (0.0 if with_executor else executor.seconds)
+            seconds = perf_counter() - start - (0.0 if with_executor else executing[0])
             samples.append(seconds - sampling[0])
             with_sampling.append(seconds)
     times = times_us(samples)
@@ -122,7 +138,8 @@ def overhead(name: str, params: SamplingParams, device: torch.device, repeats: i
         "p80_us": times["p80_us"],
         "with_sampling_us": statistics.median(with_sampling) * 1e6,
     }
-    return Row(name, median, "us", [] if with_executor else [at_most("300 us", median, 300)], detail)
+    goals = [] if with_executor else [at_most("300 us", median, 300)]
+    return {"name": name, "value": median, "unit": "us", "goals": goals, "detail": detail}
 
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=2000)
@@ -164,7 +181,7 @@ BENCHMARK = Benchmark(
     "engine",
     __doc__,
     lambda setting: [case for case in CASES if case.runs(setting)],
-    lambda case, setting: case.measure(setting.device, setting.repeats).as_json(),
+    lambda case, setting: case.measure(setting.device, setting.repeats),
     {"cuda": 100, "cpu": 100},
     options=("json", "only", "repeats", "budget", "device", "threads", "resume", "peers"),
     device="cpu",

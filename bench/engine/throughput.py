@@ -15,8 +15,7 @@ import torch
 from paged import LlmExecutor
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS
-from paged.bench.engine.rows import Row, Run, check_same_texts, run_engine
-from paged.bench.engine.turns import quiet_runs
+from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, run_engine
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
 from paged.bench.limits import speed
@@ -32,7 +31,7 @@ _ROUNDS = {"cpu": (3, 8), "cuda": (2, 4)}
 _CEILING_REPEATS = 5
 
 
-def throughput(size: str, least: float, device: torch.device, repeats: int) -> Row:
+def throughput(size: str, least: float, device: torch.device, repeats: int) -> dict[str, Any]:
     """Our tokens a second over the peer's, on the same weights. percent: see `cost.generation`."""
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -100,4 +99,5 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> R
         "stolen_percent": 100 * stolen,
     }
     goals = [at_least(f"{least:g}x", ratio, least)]
-    return Row(f"throughput.{size}", ratio, "times the peer", goals, detail, times)
+    row = {"name": f"throughput.{size}", "value": ratio, "unit": "times the peer", "goals": goals, "detail": detail}
+    return row | times

@@ -5,8 +5,11 @@ Alignment, activation, rounding to e4m3 and the sum around them are ours.
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +17,11 @@ import torch
 import paged
 from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
 from paged.bench.timing import Call
-from paged.bench.vllm_files import jit_functions, vllm_folder
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
 from paged.kernels.moe.quantize_token_groups import quantize_token_groups
 from paged.kernels.moe.sum import moe_sum
 
-_FOLDER = "model_executor/layers/fused_moe"
 # How vLLM's tables are named by what they were tuned for.
 _TABLES = {
     None: "",
@@ -34,10 +35,28 @@ Aligned = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 @functools.cache
+def _vllm_folder() -> Path:
+    """Where vLLM's Python files of experts lie.
+
+    Raises:
+        FileNotFoundError: they are not on the path.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("vllm is not on the Python path")
+    return Path(spec.submodule_search_locations[0], "model_executor/layers/fused_moe")
+
+
+@functools.cache
 def vllm_kernels() -> dict[str, Any]:
-    """vLLM's Triton kernels by name."""
+    """vLLM's Triton kernels by name, out of a file whose own imports ask for its compiled extension or for a driver."""
+    path = _vllm_folder() / "fused_moe.py"
     names: dict[str, Any] = {"__name__": "vllm.model_executor.layers.fused_moe", "tl": tl, "triton": triton}
-    jit_functions(vllm_folder() / _FOLDER / "fused_moe.py", names)
+    tree = ast.parse(path.read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    tree.body = [node for node in functions if any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)]
+    # Line numbers stay those of the file, where Triton looks for a function's source.
+    exec(compile(tree, str(path), "exec", dont_inherit=True), names)
     return names
 
 
@@ -50,7 +69,7 @@ def _table(case: MoeCase, device: torch.device) -> dict[int, dict[str, int]]:
     """Its tuned table for the experts of this rank; empty where there is none."""
     name, model = torch.cuda.get_device_name(device).replace(" ", "_"), case.model
     experts = f"E={model.num_local_experts},N={model.intermediate_size}"
-    path = vllm_folder() / _FOLDER / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
+    path = _vllm_folder() / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
     if not path.exists():
         return {}
     return {int(key): tile for key, tile in json.loads(path.read_text()).items() if key.isdigit()}

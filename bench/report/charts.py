@@ -80,8 +80,8 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             title, panels = draw()
             drawn = [{"panel": panel, **panel.drawn()} for panel in panels]
             found += [Chart(section, title, drawn, list(legend(panels)))] if panels else []
-        except (ValueError, ArithmeticError) as error:
-            # Numbers that no axis takes, as a rate of 0 under the roofline, do not take the page with them.
+        except (ValueError, ArithmeticError, LookupError) as error:
+            # Numbers that no axis takes, or a batch without lengths, do not take the page with them.
             found.append(Chart(section, xml_text(f"{name} is left out: it cannot be drawn ({error}).")))
     return found
 

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,15 @@ from paged.printable import xml_text
 
 Json = dict[str, Any]
 
-_NUMBER, _TEXT = (int, float), (str,)
+_NUMBER, _TEXT, _MAYBE = (int, float), (str,), (int, float, type(None))
 _TIMES = dict.fromkeys(("median_us", "p20_us", "p80_us"), _NUMBER)
 _SPEED = {**_TIMES, **dict.fromkeys(("bound_us", "percent", "gb_per_s", "tflop_per_s"), _NUMBER), "bound_by": _TEXT}
-_BATCH = {"kind": _TEXT, "batch": _TEXT, "groups": (list,), "heads": (list,), "block_size": _NUMBER}
-Schema = Mapping[str, tuple[type, ...]]
+_BATCH = {"kind": _TEXT, "batch": _TEXT, "groups": [[(int,)]], "heads": (list,)}
+Schema = Any
+"""Of a value its types; of a list one that holds its elements'; of an object those of its names, where "?" follows one
+that may be missing and ... stands for every one."""
 SCHEMAS: dict[str, Schema] = {
-    "attention": {"name": _TEXT, **_SPEED, **_BATCH},
+    "attention": {"name": _TEXT, **_SPEED, **_BATCH, "block_size": _NUMBER},
     "moe": {"name": _TEXT, **_SPEED, "model": _TEXT, "routing": _TEXT, "tokens": _NUMBER},
     "kernels": {"name": _TEXT, **_SPEED},
     "cache": {"name": _TEXT, **_TIMES},
@@ -31,14 +33,16 @@ SCHEMAS: dict[str, Schema] = {
     "gpu": {"name": _TEXT, "returncode": _NUMBER, "seconds": _NUMBER, "summary": _TEXT},
 }
 """What every row must hold, by what writes it; of "gpu", every step."""
-_MAYBE = (int, float, type(None))
-_PEER: Schema = {"median_us": _NUMBER, "ratio": _NUMBER}
-_GOAL: Schema = {"text": _TEXT, "value": _MAYBE, "met": (bool, type(None))}
+_ROW_OPTIONS: Schema = {
+    "peers?": {...: {"median_us": _NUMBER, "ratio": _NUMBER}},
+    "absent?": {...: _TEXT},
+    "goals?": [{"text": _TEXT, "value": _MAYBE, "met": (bool, type(None)), "reached?": _MAYBE}],
+    "detail?": {...: _NUMBER},
+    **dict.fromkeys(("per_sequence_bound_us?", "planning_us?", "host_us?"), _MAYBE),
+}
+_FILE: Schema = {"device": _TEXT, "date": _TEXT, "peers?": (dict,), "not_run?": (list,), "growth?": {...: _NUMBER}}
+_FILE |= {"refused?": {...: _TEXT}, "absent?": {...: _TEXT}}
 _POSITIVE = ("median_us", "ratio", "bound_us", "gb_per_s", "tokens")
-# What a row and a file may hold beside that.
-_ROW_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "goals": (list,), "detail": (dict,)}
-_ROW_OPTIONS = {**_ROW_OPTIONS, **dict.fromkeys(("per_sequence_bound_us", "planning_us", "host_us"), _MAYBE)}
-_FILE_OPTIONS: Schema = {"peers": (dict,), "absent": (dict,), "refused": (dict,), "growth": (dict,), "not_run": (list,)}
 # Of anything measured, in any unit: what is beyond it, or below its inverse, overflows in some ratio.
 _LARGEST = 1e30
 # The largest results have 200 KB; a file may be /dev/zero, and Python makes up to 30 bytes of every byte of JSON.
@@ -166,54 +170,45 @@ def _checked(path: Path) -> Json:
     given = results.get("benchmark") if isinstance(results, dict) else type(results).__name__
     if not isinstance(results, dict) or not isinstance(given, str) or given not in SCHEMAS:
         raise ResultsError(f"{path}: benchmark is {given!r}, expected one of {', '.join(SCHEMAS)}")
-    rows = "steps" if results["benchmark"] == "gpu" else "rows"
-    _check(results, {"device": _TEXT, "date": _TEXT, rows: (list,)}, f"{path}", _FILE_OPTIONS)
-    _check_values(results, {"refused": _TEXT, "absent": _TEXT, "growth": _NUMBER}, f"{path}: ")
+    rows = "steps" if given == "gpu" else "rows"
+    _check(results, {**_FILE, rows: [SCHEMAS[given] | _ROW_OPTIONS]}, f"{path}: ")
     for index, row in enumerate(results[rows]):
-        where = f"{path}: {rows}[{index}]"
-        _check(row, SCHEMAS[results["benchmark"]], where, _ROW_OPTIONS)
-        _check_values(row, {"absent": _TEXT, "detail": _NUMBER}, f"{where}.")
-        for name, peer in row.get("peers", {}).items():
-            _check(peer, _PEER, f"{where}.peers.{name}")
-        for number, goal in enumerate(row.get("goals", [])):
-            _check(goal, _GOAL, f"{where}.goals[{number}]", {"reached": _MAYBE})
+        for goal in row.get("goals", []):
             if (goal["value"] is None) != (goal["met"] is None):
-                raise ResultsError(f"{where}.goals[{number}]: only one of value and met is null")
-        for number, group in enumerate(row.get("groups", [])):
-            names = ("count", "query length", "key length")
-            sizes = group if isinstance(group, list) else []
-            _check(dict(zip(names, sizes, strict=False)), dict.fromkeys(names, (int,)), f"{where}.groups[{number}]")
+                raise ResultsError(f"{path}: {rows}[{index}].goals: only one of value and met is null")
     return results
 
 
-def _check_values(value: Json, kinds: Schema, where: str) -> None:
-    """Of every object in `value`, by its name: all it holds is of one kind."""
-    for name, kind in kinds.items():
-        found = value.get(name, {})
-        _check(found, dict.fromkeys(found, kind), f"{where}{name}")
+def _check(value: Any, schema: Schema, where: str) -> None:
+    """Raise ResultsError unless `value` is as `schema` has it; `where` ends with the name of it."""
+    if isinstance(schema, tuple):
+        _check_kind(value, schema, where)
+    elif isinstance(schema, list):
+        _check_kind(value, (list,), where)
+        for index, item in enumerate(value):
+            _check(item, schema[0], f"{where}[{index}]")
+    else:
+        _check_kind(value, (dict,), where)
+        for name, item in value.items() if ... in schema else ():
+            _check(item, schema[...], f"{where}.{name}")
+        for name, kind in schema.items() if ... not in schema else ():
+            if (own := name.removesuffix("?")) in value:
+                _check(value[own], kind, f"{where}.{own}")
+            elif own == name:
+                raise ResultsError(f"{where}: no {name}, expected {_expected(kind)}")
 
 
-def _check(value: Any, schema: Schema, where: str, options: Schema | None = None) -> None:
-    """Raise ResultsError unless `value` holds all of `schema`, and of `options` nothing of another kind."""
-    if not isinstance(value, dict):
-        raise ResultsError(f"{where}: {type(value).__name__}, expected an object")
-    given: Json = value
-    present = {name: kinds for name, kinds in (options or {}).items() if name in given}
-    for name, kinds in {**schema, **present}.items():
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        if name not in given:
-            raise ResultsError(f"{where}: no {name}, expected {expected}")
-        found = given[name]
-        if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
-            raise ResultsError(f"{where}: {name} is {found!r}, expected {expected}")
-        if isinstance(found, float) and not math.isfinite(found):
-            raise ResultsError(f"{where}: {name} is {found}, expected a finite number")
-        if isinstance(found, int | float) and abs(found) > _LARGEST:
-            raise ResultsError(f"{where}: {name} is {found:.3g}, expected {_LARGEST:g} at most")
-        if name in _POSITIVE and given[name] <= 0:
-            raise ResultsError(f"{where}: {name} is {found}, expected more than 0")
-        if name in _POSITIVE and given[name] < 1 / _LARGEST:
-            raise ResultsError(f"{where}: {name} is {found}, expected {1 / _LARGEST:g} at least")
+def _expected(schema: Schema) -> str:
+    kinds = schema if isinstance(schema, tuple) else (type(schema),)
+    return " or ".join(kind.__name__ for kind in kinds)
+
+
+def _check_kind(found: Any, kinds: tuple[type, ...], where: str) -> None:
+    if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
+        raise ResultsError(f"{where} is {found!r}, expected {_expected(kinds)}")
+    least = 1 / _LARGEST if where.rpartition(".")[2] in _POSITIVE else -_LARGEST
+    if isinstance(found, int | float) and not least <= found <= _LARGEST:
+        raise ResultsError(f"{where} is {found:.3g}, expected {least:g} to {_LARGEST:g}")
 
 
 def _shown(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """Every kernel configuration compiles for every target without a GPU, and the compilers' reports hold no surprise."""
 
-import importlib.util
 import json
 import os
 import re
@@ -33,9 +32,8 @@ def _compile(*options: str, **environment: str) -> str:
 
 @pytest.mark.long
 def test_changed_configurations_compile() -> None:
-    """For every target; it is said where vLLM's kernel cannot be found."""
-    printed = _compile("--new", PYTHONPATH="")
-    assert ("no rows of vLLM's kernel" in printed) != ("vllm unified attention" in printed)
+    """For every target."""
+    assert _compile("--new", PYTHONPATH="").startswith("case")
 
 
 @pytest.mark.long
@@ -140,9 +138,3 @@ def test_occupancy() -> None:
     for target, num_warps, registers, shared, columns, expected in OCCUPANCIES:
         program = {"num_warps": num_warps, "registers": registers, "shared": shared, "tensor_columns": columns}
         assert occupancy(target, **program) == expected, (target, program)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's Python files are not on the path")
-def test_peer_compiles() -> None:
-    printed = _compile("--target", "sm_90", "--only", "vllm")
-    assert len(re.findall(r"^vllm unified attention .* HMMA", printed, re.MULTILINE)) == 2

@@ -3,15 +3,16 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paged import LlmExecutor
 from paged.bench.check import WrongResultError
-from paged.bench.engine import cost, cpu_engines, models, turns
+from paged.bench.engine import cost, cpu_engines, models, runs
 from paged.bench.engine.cpu_engines import PEER, Workload, beside_vllm
-from paged.bench.engine.rows import Row, Run, run_engine
+from paged.bench.engine.runs import Run, run_engine
 
 _VLLM = '''
 from time import sleep
@@ -83,7 +84,7 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_engines, "check_same_texts", lambda *_: None)
 
 
-def _measured() -> Row:
+def _measured() -> dict[str, Any]:
     return beside_vllm("x", "tiny", torch.float32, _SHORT, 1.0, torch.device("cpu"), 1)
 
 
@@ -91,16 +92,16 @@ def _measured() -> Row:
 def test_row_holds_all_modes_and_the_limit() -> None:
     """The peer's fastest mode counts."""
     row = _measured()
-    found, peers = row.as_json(), row.times["peers"]
+    peers = row["peers"]
     assert set(peers) == {PEER, f"{PEER} compiled", f"{PEER} processes"}
     peer = peers[f"{PEER} compiled"]
-    assert row.goals[0]["value"] == peer["ratio"] == min(each["ratio"] for each in peers.values())
-    assert row.value == pytest.approx(8 / found["median_us"] * 1e6)
-    assert row.detail["peer_tokens_per_second"] == pytest.approx(8 / peer["median_us"] * 1e6)
-    assert peer["ratio"] == pytest.approx(peer["median_us"] / found["median_us"])
-    assert 0 < row.detail["first_token_ms"] < found["median_us"] / 1e3
-    assert 0 < row.detail["peer_first_token_ms"] < peer["median_us"] / 1e3
-    assert found["percent"] > 0
+    assert row["goals"][0]["value"] == peer["ratio"] == min(each["ratio"] for each in peers.values())
+    assert row["value"] == pytest.approx(8 / row["median_us"] * 1e6)
+    assert row["detail"]["peer_tokens_per_second"] == pytest.approx(8 / peer["median_us"] * 1e6)
+    assert peer["ratio"] == pytest.approx(peer["median_us"] / row["median_us"])
+    assert 0 < row["detail"]["first_token_ms"] < row["median_us"] / 1e3
+    assert 0 < row["detail"]["peer_first_token_ms"] < peer["median_us"] / 1e3
+    assert row["percent"] > 0
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -120,10 +121,10 @@ def test_runs_that_lost_a_core_count_where_there_are_no_others(
         return found._replace(seconds=found.seconds + lost)
 
     monkeypatch.setattr(cpu_engines, "run_engine", run)
-    monkeypatch.setattr(turns, "stolen_seconds", lambda: list(stolen))
+    monkeypatch.setattr(runs, "stolen_seconds", lambda: list(stolen))
     row = _measured()
     assert calls.count(_SHORT.new_tokens) == num_rounds
-    assert (row.times["p80_us"] < 0.5e6) == (row.detail["stolen_percent"] == 0) == (num_stolen == 1)
+    assert (row["p80_us"] < 0.5e6) == (row["detail"]["stolen_percent"] == 0) == (num_stolen == 1)
 
 
 def test_other_texts_get_no_speed() -> None:

@@ -9,7 +9,7 @@ from paged import SamplingParams
 from paged.bench.check import WrongResultError
 from paged.bench.engine import decode, long_prompt, models, throughput
 from paged.bench.engine import run as bench_engine
-from paged.bench.engine.rows import check_same_texts
+from paged.bench.engine.runs import check_same_texts
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 CPU = torch.device("cpu")
@@ -33,12 +33,12 @@ def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench_engine.PagedAttentionExecutor, "unified_decode", slow)
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)
     row = bench_engine.overhead("x", params, CPU, 5, with_executor=False)
-    assert 0 < row.detail["lowest_us"] <= row.value < row.detail["with_sampling_us"]
-    assert row.detail["lowest_us"] < 20_000
-    assert row.goals[0]["met"] == (row.value <= 300)
+    assert 0 < row["detail"]["lowest_us"] <= row["value"] < row["detail"]["with_sampling_us"]
+    assert row["detail"]["lowest_us"] < 20_000
+    assert row["goals"][0]["met"] == (row["value"] <= 300)
     both = bench_engine.overhead("x", params, CPU, 5, with_executor=True)
-    assert both.detail["lowest_us"] > 20_000
-    assert both.goals == []
+    assert both["detail"]["lowest_us"] > 20_000
+    assert both["goals"] == []
 
 
 def test_texts_must_agree() -> None:
@@ -55,11 +55,11 @@ def test_throughput_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "_NEW_TOKENS", 3)
     monkeypatch.setattr(throughput, "_ROUNDS", {"cpu": (2, 2)})
     row = throughput.throughput("tiny", 1.0, CPU, 1)
-    detail = row.detail
-    assert row.value == pytest.approx(detail["tokens_per_second"] / detail["peer_tokens_per_second"])
-    assert row.times["percent"] == pytest.approx(100 * row.times["bound_us"] / row.times["median_us"])
-    assert detail["tokens_per_second"] == pytest.approx(6 * 3 / row.times["median_us"] * 1e6)
-    assert row.goals[0]["met"] == (row.value >= 1)
+    detail = row["detail"]
+    assert row["value"] == pytest.approx(detail["tokens_per_second"] / detail["peer_tokens_per_second"])
+    assert row["percent"] == pytest.approx(100 * row["bound_us"] / row["median_us"])
+    assert detail["tokens_per_second"] == pytest.approx(6 * 3 / row["median_us"] * 1e6)
+    assert row["goals"][0]["met"] == (row["value"] >= 1)
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
@@ -70,7 +70,7 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     config |= {"num_experts": 16, "moe_intermediate_size": 24} if "num_experts" in config else {}
     monkeypatch.setitem(models.MODELS, model, config)
     row = decode.decode(model, CPU, 3, batch=2, context=40, goal=1e6)
-    detail, hidden, kv_heads = row.detail, config["hidden_size"], config["num_key_value_heads"]
+    detail, hidden, kv_heads = row["detail"], config["hidden_size"], config["num_key_value_heads"]
     projections = hidden * 32 * (8 + 2 * kv_heads) + 32 * 8 * hidden + 2 * 32 + 2 * hidden
     mlp = 3 * hidden * config["intermediate_size"]
     if "num_experts" in config:
@@ -80,15 +80,15 @@ def test_decode_against_the_bandwidth(model: str, monkeypatch: pytest.MonkeyPatc
     # 40 prompt tokens each, and what was decoded before and during the three steps.
     cache = [2 * tokens * 2 * 2 * kv_heads * 32 for tokens in (40, 50)]
     assert 4 * (weights + cache[0]) <= bound_gb * 1e9 <= 4 * (weights + cache[1])
-    assert row.value == pytest.approx(2 / detail["step_ms"] * 1e3)
+    assert row["value"] == pytest.approx(2 / detail["step_ms"] * 1e3)
     assert detail["percent"] == pytest.approx(100 * detail["bound_ms"] / detail["step_ms"])
     assert 0 < detail["forward_ms"] < detail["step_ms"]
-    assert (detail["sequences"], row.goals[0]["met"]) == (2, False)
+    assert (detail["sequences"], row["goals"][0]["met"]) == (2, False)
 
 
 @pytest.mark.parametrize("stretch", [None, pytest.param(2.0, marks=pytest.mark.thorough)])
 def test_long_prompt_is_measured_until_its_first_token(stretch: float | None) -> None:
     """4,096 tokens in steps of 2,048, of which 32 rows decode; paced in many more."""
     row = long_prompt.long_prompt("x", "Llama-tiny", stretch, CPU, 3)
-    assert row.detail["steps"] == 3 if stretch is None else 3 < row.detail["steps"] < 600
-    assert row.value >= row.detail["median_times_steady"]
+    assert row["detail"]["steps"] == 3 if stretch is None else 3 < row["detail"]["steps"] < 600
+    assert row["value"] >= row["detail"]["median_times_steady"]

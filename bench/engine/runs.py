@@ -1,16 +1,53 @@
-"""Engines that run in turns, on a machine whose host may take its cores away."""
+"""Runs of whole engines, one after the other or in turns on a machine whose host may take its cores away."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from time import sleep
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter, sleep
+from typing import NamedTuple
 
-from paged.bench.engine.rows import Run
+from paged import Engine, SamplingParams
+from paged.bench.check import WrongResultError
 from paged.bench.timing import stolen_seconds, timed
+from paged.executors.model_executor import ModelExecutor
 
 # Of a core's time during a run. Where a host gave cores to others, a run of 1.9 s took up to 5, and which engine met
 # that was chance. Of a run of 1 s on a machine of its own it is 0.01 at most, the clock's step.
 _MOST_STOLEN = 0.03
+
+
+class Run(NamedTuple):
+    """seconds: of all. first_seconds: until each prompt's first token."""
+
+    seconds: float
+    first_seconds: list[float]
+    tokens: list[list[int]]
+
+
+def run_engine(executor: ModelExecutor, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
+    """The best tokens after each prompt, with nothing in the prefix cache."""
+    manager = executor.kv_manager
+    assert manager is not None
+    manager.clear_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=new_tokens)
+    start = perf_counter()
+    outputs = Engine(executor, eos_token_ids=()).generate(prompts, params, progress=False)
+    seconds = perf_counter() - start
+    first = [output.metrics.first_token_s or 0.0 for output in outputs]
+    return Run(seconds, first, [list(output.outputs[0].token_ids) for output in outputs])
+
+
+def check_same_texts(
+    ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int, share: float = 0.9
+) -> None:
+    """At least this share of the texts begin alike: rounding may turn one where two logits are almost equal.
+
+    Raises:
+        WrongResultError: fewer do.
+    """
+    same = sum(list(one[:length]) == list(other[:length]) for one, other in zip(ours, theirs, strict=True))
+    if same < share * len(ours):
+        raise WrongResultError(f"{same} of {len(ours)} texts are those of the peer")
 
 
 def quiet_runs(
