@@ -111,7 +111,7 @@ class Benchmark:
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
         setting = Setting(torch.device(args.device), repeats, is_small, args.only, args.peers)
         cases = [case for case in self.cases(setting) if args.only in case.name]
-        report = self._environment(setting) | self.about()
+        report = environment(self.name, setting.device, setting.limits if self.has_limits else None) | self.about()
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
         report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
         if args.resume and args.json and args.json.exists():
@@ -154,9 +154,6 @@ class Benchmark:
             return self.measure(case, setting)
         except CompiledWhileTimedError:
             return self.measure(case, setting)
-
-    def _environment(self, setting: Setting) -> Json:
-        return environment(self.name, setting.device, setting.limits if self.has_limits else None)
 
 
 def _resumed(path: Path) -> Json:

@@ -59,7 +59,7 @@ def kernel_case(
     name: str,
     kernel: Any,
     constexprs: dict[str, Any],
-    kinds: Mapping[str, str] = MappingProxyType({}),
+    kinds: Mapping[str, str | None] = MappingProxyType({}),
     *,
     dtype: str = "bf16",
     aligned: tuple[str, ...] | None = None,
@@ -67,13 +67,14 @@ def kernel_case(
 ) -> CompileCase:
     """A case whose signature is read off the kernel.
 
-    Arguments that are neither in `constexprs` nor in `kinds` are pointers to `dtype` or int32. aligned: see
-    `divisible_by_16`, strides and some sizes when not given. options: of `CompileCase`.
+    Arguments in neither `constexprs` nor `kinds` are pointers to `dtype` or int32; kinds: None for those that
+    are not given. aligned: see `divisible_by_16`, strides and some sizes when not given. options: of `CompileCase`.
     """
+    constexprs = constexprs | {argument: None for argument, kind in kinds.items() if kind is None}
     signature = {
         argument: "constexpr"
         if argument in constexprs
-        else kinds.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
+        else kinds.get(argument) or (f"*{dtype}" if argument.endswith("_ptr") else "i32")
         for argument in kernel.arg_names
     }
     if aligned is None:

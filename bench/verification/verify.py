@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from paged.errors import UnsupportedError
 from paged.executors.progress import progress_bar
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
         options = [*(f"--{name}" for name in given), "--only", args.only]
         return subprocess.run([*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
-    with _backend(args.backend):
+    with mock.patch.dict(os.environ, {} if args.backend is None else {"PAGED_BACKEND": args.backend}):
         by_triton = use_triton(torch.empty(0, device=device))
         rows = _check_all(args, device, interpreted=by_triton and device.type == "cpu")
     wrong = sum(not row.ok for row in rows)
@@ -84,20 +85,6 @@ def run(args: argparse.Namespace) -> int:
         where = "in Triton's interpreter" if by_triton and device.type == "cpu" else f"on {device}"
         print(f"{len(rows) - wrong} of {len(rows)} right, by {backend} {where}")
     return int(wrong > 0 or not rows)
-
-
-@contextmanager
-def _backend(name: str | None) -> Iterator[None]:
-    """Operations take this backend meanwhile; None leaves the choice to them."""
-    before = os.environ.get("PAGED_BACKEND")
-    try:
-        if name is not None:
-            os.environ["PAGED_BACKEND"] = name
-        yield
-    finally:
-        if name is not None:
-            os.environ.pop("PAGED_BACKEND")
-            os.environ |= {} if before is None else {"PAGED_BACKEND": before}
 
 
 def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: bool) -> list[Row]:

@@ -66,14 +66,14 @@ def gemm_case(
     shape = LinearShape(num_rows, columns, depth, element_size, is_packed, group_k, aligned)
     tile = linear_tile(shape, Device(target, NUM_SMS[target]))
     native_type = "*i8" if form == "int8" else "*fp8e4nv"
-    pointers = {
+    pointers: dict[str, str | None] = {
         "x_ptr": native_type if is_native else f"*{dtype}",
-        "x_scale_ptr": "*fp32" if quantizes_input else "",
+        "x_scale_ptr": "*fp32" if quantizes_input else None,
         "w_ptr": "*i32" if is_packed else native_type if is_native or form == "int8" else "*u8",
         "scale_ptr": scale_type,
-        "zero_point_ptr": "*i8" if zeros else "",
-        "tensor_scale_ptr": "*fp32" if scale else "",
-        "bias_ptr": "",
+        "zero_point_ptr": "*i8" if zeros else None,
+        "tensor_scale_ptr": "*fp32" if scale else None,
+        "bias_ptr": None,
         "out_ptr": f"*{dtype}" if tile.num_splits == 1 else "*fp32",
     }
     constexprs: dict[str, Any] = {
@@ -93,12 +93,12 @@ def gemm_case(
     }
     text = f"quantized_linear {name}{' zeros' * zeros} {dtype} {columns}x{depth} {_shown(tile)} for {target}"
     integers = ("N", "K", "stride_w_row", "stride_scale_group", "stride_zero_group")
-    return _case(
+    return kernel_case(
         text,
         _quantized_linear_kernel,
-        pointers,
         constexprs,
-        target,
+        pointers,
+        targets=(target,),
         aligned=integers if aligned else (),
         expect=_expected(target, form, is_native=is_native) if aligned and dtype != "fp32" else {},
         num_warps=tile.num_warps,
@@ -138,22 +138,13 @@ def _around(target: str) -> list[CompileCase]:
             "BLOCK_ROWS": 8 if group == FP8_BLOCK else 1,
             "BLOCK_K": 128 if group == FP8_BLOCK else 1024,
         }
-        pointers = {"x_ptr": "*bf16", "given_scale_ptr": "", "q_ptr": q, "scale_ptr": "*fp32"}
+        pointers = {"x_ptr": "*bf16", "given_scale_ptr": None, "q_ptr": q, "scale_ptr": "*fp32"}
         name = f"quantize_rows {kind} groups of {group} for {target}"
-        found.append(_case(name, _quantize_rows_kernel, pointers, constexprs, target))
+        found.append(kernel_case(name, _quantize_rows_kernel, constexprs, pointers, targets=(target,)))
     pointers = dict.fromkeys(("partials_ptr", "x_scale_ptr", "scale_ptr"), "*fp32")
-    pointers |= {"tensor_scale_ptr": "", "bias_ptr": "", "out_ptr": "*bf16"}
+    pointers |= {"tensor_scale_ptr": None, "bias_ptr": None, "out_ptr": "*bf16"}
     for splits in (2, 8):
         constexprs = {"GROUP_N": 1, "NUM_SPLITS": splits, "BLOCK_N": SUM_COLUMNS}
         name = f"quantized_linear sum of {splits} partials for {target}"
-        found.append(_case(name, _sum_partials_kernel, pointers, constexprs, target))
+        found.append(kernel_case(name, _sum_partials_kernel, constexprs, pointers, targets=(target,)))
     return found
-
-
-def _case(
-    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], target: str, **options: Any
-) -> CompileCase:
-    """pointers: "" for those that are None."""
-    constexprs = constexprs | {name: None for name, kind in pointers.items() if not kind}
-    kinds = {name: kind for name, kind in pointers.items() if kind}
-    return kernel_case(name, kernel, constexprs, kinds, targets=(target,), **options)

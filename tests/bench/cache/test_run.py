@@ -9,9 +9,8 @@ import pytest
 
 from paged import PagedKvCacheManager
 from paged.bench.cache import run as bench_cache
-from paged.bench.cache.cases import CASES, Case
+from paged.bench.cache.cases import CASES, Case, check_hit
 from paged.bench.cache.run import PEER_VERSION, growth, main, row
-from paged.bench.cache.workload import check_hit
 from paged.bench.check import WrongResultError
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")

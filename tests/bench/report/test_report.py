@@ -115,7 +115,7 @@ def test_page_is_complete_in_itself(report: Path, whole: Page) -> None:
     """Its charts; nothing loaded from anywhere; ids once; colours those of the whole."""
     assert [path.name for path in report.iterdir()] == ["report.html"]
     # The roofline of a device, decode latency of one batch, and experts' time, share and ratio.
-    assert (whole.tags["figure"], whole.tags["svg"]) == (2, 2)
+    assert (whole.tags["figure"], whole.tags["svg"]) == (3, 5)
     assert not re.search(r"https?:|//[a-z]|@import|<link|\bsrc=|url\(", whole.source)
     assert all(link.startswith("#") for link in re.findall(r'(?<=href=")[^"]*', whole.source))
     assert whole.ids.most_common(1)[0][1] == 1
