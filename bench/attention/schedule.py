@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -116,29 +116,6 @@ class Launch:
         return LAUNCH_S + self.partial_bytes / (SM_BANDWIDTH * num_sms) if self.num_split_tiles else 0.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One batch on one chip, in seconds.
-
-    makespan_s: the time in programs, kinds one after the other; total_s: with launches, idle programs and merges;
-    roofline_s: what memory and matrix units need at the least.
-    """
-
-    makespan_s: float
-    ideal_s: float
-    roofline_s: float
-    total_s: float
-    num_idle: int
-    num_items: int
-    num_split_tiles: int
-    partial_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Makespan over perfect balance."""
-        return self.makespan_s / self.ideal_s
-
-
 def makespan(launch: Launch, num_sms: int) -> float:
     """Seconds until the last program ends: programs start in order, each where one ends first."""
     ends = [0.0] * (num_sms * launch.tile.programs_per_sm)
@@ -147,20 +124,26 @@ def makespan(launch: Launch, num_sms: int) -> float:
     return max(ends)
 
 
-def simulate(launches: Sequence[Launch], num_sms: int, roofline_s: float = 0.0) -> Outcome:
-    """Run the launches one after the other."""
+HEADS = ("makespan", "ideal", "ratio", "roofline", "total", "items", "idle", "splits", "partials KB")
+
+
+def simulate(launches: Sequence[Launch], num_sms: int, roofline_s: float = 0.0) -> dict[str, float]:
+    """One batch on one chip, its launches one after the other, by the heads of the table; times in microseconds.
+
+    makespan: the time in programs; ideal: in perfect balance; ratio: of these two; roofline: what memory and matrix
+    units need at the least; total: with launches, idle programs and merges.
+    """
     in_programs = sum(makespan(launch, num_sms) for launch in launches)
     around = sum(launch.idle_s(num_sms) + launch.merge_s(num_sms) + LAUNCH_S for launch in launches)
-    return Outcome(
-        makespan_s=in_programs,
-        ideal_s=sum(launch.ideal_s(num_sms) for launch in launches),
-        roofline_s=roofline_s,
-        total_s=in_programs + around,
-        num_idle=sum(launch.num_idle for launch in launches),
-        num_items=sum(len(launch.items) for launch in launches),
-        num_split_tiles=sum(launch.num_split_tiles for launch in launches),
-        partial_bytes=sum(launch.partial_bytes for launch in launches),
+    ideal = sum(launch.ideal_s(num_sms) for launch in launches)
+    values = (
+        *(1e6 * in_programs, 1e6 * ideal, in_programs / ideal, 1e6 * roofline_s, 1e6 * (in_programs + around)),
+        sum(len(launch.items) for launch in launches),
+        sum(launch.num_idle for launch in launches),
+        sum(launch.num_split_tiles for launch in launches),
+        sum(launch.partial_bytes for launch in launches) // 1024,
     )
+    return dict(zip(HEADS, values, strict=True))
 
 
 def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]:
@@ -203,7 +186,7 @@ def _launch(kind: str, schedule: AttentionSchedule, num_kv_heads: int) -> Launch
     )
 
 
-def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> Outcome:
+def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> dict[str, float]:
     """Plan and simulate one batch."""
     cost = AttentionCase("", "", (), heads, head_dim=HEAD_DIM).cost(torch.bfloat16, lengths)
     bandwidth = SM_BANDWIDTH * num_sms
@@ -211,18 +194,10 @@ def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> Outcome:
     return simulate(plan(lengths, heads, num_sms), num_sms, limits.bound(cost)[0])
 
 
-# Columns of the table: their heads, and what stands in them.
-COLUMNS: dict[str, Callable[[Outcome], str]] = {
-    "makespan": lambda found: f"{1e6 * found.makespan_s:.1f}us",
-    "ideal": lambda found: f"{1e6 * found.ideal_s:.1f}us",
-    "ratio": lambda found: f"{found.ratio:.3f}",
-    "roofline": lambda found: f"{1e6 * found.roofline_s:.1f}us",
-    "total": lambda found: f"{1e6 * found.total_s:.1f}us",
-    "items": lambda found: str(found.num_items),
-    "idle": lambda found: str(found.num_idle),
-    "splits": lambda found: str(found.num_split_tiles),
-    "partials KB": lambda found: str(found.partial_bytes // 1024),
-}
+def _shown(head: str, value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3f}" if head == "ratio" else f"{value:.1f}us"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -232,11 +207,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads / KV heads")
     args = parser.parse_args(argv)
     cases = {name: lengths for name, lengths in (CASES | SWEEP).items() if args.only in name}
-    print(f"{'case':36} {'heads':>5} {'SMs':>3} " + " ".join(f"{name:>11}" for name in COLUMNS))
+    print(f"{'case':36} {'heads':>5} {'SMs':>3} " + " ".join(f"{head:>11}" for head in HEADS))
     for num_sms, heads, (name, lengths) in itertools.product(args.sms, args.heads, cases.items()):
         num_q_heads, num_kv_heads = map(int, heads.split("/"))
         found = outcome(lengths, (num_q_heads, num_kv_heads), num_sms)
-        cells = " ".join(f"{cell(found):>11}" for cell in COLUMNS.values())
+        cells = " ".join(f"{_shown(head, value):>11}" for head, value in found.items())
         print(f"{name:36} {heads:>5} {num_sms:3} {cells}")
 
 

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from paged import LlmExecutor
 from paged.bench.engine import vllm_process
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS
+from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, run_engine
 from paged.bench.goal import at_least
 from paged.bench.limits import Ceilings, speed
@@ -119,7 +119,7 @@ class _Contest:
     def __init__(self, model: str, dtype: torch.dtype) -> None:
         self.config, self.dtype = MODELS[model], dtype
         self._folder = tempfile.TemporaryDirectory()
-        _save_random(self.config, dtype, self._folder.name)
+        save_random(self.config, dtype, self._folder.name)
         self.executor = LlmExecutor.from_pretrained(
             self._folder.name, dtype=dtype, num_blocks=_CACHE_TOKENS // _BLOCK_SIZE, block_size=_BLOCK_SIZE
         )
@@ -200,18 +200,3 @@ def _first_ms(runs: Sequence[Run]) -> float:
 
 def _rates(dtype: torch.dtype, step_bytes: int) -> Ceilings:
     return measured_ceilings(torch.device("cpu"), dtype, _CEILING_REPEATS, step_bytes)
-
-
-def _save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str) -> None:
-    """A checkpoint as both engines read it; with weights of this size the logits of a text are far apart."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {name: value for name, value in config.items() if name != "model_type"}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **sizes, initializer_range=0.1), dtype=dtype
-    )
-    for weight in model.parameters():
-        if weight.dim() == 3:  # experts, which transformers may leave as they are
-            weight.data.normal_(0, 0.1)
-    model.save_pretrained(folder)

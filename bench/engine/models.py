@@ -53,6 +53,23 @@ MODELS = {
 }
 
 
+def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, device: str = "cpu") -> Any:
+    """A checkpoint as other engines read it, too, made on the device, and transformers' model; with weights of this
+    size the logits of a text are far apart."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in config.items() if name != "model_type"}
+    full = AutoConfig.for_model(config["model_type"], **sizes, initializer_range=0.1)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(full, dtype=dtype).eval()
+    for weight in model.parameters():
+        if weight.dim() == 3:  # experts, which transformers may leave as they are
+            weight.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
 def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens: int) -> LlmExecutor:
     """The model of a config.json with random weights made on the device, and a cache of num_tokens or of what fits."""
     dtype = benchmark_dtype(device)

@@ -14,7 +14,7 @@ import torch
 
 from paged import LlmExecutor
 from paged.bench.engine.cost import generation
-from paged.bench.engine.models import MODELS
+from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, run_engine
 from paged.bench.environment import benchmark_dtype
 from paged.bench.goal import at_least
@@ -33,19 +33,14 @@ _CEILING_REPEATS = 5
 
 def throughput(size: str, least: float, device: torch.device, repeats: int) -> dict[str, Any]:
     """Our tokens a second over the peer's, on the same weights. percent: see `cost.generation`."""
-    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+    from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    torch.manual_seed(0)
-    config = LlamaConfig(**MODELS[f"Llama-{size}"], initializer_range=0.1)
-    dtype = benchmark_dtype(device)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    rng = random.Random(0)
-    prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(8, 128))] for _ in range(_NUM_PROMPTS)]
+    config, dtype, rng = MODELS[f"Llama-{size}"], benchmark_dtype(device), random.Random(0)
+    prompts = [[rng.randrange(config["vocab_size"]) for _ in range(rng.randint(8, 128))] for _ in range(_NUM_PROMPTS)]
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        model = save_random(config, dtype, folder, device.type)
         block_size = default_block_size(device_of(device).arch)
         num_blocks = _CACHE_TOKENS // block_size
         executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=num_blocks, block_size=block_size)
@@ -86,7 +81,7 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
         check_same_texts(our_run.tokens, their_run.tokens, length)
     seconds = {engine: [run.seconds for run in found] for engine, found in runs.items()}
     ours, plain_seconds, sized_seconds = map(statistics.median, seconds.values())
-    cost = generation(executor, MODELS[f"Llama-{size}"], list(map(len, prompts)), _NEW_TOKENS)
+    cost = generation(executor, config, list(map(len, prompts)), _NEW_TOKENS)
     limits = measured_ceilings(device, dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
     times = speed(seconds["ours"], cost, limits) | {"cold": True}
     total, ratio = _NUM_PROMPTS * _NEW_TOKENS, plain_seconds / ours

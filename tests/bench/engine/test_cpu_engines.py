@@ -136,7 +136,7 @@ def test_other_texts_get_no_speed() -> None:
 def test_least_cost_as_counted_by_hand(tmp_path: Path) -> None:
     """Two prompts of 3 and 5 tokens and 4 new ones each: 4 steps, of which 3 read 3 + 1, 3 + 2, ... keys. The only
     layer is the last one: of 2 + 4 tokens K and V are all that is needed."""
-    cpu_engines._save_random(_TINY, torch.float32, str(tmp_path))
+    models.save_random(_TINY, torch.float32, str(tmp_path))
     executor = LlmExecutor.from_pretrained(str(tmp_path), num_blocks=8, block_size=16)
     head, kv = 64 * 96, 2 * 3 * 32
     layer = 96 * (96 + 2 * 96) + 96 * 96 + 3 * 96 * 64
