@@ -101,7 +101,8 @@ def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
 
         return wrapped
 
-    with mock.patch.multiple(owner, **{name: timed(getattr(owner, name)) for name in names}):
+    replaced: Any = {name: timed(getattr(owner, name)) for name in names}
+    with mock.patch.multiple(owner, **replaced):
         yield total
 
 

@@ -44,9 +44,9 @@ class Panel:
             ValueError, ArithmeticError: a number has no place on an axis, as 0 has none on a logarithmic one.
         """
         shown = [series for series in self.series if series.points]
-        xs, ys = ([point[axis] for series in shown for point in series.points] for axis in (0, 1))
-        x_place, x_ticks = _axis(xs, self.x_base, _LEFT, _RIGHT)
-        y_place, y_ticks = _axis(ys, self.y_base, _BOTTOM, _TOP)
+        points = [point for series in shown for point in series.points]
+        x_place, x_ticks = _axis([x for x, _, _ in points], self.x_base, _LEFT, _RIGHT)
+        y_place, y_ticks = _axis([y for _, y, _ in points], self.y_base, _BOTTOM, _TOP)
         lines = []
         for series in shown:
             marks = [(x_place(x), y_place(y), tip) for x, y, tip in series.points]
@@ -69,16 +69,13 @@ def _axis(
         exponents = [math.log(value, base) for value in values]
         low = math.floor(min(exponents) + 1e-9)
         high = max(math.ceil(max(exponents) - 1e-9), low + 1)
-        ticks = [float(base) ** power for power in range(int(low), int(high) + 1, _step(int(high - low)))]
+        step = -(-int(high - low) // _MOST_INTERVALS)
+        ticks = [float(base) ** power for power in range(int(low), int(high) + 1, step)]
     else:
         high *= 2 ** max(0, math.ceil(math.log2(max(*values, 100) / 100)))
         low = min(0.0, *values)
         ticks = [high * quarter / 4 for quarter in range(5)]
     return place, [(place(tick), _short(tick, base)) for tick in ticks]
-
-
-def _step(intervals: int) -> int:
-    return -(-intervals // _MOST_INTERVALS)
 
 
 def _short(value: float, base: int) -> str:
