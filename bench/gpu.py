@@ -8,7 +8,7 @@ process ends before its time, or loses the GPU, goes on in another with the case
 
 DIR gets eight files: gpu.json (the steps), gpu.log (all output but what compilers warn of, which is in warnings.log),
 attention.json, moe.json, engine.json, kernels.json, and gpu.tar.gz, packed after every step, with all of these, the
-report's page and charts, and the tuned tiles. Each later step has less of 540 seconds: `--only engine tune report`
+report's page, and the tuned tiles. Each later step has less of 540 seconds: `--only engine tune report`
 gives them all of another run.
 """
 

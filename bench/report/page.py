@@ -136,7 +136,8 @@ def table(runs: Sequence[Run]) -> dict[str, Any]:
     cells = {head: [cell(row, run) for run in runs for row in run.rows] for head, cell in columns(runs)}
     kept = {head: column for head, column in cells.items() if any(cell != Cell() for cell in column)}
     heads = [(head, any(cell.value is not None for cell in column)) for head, column in kept.items()]
-    return {"heads": heads, "lines": list(zip(*kept.values(), strict=True))}
+    has_bars = any(cell.bar is not None for column in kept.values() for cell in column)
+    return {"heads": heads, "lines": list(zip(*kept.values(), strict=True)), "has_bars": has_bars}
 
 
 def versions(run: Run) -> str:
