@@ -1,4 +1,4 @@
-"""The operations that move rows: rotary embedding, cache writes, block copies, merges, gated SiLU."""
+"""The operations that move rows: norms, rotary embedding, cache writes, block copies, merges, gated SiLU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_k
 from paged.kernels.cache.reshape_and_cache import _reshape_and_cache_kernel
 from paged.kernels.common.launch import num_warps, tile
 from paged.kernels.common.rotation import heads_per_program
+from paged.kernels.layers.rms_norm import _rms_norm_kernel
 from paged.kernels.layers.rotary_embedding import _rotary_embedding_kernel
 from paged.kernels.layers.silu_and_mul import _silu_and_mul_kernel
 
@@ -28,8 +29,18 @@ KINDS |= dict.fromkeys(("positions_ptr", "slot_mapping_ptr", "cache_ptrs_ptr", "
 
 
 def cases() -> list[CompileCase]:
-    """Head sizes 64 to 512, partial and interleaved rotary embedding, every alignment of a block."""
+    """Head sizes 64 to 512, partial and interleaved rotary embedding, every alignment of a block; hidden sizes 64 to
+    8,192, with and without the residual, at that of Gemma-3-1B its float32 weights."""
     found = []
+    strides = ("stride_x_row", "stride_residual_row", "stride_out_row")
+    for hidden_size, weight in ((64, "bf16"), (1152, "fp32"), (2048, "bf16"), (8192, "bf16")):
+        block_size = triton.next_power_of_2(hidden_size)
+        sizes = {"HIDDEN_SIZE": hidden_size, "BLOCK_SIZE": block_size}
+        for name, residual in (("rms_norm", {"residual_ptr": None}), ("fused_add_rms_norm", {})):
+            name = f"{name} hidden={hidden_size} {weight} weights"
+            kinds = KINDS | {"weight_ptr": f"*{weight}"} | residual
+            options: dict[str, Any] = {"aligned": strides, "num_warps": num_warps(block_size)}
+            found.append(kernel_case(name, _rms_norm_kernel, sizes, kinds, **options))
     for head_dim, num_q_heads, num_kv_heads in MODELS:
         block_rows, block_dim = tile(4096, head_dim)
         rows = {"HEAD_DIM": head_dim, "BLOCK_ROWS": block_rows, "BLOCK_DIM": block_dim}
