@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch, seen_by: str) 
     with pytest.raises(WrongResultError, match="elements off"):
         contest(DECODE, CPU)
     check.cache_clear()
+
+
+def test_values_narrower_than_keys_get_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_attention, "PEERS", ())
+    found, _ = contest(replace(DECODE, head_dim=24, v_head_dim=16), CPU)
+    assert found.calls["ours"][0]().shape == (3, 4, 16)
 
 
 def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
