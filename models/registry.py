@@ -39,7 +39,7 @@ from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.config import ParallelConfig
 from paged.models.parallel.ranks import Ranks
-from paged.models.quantization.modelopt import read_config
+from paged.models.quantization.read import read_config
 
 _FAMILIES: tuple[type[Llama], ...] = (
     *(Cohere2, Gemma2, Gemma3, Gemma4, Glm, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeShared, Llama4),

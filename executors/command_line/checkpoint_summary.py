@@ -21,8 +21,7 @@ from paged.models.loading.weights import StoredTensors, read_header
 from paged.models.network_loader import meta_network
 from paged.models.parallel.share import Share
 from paged.models.parallel.volume import ring_bytes, step_bytes
-from paged.models.quantization.modelopt import read_config
-from paged.models.quantization.read import as_stored
+from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, config_of, network_class_of, text_part
 
 

@@ -20,7 +20,7 @@ from paged.models.families.gemma import gemma_fields
 from paged.models.families.llama import DecoderLayer, Llama, rows_of
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
-from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, read_head_dim, require
+from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, read_head_dim
 from paged.models.layers.rope_config import ropes_by_kind
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -173,7 +173,7 @@ class Gemma4(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, use_bidirectional_attention="vision")  # between parts of a picture, and there are none
+        hf.choice("use_bidirectional_attention", "vision")  # between parts of a picture, and there are none
         windows = layer_windows(hf, hf.integer("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)
         windows = (*windows[:-1], None)  # the last layer sees everything whatever its type, as in transformers
         if hf.section("rope_parameters") is None:

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import (
-    decoder_config,
-    is_packed,
-    layer_windows,
-    moe_config,
-    require,
-    weights_dtype,
-)
+from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, weights_dtype
 from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 # What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
-_BUILT_IN: dict[str, float | str | bool] = {
-    "swiglu_limit": 7.0,
-    "swiglu_alpha": 1.702,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-}
+_BUILT_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu", "norm_topk_prob": True}
 # Where config.json says nothing about the rotation, as in transformers.
 _YARN = {
     "rope_type": "yarn",
@@ -40,7 +28,10 @@ class GptOss(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, **_BUILT_IN)
+        for key, known in _BUILT_IN.items():
+            hf.choice(key, known)
+        packing = hf.section("quantization_config")
+        is_mxfp4 = packing is not None and packing.text("quant_method", "") == "mxfp4"
         moe = moe_config(
             hf,
             # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.
@@ -50,12 +41,12 @@ class GptOss(Llama):
             stacked=True,
             transposed=True,
             router_name="router",
-            is_mxfp4=is_packed(hf, "mxfp4"),
+            is_mxfp4=is_mxfp4,
         )
         has_bias = hf.flag("attention_bias", True)
         return decoder_config(
             hf,
-            quant_method="mxfp4",
+            **({"quantization": None} if is_mxfp4 else {}),
             window=layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
             rope=rope_config(hf, theta=150000.0, default=_YARN),
             qkv_bias=has_bias,

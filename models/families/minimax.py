@@ -6,17 +6,12 @@ from types import MappingProxyType
 
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import decoder_config, moe_config, require
+from paged.models.layers.decoder_config import decoder_config, moe_config
 from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 # What transformers has built in, and published configurations say.
-_BUILT_IN: dict[str, str | bool] = {
-    "scoring_func": "sigmoid",
-    "use_routing_bias": True,
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-}
+_BUILT_IN = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
 
 
 class MiniMaxM2(Llama):
@@ -27,7 +22,8 @@ class MiniMaxM2(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, **_BUILT_IN)
+        for key, known in _BUILT_IN.items():
+            hf.choice(key, known)
         moe = moe_config(
             hf,
             renormalize=True,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig, QueryGrowth
-from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, require
+from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config
 from paged.models.layers.rope_config import rope_config
 from paged.models.loading.hf_config import HfConfig
 
@@ -76,7 +76,7 @@ class Mixtral(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        require(hf, norm_topk_prob=True)
+        hf.choice("norm_topk_prob", True)
         return decoder_config(
             hf,
             window=hf.optional_integer("sliding_window"),

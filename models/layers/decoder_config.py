@@ -27,20 +27,18 @@ _MAX_POSITIONS = 1 << 24
 _MAX_HEAD_DIM = 4096
 
 
-def decoder_config(hf: HfConfig, *, quant_method: str | None = None, **fields: Any) -> DecoderConfig:
+def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     """Read every field of DecoderConfig, AttentionConfig and NormConfig as `_FIELDS` says, but for those that the
     family gives in `fields`.
 
     Of `moe`, `intermediate_size` and the fields of AttentionConfig a family gives a tuple with an entry for every
-    layer, or the one value that all share. quant_method: a way to pack experts that the family unpacks.
+    layer, or the one value that all share.
 
     Raises:
         CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
         UnsupportedError: the activation, the dtype, the rope type or the way that weights are quantised is not known
             here.
     """
-    if quant_method and is_packed(hf, quant_method):
-        fields["quantization"] = None
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
     values = {"v_head_dim": values["head_dim"], "moe": None, **values}
@@ -101,7 +99,12 @@ def moe_config(
         CheckpointError: a size is missing or malformed, there are fewer experts than a token takes, or groups of them
             do not fit.
     """
-    num_experts = _count_experts(hf, count_key)
+    local, published = (hf.optional_integer(key) for key in ("num_local_experts", count_key))
+    if local is None and published is None:
+        raise CheckpointError(f"{hf.source}: num_local_experts is missing, expected a positive integer")
+    if local is not None and published is not None and local != published:
+        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but {count_key} {published}")
+    num_experts = local or published or 0
     groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
     if num_experts % groups or topk_groups > groups:
         raise CheckpointError(f"{hf.source}: {topk_groups} of {groups} groups of {num_experts} experts")
@@ -116,32 +119,6 @@ def count_layers(hf: HfConfig) -> int:
         CheckpointError: it is missing or malformed, or beyond any model's.
     """
     return hf.integer("num_hidden_layers", most=_MAX_LAYERS)
-
-
-def _count_experts(hf: HfConfig, published_key: str) -> int:
-    """`num_local_experts`, as transformers 5 writes it, or as published.
-
-    Raises:
-        CheckpointError: it is missing or malformed.
-    """
-    local, published = (hf.optional_integer(key) for key in ("num_local_experts", published_key))
-    if local is None and published is None:
-        raise CheckpointError(f"{hf.source}: num_local_experts is missing, expected a positive integer")
-    if local is not None and published is not None and local != published:
-        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but {published_key} {published}")
-    return local or published or 0
-
-
-def require(hf: HfConfig, **known_values: float | str | bool) -> None:
-    """See that each key has the one value that is known here, where it is given.
-
-    Raises:
-        UnsupportedError: one has another.
-    """
-    for key, known in known_values.items():
-        value = hf.value(key)
-        if value is not None and (value != known or isinstance(value, bool) != isinstance(known, bool)):
-            raise UnsupportedError(f"{hf.source}: {key} {shown(value)}, only {known} is known")
 
 
 def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
@@ -168,8 +145,12 @@ def known_activation(hf: HfConfig, key: str, default: str) -> str:
     return ACTIVATIONS[activation]
 
 
-def layer_windows(hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+def layer_windows(
+    hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool], kind: str = "sliding_attention"
+) -> tuple[int | None, ...]:
     """Each layer's window: `layer_types` say which layers have it, and where there are none, is_sliding does.
+
+    kind: the layer type with a window.
 
     Raises:
         CheckpointError: there are more or fewer layer_types than layers, or one needs a window and has none.
@@ -177,15 +158,14 @@ def layer_windows(hf: HfConfig, window: int | None, is_sliding: Callable[[int], 
     """
     num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
     if not kinds:
-        kinds = ["sliding_attention" if is_sliding(layer) else "full_attention" for layer in range(num_layers)]
+        kinds = [kind if is_sliding(layer) else "full_attention" for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise CheckpointError(f"{hf.source}: {len(kinds)} layer_types for {num_layers} layers")
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        kind = shown(min(unknown))
-        raise UnsupportedError(f"{hf.source}: layer type {kind}, known are full_attention, sliding_attention")
-    if window is None and "sliding_attention" in kinds:
-        raise CheckpointError(f"{hf.source}: layer_types has sliding_attention, and there is no sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if unknown := set(kinds) - {"full_attention", kind}:
+        raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are full_attention, {kind}")
+    if window is None and kind in kinds:
+        raise CheckpointError(f"{hf.source}: layer_types has {kind}, and there is no sliding_window")
+    return tuple(window if one == kind else None for one in kinds)
 
 
 def rotating_layers(hf: HfConfig) -> list[int]:
@@ -200,12 +180,6 @@ def rotating_layers(hf: HfConfig) -> list[int]:
     if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
         raise CheckpointError(f"{hf.source}: no_rope_layers {shown(rotates)}, expected 0 or 1 for {num_layers} layers")
     return rotates[:num_layers]
-
-
-def is_packed(hf: HfConfig, quant_method: str) -> bool:
-    """Whether the weights are quantised in this way."""
-    quantization = hf.section("quantization_config")
-    return quantization is not None and quantization.text("quant_method", "") == quant_method
 
 
 def read_head_dim(hf: HfConfig) -> int:

@@ -95,10 +95,13 @@ class HfConfig:
             UnsupportedError: it is another.
         """
         value = self.value(key)
-        if value is not None and not any(type(value) is type(one) and value == one for one in known):
-            expected = ", ".join(map(str, known)) or "none"
-            raise UnsupportedError(f"{self.source}: {key} = {shown(value)} is not supported, known are {expected}")
-        return value
+        if value is None:
+            return None
+        for one in known:
+            if value == one and isinstance(value, bool) == isinstance(one, bool):
+                return one
+        expected = ", ".join(map(str, known)) or "none"
+        raise UnsupportedError(f"{self.source}: {key} = {shown(value)} is not supported, known are {expected}")
 
     def items(self, key: str, kind: type) -> list[Any]:
         """A list of values of one kind; empty where absent."""

@@ -16,7 +16,7 @@ from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
 from paged.models.loading.packed_tensors import LooseSlot, PackedModule, without_ones
 from paged.models.loading.weights import WeightSlots
-from paged.models.quantization.layout import Layout, Stored
+from paged.models.quantization.layouts import Layout, Stored
 
 # Codes that are unpacked at once while a checkpoint is loaded, each of which takes 15 bytes for a moment: 64 MB.
 _MOST_CODES = 1 << 22

@@ -1,30 +1,47 @@
-"""The quantization_config of a checkpoint."""
+"""The quantization_config of a checkpoint: a reader for each `quant_method`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.scalars import shown
+from paged.kernels.quantization.weight import FP8_BLOCK
+from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Slot, StoredTensors, read_tensor
-from paged.models.quantization.awq import read_awq
-from paged.models.quantization.compressed_tensors import read_compressed_tensors
-from paged.models.quantization.fp8 import read_fp8
-from paged.models.quantization.gptq import read_gptq
-from paged.models.quantization.modelopt import read_modelopt
-from paged.models.quantization.quantization import Quantization
+from paged.models.quantization.layouts import Awq, EightBit, Gptq, Layout, Mxfp4, Nvfp4, PackQuantized
+from paged.models.quantization.quantization import Quantization, Rule
 
-_READERS: dict[str, Callable[[HfConfig], Quantization | None]] = {
-    "awq": read_awq,
-    "compressed-tensors": read_compressed_tensors,
-    "fp8": read_fp8,
-    "gptq": read_gptq,
-    "modelopt": read_modelopt,
-    "modelopt_fp4": read_modelopt,
-}
+_MODELOPT_FILE = "hf_quant_config.json"
 _SCALES = (".scales", ".weight_scale")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
+# Longer than any published one; what a pattern of a file costs to match grows with it.
+_MAX_PATTERN = 1000
+# Columns of the shortest groups of whole numbers, and a divisor of all.
+_GROUP_UNIT = 32
+_PLAIN_HEAD: Rule = re.compile(r"lm_head\Z"), None
+_ONE_BY_ONE = {"float": "float-quantized", "int": "int-quantized"}
+
+
+def read_config(folder: Path) -> HfConfig:
+    """config.json, with the quantization_config that older versions of ModelOpt write beside it.
+
+    Raises:
+        CheckpointError: a file is missing, or not a JSON object.
+    """
+    hf = HfConfig.read(folder)
+    if hf.values.get("quantization_config") is not None or not is_there(folder / _MODELOPT_FILE):
+        return hf
+    section = HfConfig.read(folder, _MODELOPT_FILE).section("quantization")
+    values = {} if section is None else dict(section.values)
+    return HfConfig({**hf.values, "quantization_config": {**values, "quant_method": "modelopt"}}, hf.source)
 
 
 def read_quantization(hf: HfConfig) -> Quantization | None:
@@ -40,14 +57,19 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
     method = section.choice("quant_method", *_READERS)
     if method is None:
         section.text("quant_method")
-    return _READERS[method](section)
+    rules = _READERS[method](section)
+    return Quantization(tuple(rules)) if rules else None
 
 
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
     """The same, with scales of groups in the type that all of the file are of, or in float32."""
     dtypes = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
     dtype = _HALVES.get(dtypes.pop()) if len(dtypes) == 1 else None
-    return quantization if quantization is None or dtype is None else quantization.with_scales(dtype)
+    if quantization is None or dtype is None:
+        return quantization
+    return Quantization(
+        tuple((pattern, layout and replace(layout, scale_dtype=dtype)) for pattern, layout in quantization.rules)
+    )
 
 
 def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> StoredTensors:
@@ -64,3 +86,220 @@ def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> Sto
         and not read_tensor(stored, name).any()
     }
     return {name: tensor for name, tensor in stored.items() if name not in extra}
+
+
+def _read_awq(hf: HfConfig) -> list[Rule]:
+    hf.choice("bits", 4)
+    hf.choice("version", "gemm")
+    hf.choice("zero_point", True)
+    layout = Awq(group_size=_group_size(hf))
+    return [_PLAIN_HEAD, *_unconverted(hf, "modules_to_not_convert"), _others(layout)]
+
+
+def _read_gptq(hf: HfConfig) -> list[Rule]:
+    num_bits = hf.choice("bits", 4, 8)
+    if num_bits is None:
+        raise CheckpointError(f"{hf.source}: bits is missing, expected 4 or 8")
+    hf.choice("is_marlin_format", False)
+    hf.choice("pack_dtype", "int32")
+    layout = Gptq(
+        form=f"int{num_bits}",
+        group_size=_group_size(hf),
+        has_zero_points=not hf.flag("sym"),
+        has_order=hf.flag("desc_act"),
+        version=2 if hf.choice("checkpoint_format", "gptq", "gptq_v2") == "gptq_v2" else 1,
+    )
+    # GPTQModel: patterns after "-:" name modules that stay plain, others change options of some.
+    rules: list[Rule] = []
+    changed = hf.section("dynamic")
+    for name in changed.values if changed is not None else ():
+        if not name.startswith("-:"):
+            raise UnsupportedError(
+                f"{hf.source}: dynamic has {name!r}, known are patterns of plain modules, as '-:...'"
+            )
+        rules.append((_pattern(name[2:], hf, "dynamic"), None))
+    if not hf.flag("lm_head"):
+        rules.append(_PLAIN_HEAD)
+    return [*rules, _others(layout)]
+
+
+def _read_fp8(hf: HfConfig) -> list[Rule]:
+    """e4m3 in blocks of 128 x 128 as DeepSeek-V3 has it, or with a scale for all of a projection."""
+    hf.choice("fmt", "e4m3")
+    block = hf.value("weight_block_size")
+    if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
+        raise UnsupportedError(f"{hf.source}: weight_block_size = {shown(block)} is not supported, known is [128, 128]")
+    # Static scales of activations beside blocks are none of 128 values of a token.
+    is_static = hf.choice("activation_scheme", "dynamic", *(() if block else ("static",))) == "static"
+    layout = EightBit(
+        form="e4m3",
+        group_size=FP8_BLOCK if block else 0,
+        one_scale=not block,
+        scale_name="weight_scale_inv" if block else "weight_scale",
+        quantizes_input=True,
+        has_input_scale=is_static,
+    )
+    plain = _unconverted(hf, "modules_to_not_convert") + _unconverted(hf, "ignored_layers")
+    return [_PLAIN_HEAD, *plain, _others(layout)]
+
+
+def _read_modelopt(hf: HfConfig) -> list[Rule]:
+    """ModelOpt (NVIDIA): NVFP4, or e4m3 with a scale for all of a projection."""
+    layout: Layout
+    hf.choice("kv_cache_quant_algo", "FP8", "none")
+    if hf.choice("quant_algo", "NVFP4", "FP8") == "FP8":
+        layout = EightBit(form="e4m3", one_scale=True, quantizes_input=True, has_input_scale=True)
+    else:
+        hf.choice("group_size", 16)
+        layout = Nvfp4(weight="weight", global_scale="weight_scale_2", ignored="input_scale")
+    # A module, or with an asterisk any whose names begin so, and all below it.
+    rules: list[Rule] = []
+    for key in ("ignore", "exclude_modules"):
+        for name in hf.items(key, str):
+            anything = ".*".join(map(re.escape, name.split("*")))
+            rules.append((_pattern(rf"{anything}(?:\.|\Z)", hf, key), None))
+    return [*rules, _others(layout)]
+
+
+def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
+    """Groups of modules with types of their weights and activations, as llm-compressor writes them; no rules where only
+    the KV cache is concerned."""
+    for key in ("sparsity_config", "transform_config"):
+        section = hf.section(key)
+        if section is not None and section.values and section.values.get("format") != "dense":
+            raise UnsupportedError(f"{hf.source}: {key} = {shown(section.values)} is not supported")
+    cache = hf.section("kv_cache_scheme")
+    if cache is not None:
+        cache.choice("type", "float")
+    layouts: dict[str, Layout] = {}
+    groups = hf.section("config_groups") or HfConfig({}, hf.source)
+    for key in groups.values:
+        group = groups.section(key)
+        weights = None if group is None else group.section("weights")
+        if group is not None and weights is not None:
+            layout = _group_layout(group, weights, group.value("format") or hf.value("format"))
+            layouts |= dict.fromkeys(group.items("targets", str), layout)
+    if not layouts and cache is None:
+        raise UnsupportedError(f"{hf.source}: config_groups without weights, and no kv_cache_scheme")
+    if not layouts:
+        return []
+
+    def named(name: str) -> re.Pattern[str]:
+        """A regular expression behind "re:", the class of all projections, or a name."""
+        expression = name[3:] if name.startswith("re:") else "" if name == "Linear" else rf"{re.escape(name)}\Z"
+        return _pattern(expression, hf, "targets or ignore")
+
+    plain: list[Rule] = [(named(name), None) for name in hf.items("ignore", str)]
+    # Names count before patterns, and those before classes.
+    ordered = sorted(layouts, key=lambda name: 1 if name.startswith("re:") else 0 if "." in name else 2)
+    return [*plain, *((named(name), layouts[name]) for name in ordered)]
+
+
+def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
+    """How the modules of a group of compressed-tensors are stored."""
+    inputs = group.section("input_activations")
+    group.choice("output_activations")
+    kind, num_bits = weights.choice("type", "float", "int"), weights.choice("num_bits", 4, 8)
+    if form == "pack-quantized" and kind == "int":
+        group.choice("input_activations")
+        strategy = weights.choice("strategy", "group", "channel")
+        order = weights.choice("actorder", "group", "dynamic", "weight", "static", True, False)
+        return PackQuantized(
+            form=f"int{weights.integer('num_bits')}",
+            group_size=0 if strategy == "channel" else _group_size(weights),
+            has_zero_points=not weights.flag("symmetric", True),
+            has_order=order in ("group", "dynamic", True),
+        )
+    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") and kind == "float" and num_bits == 4:
+        if inputs is not None:
+            inputs.choice("num_bits", 4)
+            inputs.choice("type", "float")
+        if form == "mxfp4-pack-quantized":
+            return Mxfp4()
+        ignored = None if inputs is None else "input_global_scale"
+        return Nvfp4(weight="weight_packed", global_scale="weight_global_scale", ignored=ignored)
+    if form not in (_ONE_BY_ONE.get(str(kind)), "naive-quantized") or num_bits != 8:
+        raise UnsupportedError(f"{group.source}: format = {shown(form)} with {shown(num_bits)} bits of type {kind}")
+    return _one_by_one(weights, inputs, "e4m3" if kind == "float" else "int8")
+
+
+def _one_by_one(weights: HfConfig, inputs: HfConfig | None, form: str) -> EightBit:
+    weights.choice("symmetric", True)
+    strategy = weights.choice("strategy", "tensor", "channel", *(("block",) if form == "e4m3" else ()))
+    block = weights.value("block_structure")
+    if strategy == "block" and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
+        raise UnsupportedError(f"{weights.source}: block_structure = {shown(block)}, known is [128, 128]")
+    is_static = False
+    if inputs is not None:
+        inputs.choice("num_bits", 8)
+        inputs.choice("type", "float" if form == "e4m3" else "int")
+        inputs.choice("symmetric", True)
+        is_static = not inputs.flag("dynamic")
+        inputs.choice("strategy", "tensor" if is_static else "group" if strategy == "block" else "token")
+        if strategy == "block":
+            inputs.choice("dynamic", True)
+            inputs.choice("group_size", FP8_BLOCK)
+    if strategy is None:
+        raise CheckpointError(f"{weights.source}: strategy is missing, expected tensor, channel or block")
+    return EightBit(
+        form=form,
+        group_size=FP8_BLOCK if strategy == "block" else 0,
+        one_scale=strategy == "tensor",
+        quantizes_input=inputs is not None,
+        has_input_scale=is_static,
+    )
+
+
+def _others(layout: Layout) -> Rule:
+    return re.compile(""), layout
+
+
+def _pattern(expression: str, hf: HfConfig, key: str) -> re.Pattern[str]:
+    """A regular expression that a configuration holds.
+
+    Raises:
+        CheckpointError: it is none, or too long.
+    """
+    try:
+        if len(expression) <= _MAX_PATTERN:
+            return re.compile(expression)
+        problem = f"longer than {_MAX_PATTERN} characters"
+    except (re.error, OverflowError, RecursionError) as error:
+        problem = str(error)
+    raise CheckpointError(f"{hf.source}: {key} has {shown(expression)}, which is no pattern ({problem})")
+
+
+def _unconverted(hf: HfConfig, key: str) -> list[Rule]:
+    """Rules for the modules that stay plain, as transformers reads them: regular expressions from the start of a name
+    up to a dot, or ends of names; and names of modules around them."""
+    rules: list[Rule] = []
+    for name in filter(None, hf.items(key, str)):
+        plain = re.escape(name)
+        rules.append((_pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{plain}$|.*\.{plain}\.", hf, key), None))
+    return rules
+
+
+def _group_size(hf: HfConfig) -> int:
+    """Columns that share a scale, 0 for all.
+
+    Raises:
+        UnsupportedError: it is no multiple of 32.
+        CheckpointError: it is missing or malformed.
+    """
+    size = hf.integer("group_size", least=-1)
+    if size == 0:
+        raise CheckpointError(f"{hf.source}: group_size = 0, expected -1 or a positive integer")
+    if size > 0 and size % _GROUP_UNIT:
+        raise UnsupportedError(f"{hf.source}: group_size = {size} is not supported, known are multiples of 32")
+    return max(size, 0)
+
+
+# Raise UnsupportedError for an option that is not known here, CheckpointError for a malformed value.
+_READERS: dict[str, Callable[[HfConfig], list[Rule]]] = {
+    "awq": _read_awq,
+    "compressed-tensors": _read_compressed_tensors,
+    "fp8": _read_fp8,
+    "gptq": _read_gptq,
+    "modelopt": _read_modelopt,
+    "modelopt_fp4": _read_modelopt,
+}

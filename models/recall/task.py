@@ -6,48 +6,20 @@ the pairs of a prompt, so each word of an answer is at just one position of the 
 block, or reads a block of another prompt instead, gives a wrong answer.
 """
 
+import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
-TERMINATOR = ";"  # ends every value, and is the end-of-sequence token of the checkpoint
+FOLDER = Path(__file__).parent
 MAX_TOKENS = 512
-
-KEYS = """
-    aardvark alpaca ant antelope ape badger bat bear beaver bee beetle bison boar buffalo camel canary caribou cat
-    cheetah chick chipmunk cobra condor cougar cow coyote crab crane cricket crow cub cuckoo deer dingo dog dolphin
-    donkey dove dragonfly duck eagle eel egret elephant elk falcon ferret finch firefly flamingo fox frog gazelle
-    gecko gerbil gibbon giraffe goat goose gorilla grouse gull hamster hare hawk hedgehog heron hippo hornet horse
-    hyena ibis iguana impala jackal jaguar kangaroo kitten koala lark lemur leopard lion lizard llama lobster lynx
-    magpie marten meerkat mink mole moose moth mouse newt octopus osprey otter owl panda panther parrot peacock
-    pelican penguin pheasant pigeon pony porcupine possum puffin quail rabbit raccoon ram raven rhino robin rooster
-    salmon sheep shrew shrimp slug snail sparrow spider squid squirrel stoat stork swan tapir tiger toad toucan trout
-    turkey turtle viper vole wallaby walrus wasp weasel whale wolf wombat wren yak zebra
-""".split()
-
-ADJECTIVES = """
-    amber ancient azure bent big bitter black blank blue bold bouncy brass brave bright brisk broad broken bronze brown
-    calm carved cheap cheerful clean clear clever cloudy coarse cold cool copper cozy cracked crimson crisp curious
-    curly damp dark deep dense dim dry dull dusty early eager easy elegant empty faded faint famous fancy fast flat
-    fluffy folded formal fresh frosty frozen funny fuzzy gentle giant glad glossy golden grand gray greasy green grim
-    happy hard hasty heavy hidden hollow honest hot huge humble icy idle indigo jolly keen kind large late lazy lean
-    light little lively lonely long loose loud lovely lucky mellow merry mighty mild minty misty modern modest narrow
-    neat new noble odd old olive painted pale patient plain polite proud purple quick quiet rapid rare ripe rough round
-    royal rusty salty scarlet shiny short shy silent silver simple sleepy slow small smooth soft solid spare square
-    steep strong sunny sweet tall tame thin tidy tiny velvet vivid warm wet white wide wild wise wooden yellow young
-""".split()
-
-NOUNS = """
-    acorn anchor anvil apple arrow axe bag ball banjo barrel basket bell bench blanket boat book boot bottle bowl box
-    bread brick bridge broom brush bucket button cabin cake candle canoe carpet cart castle chain chair cherry clock
-    coat coin comb compass cookie cradle crown cup curtain desk diamond door dress drum engine fan feather fence
-    fiddle flag flute fork fountain garden gate glove guitar hammer harp hat helmet honey hook island jacket jar
-    jewel kettle key kite knife ladder lamp lantern leaf lemon letter lock map marble mask medal mirror mitten needle
-    oar oven paddle pancake pear pebble pencil piano pillow pipe plate plum pocket pumpkin puzzle quilt rake ribbon
-    ring robe rocket rope ruler saddle sail scarf shelf shell shield shoe shovel spoon stamp statue table teapot
-    tent thimble ticket tower train tray trumpet tunnel umbrella vase violin wagon wallet wheel whistle window
-""".split()
-
-WORDS = [f"{key}:" for key in KEYS] + ADJECTIVES + NOUNS
+# Each word of the checkpoint's tokenizer; behind the unknown one and the end of a value come keys with their colons,
+# then adjectives, then nouns.
+TOKEN_IDS: dict[str, int] = json.loads((FOLDER / "tokenizer.json").read_text())["model"]["vocab"]
+_, TERMINATOR, *_WORDS = sorted(TOKEN_IDS, key=TOKEN_IDS.__getitem__)
+KEYS = [word for word in _WORDS if word.endswith(":")]
+_FIRST_NOUN = _WORDS.index("acorn")
+ADJECTIVES, NOUNS = _WORDS[len(KEYS) : _FIRST_NOUN], _WORDS[_FIRST_NOUN:]
 
 
 @dataclass(frozen=True)
@@ -74,7 +46,7 @@ def sample_pairs(rng: random.Random, num_tokens: int) -> list[list[str]]:
     keys, nouns = rng.sample(KEYS, len(counts)), rng.sample(NOUNS, len(counts))
     adjectives = iter(rng.sample(ADJECTIVES, sum(counts)))
     return [
-        [f"{key}:", *(next(adjectives) for _ in range(count)), noun, TERMINATOR]
+        [key, *(next(adjectives) for _ in range(count)), noun, TERMINATOR]
         for key, noun, count in zip(keys, nouns, counts, strict=True)
     ]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from paged.kernels.quantization import repack
-from paged.models.quantization import compressed_tensors, eight_bit, four_bit_floats, gptq
-from paged.models.quantization.eight_bit import EightBit
+from paged.models.quantization import layouts
+from paged.models.quantization.layouts import EightBit
 from tests.models.edits import Tensors
 from tests.models.quantization.checkpoints import Folders, assert_as_unpacked
 
@@ -39,16 +39,16 @@ NEIGHBOUR = _changed(repack, "_from_codes", lambda make, codes, scale, *rest: ma
 ZEROS = _changed(repack, "_from_codes", lambda make, codes, scale, zeros, *rest: make(codes, scale, zeros + 1, *rest))
 NVFP4, MXFP4 = (
     _changed(
-        four_bit_floats,
+        layouts,
         name,
         lambda make, codes, scale, **rest: make(codes, scale.view(torch.uint8).roll(1, 1).view(scale.dtype), **rest),
     )
     for name in ("from_nvfp4", "from_mxfp4")
 )
-VERSION = _changed(gptq, "from_gptq", _with(format_version=lambda version: 3 - version))
-ORDER = _changed(compressed_tensors, "from_compressed_tensors", _with(weight_g_idx=lambda groups: groups.roll(1)))
+VERSION = _changed(layouts, "from_gptq", _with(format_version=lambda version: 3 - version))
+ORDER = _changed(layouts, "from_compressed_tensors", _with(weight_g_idx=lambda groups: groups.roll(1)))
 BLOCKS = _changed(EightBit, "pack", _transposed_blocks)
-INPUTS = _changed(eight_bit, "QuantizedWeight", _with(input_scale=lambda scale: scale * 3))
+INPUTS = _changed(layouts, "QuantizedWeight", _with(input_scale=lambda scale: scale * 3))
 FAULTS: list[tuple[str, Patch, list[str]]] = [
     ("swapped nibbles", SWAPPED, ["pack-quantized", "gptq", "awq"]),
     ("swapped nibbles", SWAPPED_BYTES, ["modelopt NVFP4", "mxfp4-pack-quantized"]),

@@ -1,0 +1,262 @@
+"""What the weights of one projection are in a checkpoint, and what they become: a class for each format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from paged.errors import CheckpointError, InvalidInputError
+from paged.kernels.common.packed.packing import E2M1_GROUPS, MXFP4_GROUP, NVFP4_GROUP
+from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
+from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Stored(NamedTuple):
+    """A tensor of a projection as a file holds it, but for dimensions of 1 at the end.
+
+    dtype: float32 for any floating point of 16 bits or more. row_dim: the dimension that runs along the output
+    features, of which an entry spans `rows_each`; None where there is none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_dim: int | None = None
+    rows_each: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(ABC):
+    """How a projection is stored, and which fields of a `QuantizedWeight` it fills on a device.
+
+    form: what a code is, as `QuantizedWeight.format` says it. group_size: columns that share a scale, 0 for all of a
+    row; of e4m3 128 for blocks of 128 x 128. scale_dtype: of scales of whole numbers on the device. in_words: what of
+    "rows" and "columns" is a multiple of the codes in a word.
+    """
+
+    form: str
+    group_size: int = 0
+    scale_dtype: torch.dtype = torch.float32
+    has_zero_points: bool = False
+    has_order: bool = False
+    quantizes_input: bool = False
+    has_input_scale: bool = False
+    in_words: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        return self.form in E2M1_GROUPS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether 128 rows share a scale."""
+        return self.form == "e4m3" and self.group_size == FP8_BLOCK
+
+    @property
+    def num_bits(self) -> int:
+        """Of a whole number."""
+        return 4 if self.form == "int4" else 8
+
+    @property
+    def per_word(self) -> int:
+        """Whole numbers in 32 bits."""
+        return 32 // self.num_bits
+
+    def scale_rows(self, rows: int) -> int:
+        """Rows of scales that belong to rows of weights."""
+        return -(-rows // FP8_BLOCK) if self.in_blocks else rows
+
+    def num_groups(self, columns: int) -> int:
+        """Scales of a row."""
+        return -(-columns // self.group_size) if self.group_size else 1
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        """See that a projection of this size can be stored so.
+
+        Raises:
+            CheckpointError: groups or words do not divide it.
+        """
+        if self.group_size and not self.in_blocks and columns % self.group_size:
+            raise CheckpointError(f"{name}: {columns} columns, expected a multiple of the group size {self.group_size}")
+        for what, size in (("rows", rows), ("columns", columns)):
+            if what in self.in_words and size % self.per_word:
+                raise CheckpointError(f"{name}: {size} {what}, expected a multiple of {self.per_word}")
+
+    @abstractmethod
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        """The tensors by the ends of their names."""
+
+    @abstractmethod
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        """The weights; called with some rows at a time, but for MXFP4, whose largest exponent counts.
+
+        Raises:
+            InvalidInputError: numbers contradict each other.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBit(Layout):
+    """`weight` in its own type, e4m3 or int8, and scales: weight = code * scale.
+
+    one_scale: a scale for all weights; otherwise one a row, or of e4m3 one a block where group_size is 128.
+    scale_name: the end of the scales' name.
+    """
+
+    one_scale: bool = False
+    scale_name: str = "weight_scale"
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        code = torch.int8 if self.form == "int8" else torch.float8_e4m3fn
+        if self.one_scale:
+            scale = Stored((), torch.float32)
+        elif self.in_blocks:
+            scale = Stored((self.scale_rows(rows), self.num_groups(columns)), torch.float32, 0, self.group_size)
+        else:
+            scale = Stored((rows,), torch.float32, 0)
+        found = {"weight": Stored((rows, columns), code, 0), self.scale_name: scale}
+        return found | ({"input_scale": Stored((), torch.float32)} if self.has_input_scale else {})
+
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        weight, scale = tensors["weight"], tensors[self.scale_name].float()
+        return QuantizedWeight(
+            weight,
+            scale.expand(len(weight)) if self.one_scale else scale,
+            columns,
+            quantizes_input=self.quantizes_input,
+            input_scale=tensors["input_scale"].float() if self.has_input_scale else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackQuantized(Layout):
+    """Whole numbers of compressed-tensors, see `from_compressed_tensors`."""
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        groups, per_word = self.num_groups(columns), self.per_word
+        found = {
+            "weight_packed": Stored((rows, -(-columns // per_word)), torch.int32, 0),
+            "weight_scale": Stored((rows, groups), torch.float32, 0),
+            "weight_shape": Stored((2,), torch.int64),
+        }
+        if self.has_zero_points:
+            found["weight_zero_point"] = Stored((-(-rows // per_word), groups), torch.int32, 0, per_word)
+        if self.has_order:
+            found["weight_g_idx"] = Stored((columns,), torch.int32)
+        return found
+
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        if tensors["weight_shape"][1] != columns:
+            raise InvalidInputError(f"weight_shape: {tensors['weight_shape'].tolist()}, expected {columns} columns")
+        return from_compressed_tensors(
+            tensors["weight_packed"],
+            tensors["weight_scale"],
+            columns,
+            num_bits=self.num_bits,
+            weight_zero_point=tensors.get("weight_zero_point"),
+            weight_g_idx=tensors.get("weight_g_idx"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gptq(Layout):
+    """GPTQ (Frantar et al., 2023), see `from_gptq`. Where there are no zero points the file still holds some, all of
+    them the middle code."""
+
+    version: int
+    in_words: ClassVar[tuple[str, ...]] = ("rows", "columns")
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        groups, per_word = self.num_groups(columns), self.per_word
+        return {
+            "qweight": Stored((columns // per_word, rows), torch.int32, 1),
+            "qzeros": Stored((groups, rows // per_word), torch.int32, 1, per_word),
+            "scales": Stored((groups, rows), torch.float32, 1),
+            "g_idx": Stored((columns,), torch.int32),
+        }
+
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        qzeros: torch.Tensor | None = tensors["qzeros"]
+        if not self.has_zero_points:
+            # The middle code in every position, less 1 in version 1, as an int32.
+            code = 2 ** (self.num_bits - 1) - (2 - self.version)
+            middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
+            if (tensors["qzeros"] != middle).any():
+                raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true stands for")
+            qzeros = None
+        return from_gptq(
+            tensors["qweight"],
+            tensors["scales"],
+            qzeros,
+            tensors["g_idx"],
+            num_bits=self.num_bits,
+            format_version=self.version,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awq(Layout):
+    """AWQ (Lin et al., 2024) in its "gemm" layout, see `from_awq`."""
+
+    form: str = "int4"
+    has_zero_points: bool = True
+    in_words: ClassVar[tuple[str, ...]] = ("rows",)
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        groups = self.num_groups(columns)
+        return {
+            "qweight": Stored((columns, rows // 8), torch.int32, 1, 8),
+            "scales": Stored((groups, rows), torch.float32, 1),
+            "qzeros": Stored((groups, rows // 8), torch.int32, 1, 8),
+        }
+
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        return from_awq(tensors["qweight"], tensors["scales"], tensors["qzeros"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4(Layout):
+    """NVFP4 as compressed-tensors or ModelOpt store it; the names are the ends of those of its tensors.
+
+    ignored: the scale of activations where those are NVFP4 too; here they stay as they are, which is more exact.
+    """
+
+    form: str = "nvfp4"
+    group_size: int = NVFP4_GROUP
+    weight: str
+    global_scale: str
+    ignored: str | None
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        found = {
+            self.weight: Stored((rows, columns // 2), torch.uint8, 0),
+            "weight_scale": Stored((rows, columns // NVFP4_GROUP), torch.float8_e4m3fn, 0),
+            self.global_scale: Stored((), torch.float32),
+        }
+        return found | ({self.ignored: Stored((), torch.float32)} if self.ignored else {})
+
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        scale = {self.global_scale: tensors[self.global_scale].float()}
+        return from_nvfp4(tensors[self.weight], tensors["weight_scale"], **scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4(Layout):
+    """MXFP4 as compressed-tensors stores it."""
+
+    form: str = "mxfp4"
+    group_size: int = MXFP4_GROUP
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        return {
+            "weight_packed": Stored((rows, columns // 2), torch.uint8, 0),
+            "weight_scale": Stored((rows, columns // MXFP4_GROUP), torch.uint8, 0),
+        }
+
+    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
+        return from_mxfp4(tensors["weight_packed"], tensors["weight_scale"])
