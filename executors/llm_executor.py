@@ -26,11 +26,10 @@ from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
 from paged.kernels.common.compilation import warming_up
 from paged.models.base import DecoderOnlyLLM
-from paged.models.loading.end_tokens import read_eos_token_ids
+from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.parallel.config import ParallelConfig
-from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.registry import load_model
 from paged.seq_id import SeqId
 

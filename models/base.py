@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import isfunction
 from typing import Any
 
 import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.models.counted_lengths import count_along, lengths_of
 from paged.seq_id import SeqId
 
 
@@ -38,7 +39,9 @@ class DecoderOnlyLLM(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.forward_verify is DecoderOnlyLLM.forward_verify:
-            count_along(cls)
+            for name, count in _COUNTS.items():
+                if isfunction(method := vars(cls).get(name)):
+                    setattr(cls, name, _counted(method, count))
 
     @property
     @abstractmethod
@@ -103,7 +106,7 @@ class DecoderOnlyLLM(ABC):
         """
         if len(tokens) == 0:
             raise InvalidInputError("tokens: empty, expected at least one token id")
-        end = lengths_of(self).get(cache_id, 0) if start_pos is None else start_pos
+        end = _lengths(self).get(cache_id, 0) if start_pos is None else start_pos
         return torch.stack([self.decode(cache_id, token, end + i) for i, token in enumerate(tokens)])
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
@@ -127,3 +130,44 @@ class DecoderOnlyLLM(ABC):
 
     def reset(self) -> None:  # noqa: B027
         """Forget every sequence."""
+
+
+def _lengths(model: object) -> dict[SeqId, int]:
+    """Tokens of each sequence that a model runs whose class is counted along."""
+    lengths: dict[SeqId, int] = vars(model).setdefault("_counted_lengths", {})
+    return lengths
+
+
+def _counted(method: Callable[..., Any], count: Callable[..., dict[SeqId, int]]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(model: object, *args: Any, **named: Any) -> Any:
+        lengths = _lengths(model)
+        # From the lengths before the call: a method may run others that are counted, or its base class's own.
+        after = count(lengths, *args, **named)
+        result = method(model, *args, **named)
+        for cache_id, length in after.items():
+            if length:
+                lengths[cache_id] = length
+            else:
+                lengths.pop(cache_id, None)
+        return result
+
+    return run
+
+
+# What a call of each method leaves of the sequences it names. Parameters that a class adds are none of theirs.
+_COUNTS: Mapping[str, Callable[..., dict[SeqId, int]]] = {
+    "prefill": lambda before, cache_id, tokens, **_: {cache_id: before.get(cache_id, 0) + len(tokens)},
+    "decode": lambda before, cache_id, token, pos, **_: {cache_id: pos + 1},
+    **dict.fromkeys(
+        ("decode_batch", "decode_batch_with_full_logits"),
+        lambda before, items, **_: {cache_id: pos + 1 for cache_id, _token, pos in items},
+    ),
+    "unified_forward": lambda before, items, **_: {
+        item.seq_id if item.kv_cache is None else item.kv_cache.cache_id: item.pos_offset + len(item.q_tokens)
+        for item in items
+    },
+    "truncate_kv": lambda before, cache_id, new_len, **_: {cache_id: new_len},
+    "release": lambda before, cache_id, **_: {cache_id: 0},
+    "reset": lambda before, **_: dict.fromkeys(before, 0),
+}

@@ -68,70 +68,29 @@ _FACTORS = (
 # As here where null or one of these.
 _WORDS = {
     "position_embedding_type": ("rope", "rotary"),
-    "scoring_func": ("softmax",),
-    "score_function": ("softmax",),
-    "expert_selection_fn": ("softmax",),
+    **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), ("softmax",)),
     "topk_method": ("greedy",),
-    "use_rope": (True,),
-    "use_rotary": (True,),
-    "scale_attn_weights": (True,),
+    **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights"), (True,)),
 }
-_HEAD_DIMS = ("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim")
-
-_IsNeutral = Callable[[Any, DecoderConfig, HfConfig], bool]
-
-
-def _is_known_window(value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    reaches_all = type(value) is int and value >= config.max_position_embeddings
-    return value is None or reaches_all or hf.values.get("use_sliding_window") is False
-
-
-def _is_scale(value: Any, config: DecoderConfig) -> bool:
-    return type(value) in (int, float) and math.isclose(value, config.attention[0].softmax_scale)
-
-
-def _is_size(name: str) -> _IsNeutral:
-    """null, or what the configuration has under this name."""
-    return lambda value, config, hf: value is None or value == getattr(config, name)
-
-
-def _is_list(entries: Callable[[DecoderConfig], list[Any]]) -> _IsNeutral:
-    """Absent or empty, or an entry for each layer that says what the configuration says."""
-    return lambda value, config, hf: not value or value == entries(config)
-
-
-def _is_one_of(words: tuple[Any, ...]) -> _IsNeutral:
-    return lambda value, config, hf: value is None or value in words
-
-
-_NEUTRAL: dict[str, _IsNeutral] = {
-    **dict.fromkeys(_SWITCHES, lambda value, config, hf: not value),
-    **dict.fromkeys(_FACTORS, lambda value, config, hf: value is None or (type(value) in (int, float) and value == 1)),
-    **{key: _is_one_of(words) for key, words in _WORDS.items()},
-    **dict.fromkeys(_HEAD_DIMS, _is_size("head_dim")),
-    **dict.fromkeys(
-        ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn"),
-        lambda value, config, hf: (
-            value is None or (isinstance(value, str) and ACTIVATIONS.get(value) == config.activation)
-        ),
-    ),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), _is_size("hidden_size")),
-    "num_kv_heads": _is_size("num_kv_heads"),
-    "is_causal": lambda value, config, hf: value is True,  # null is false in transformers
-    "sliding_window": _is_known_window,
-    "layer_types": _is_list(
-        lambda config: ["full_attention" if one is None else "sliding_attention" for one in config.windows]
-    ),
-    "mlp_layer_types": _is_list(lambda config: ["dense" if moe is None else "sparse" for moe in config.moe]),
-    "layers_block_type": _is_list(lambda config: ["attention"] * config.num_layers),
-    "no_rope_layers": _is_list(lambda config: [1] * config.num_layers),
-    "attention_multiplier": lambda value, config, hf: value is None or _is_scale(value, config),
-    "query_pre_attn_scalar": lambda value, config, hf: (
-        value is None or (type(value) in (int, float) and value > 0 and _is_scale(float(value) ** -0.5, config))
-    ),
+# Null, or what the configuration has under this name.
+_SIZES = {
+    **dict.fromkeys(("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim"), "head_dim"),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), "hidden_size"),
+    "num_kv_heads": "num_kv_heads",
 }
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
+# Null or empty, or an entry for each layer that says what the configuration says.
+_LISTS: dict[str, Callable[[DecoderConfig], list[Any]]] = {
+    "layer_types": lambda config: ["full_attention" if one is None else "sliding_attention" for one in config.windows],
+    "mlp_layer_types": lambda config: ["dense" if moe is None else "sparse" for moe in config.moe],
+    "layers_block_type": lambda config: ["attention"] * config.num_layers,
+    "no_rope_layers": lambda config: [1] * config.num_layers,
+}
+_SCALES = {"attention_multiplier": 1.0, "query_pre_attn_scalar": -0.5}
 
-COMPUTATION_KEYS = frozenset(_NEUTRAL)
+COMPUTATION_KEYS = frozenset(
+    (*_SWITCHES, *_FACTORS, *_WORDS, *_SIZES, *_ACTIVATIONS, *_LISTS, *_SCALES, "is_causal", "sliding_window")
+)
 
 
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
@@ -149,4 +108,29 @@ def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
 def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
     """The keys that change what is computed, and were left unread; hf as in `refuse_unread`."""
     keys = sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys)
-    return [key for key in keys if not _NEUTRAL[key](hf.values[key], config, hf)]
+    return [key for key in keys if not _is_neutral(key, hf.values[key], config, hf)]
+
+
+def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
+    if key == "is_causal":  # null is false in transformers
+        return value is True
+    if value is None:
+        return True
+    is_number = type(value) in (int, float)
+    if key in _SWITCHES:
+        return not value
+    if key in _FACTORS:
+        return is_number and value == 1
+    if key in _WORDS:
+        return value in _WORDS[key]
+    if key in _SIZES:
+        return bool(value == getattr(config, _SIZES[key]))
+    if key in _ACTIVATIONS:
+        return isinstance(value, str) and ACTIVATIONS.get(value) == config.activation
+    if key in _LISTS:
+        return not value or value == _LISTS[key](config)
+    if key in _SCALES:
+        scale = config.attention[0].softmax_scale
+        return is_number and 0 < value < math.inf and math.isclose(float(value) ** _SCALES[key], scale)
+    reaches_all = type(value) is int and value >= config.max_position_embeddings
+    return reaches_all or hf.values.get("use_sliding_window") is False

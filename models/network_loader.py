@@ -13,13 +13,13 @@ import torch
 from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.quantization.weight import FP8_BLOCK
 from paged.models.families.llama import Llama
-from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.loading.packed_tensors import num_weights
+from paged.models.layers.config import DecoderConfig
 from paged.models.loading.weights import (
     StoredTensors,
     check_weights,
     load_kv_scales,
     load_weights,
+    num_weights,
     read_headers,
     read_tensor,
 )
@@ -62,13 +62,12 @@ def load_network(
     """
     share = ranks.share
     stored = _tensors_of(network_class, config, folder)
-    config = replace(
-        config,
-        moe=tuple(
-            _as_stored(moe, stored, f"model.layers.{layer}.{config.mlp_name}") for layer, moe in enumerate(config.moe)
-        ),
-        quantization=as_stored(config.quantization, stored),
+    names = [f"model.layers.{layer}.{config.mlp_name}.experts.gate_up_proj" for layer in range(config.num_layers)]
+    # Experts one by one or stacked, as they are there.
+    moe = tuple(
+        moe and replace(moe, stacked=moe.stacked or name in stored) for moe, name in zip(config.moe, names, strict=True)
     )
+    config = replace(config, moe=moe, quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
@@ -172,12 +171,6 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     if layer >= config.num_layers:
         return layer < config.num_layers + config.num_mtp_layers
     return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None
-
-
-def _as_stored(moe: MoeConfig | None, stored: StoredTensors, prefix: str) -> MoeConfig | None:
-    """Experts one by one or stacked, as they are there."""
-    is_stacked = f"{prefix}.experts.gate_up_proj" in stored
-    return replace(moe, stacked=True) if moe is not None and is_stacked else moe
 
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path) -> None:

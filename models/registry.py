@@ -19,35 +19,26 @@ from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
 from paged.models.config_keys import refuse_unread, unread_keys
 from paged.models.families.cohere import Cohere2
-from paged.models.families.gemma import Gemma2, Gemma3
+from paged.models.families.dense import DENSE
+from paged.models.families.experts import EXPERTS
 from paged.models.families.gemma4 import Gemma4
-from paged.models.families.glm import Glm, Glm4, Glm4Moe
-from paged.models.families.gpt_oss import GptOss
-from paged.models.families.granite import Granite, GraniteMoe, GraniteMoeShared
 from paged.models.families.llama import Llama
-from paged.models.families.llama4 import Llama4
-from paged.models.families.minimax import MiniMaxM2
-from paged.models.families.mistral import Ministral, Ministral3, Mistral, Mixtral
-from paged.models.families.olmo import Olmo2, Olmo3
-from paged.models.families.phi import Phi3
-from paged.models.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe
-from paged.models.families.smollm import SmolLM3
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.parallel.config import ParallelConfig
-from paged.models.parallel.ranks import Ranks
+from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 
-_FAMILIES: tuple[type[Llama], ...] = (
-    *(Cohere2, Gemma2, Gemma3, Gemma4, Glm, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeShared, Llama4),
-    *(Llama, MiniMaxM2, Ministral, Ministral3, Mistral, Mixtral, Olmo2, Olmo3, Phi3, Qwen2, Qwen2Moe, Qwen3),
-    *(Qwen3Moe, SmolLM3),
-)
 # As config.json names them.
-ARCHITECTURES = {f"{family.__name__}ForCausalLM": family for family in _FAMILIES}
+ARCHITECTURES: dict[str, type[Llama]] = {
+    "LlamaForCausalLM": Llama,
+    **DENSE,
+    **EXPERTS,
+    "Cohere2ForCausalLM": Cohere2,
+    "Gemma4ForCausalLM": Gemma4,
+}
 
 # Models of text and more, whose text_config says by its model_type which of the above their text part is.
 WRAPPERS = (
@@ -157,24 +148,38 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
-    """The class that runs a checkpoint, and its configuration.
+    """`model_config` of a checkpoint folder.
 
     Raises:
-        CheckpointError: config.json is missing or malformed.
-        UnsupportedError: the architecture, or an option of it, is not known here.
+        CheckpointError, UnsupportedError: as there; or config.json is missing.
     """
-    hf = text_part(read_config(folder))
-    network_class = network_class_of(hf)
-    return network_class, config_of(network_class, hf)
+    return model_config(read_config(folder))
 
 
-def text_part(hf: HfConfig) -> HfConfig:
-    """What a config.json says of a model that reads text alone, or of the part of another that does.
+def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
+    """The class that runs a checkpoint, or the text part of one that reads more, and its configuration, once no other
+    key of `hf` is seen to change what it computes.
 
     Raises:
-        UnsupportedError: that part is not known here.
-        CheckpointError: it is malformed.
+        CheckpointError: a value is malformed.
+        UnsupportedError: the architecture, or an option of it, is not known here, or model_type names another family.
     """
+    hf = _text_part(hf)
+    names, known_types = hf.items("architectures", str), {one.model_type for one in ARCHITECTURES.values()}
+    name = next((name for name in names if name in ARCHITECTURES), None)
+    if name is None:
+        known = ", ".join((*ARCHITECTURES, *WRAPPERS))
+        raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known are {known}{_lacking(hf)}")
+    family, model_type = ARCHITECTURES[name], hf.text("model_type")
+    if model_type != family.model_type and model_type in known_types:
+        raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
+    config = family.read_config(hf)
+    refuse_unread(hf, config)
+    return family, config
+
+
+def _text_part(hf: HfConfig) -> HfConfig:
+    """What a config.json says of a model that reads text alone, or of the part of another that does."""
     names = hf.items("architectures", str)
     if not set(names) & set(WRAPPERS):
         return hf
@@ -187,30 +192,6 @@ def text_part(hf: HfConfig) -> HfConfig:
     whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
     return HfConfig({**text.values, **whole, **tied, "architectures": [known[model_type]]}, text.source)
-
-
-def config_of(network_class: type[Llama], hf: HfConfig) -> DecoderConfig:
-    """What a family reads, once no other key of `hf` is seen to change what it computes; errors as there."""
-    config = network_class.read_config(hf)
-    refuse_unread(hf, config)
-    return config
-
-
-def network_class_of(hf: HfConfig) -> type[Llama]:
-    """The class that runs a checkpoint.
-
-    Raises:
-        UnsupportedError: none of its architectures is known here, or model_type names another family.
-    """
-    names = hf.items("architectures", str)
-    for name in names:
-        if name in ARCHITECTURES:
-            family, model_type = ARCHITECTURES[name], hf.text("model_type")
-            if model_type != family.model_type and model_type in {one.model_type for one in ARCHITECTURES.values()}:
-                raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
-            return family
-    known = ", ".join((*ARCHITECTURES, *WRAPPERS))
-    raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known are {known}{_lacking(hf)}")
 
 
 def _lacking(hf: HfConfig) -> str:

@@ -89,7 +89,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.cache.slot_reservation": ("KvSlotReservation",),
     "paged.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
-    "paged.models.parallel.config": ("ParallelConfig",),
+    "paged.models.parallel.ranks": ("ParallelConfig",),
     "paged.picture": ("CachePicture", "cache_picture"),
 }
 

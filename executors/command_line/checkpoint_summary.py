@@ -16,13 +16,11 @@ from paged.executors.command_line.checkpoint_folder import missing_files
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.packed_tensors import num_weights
-from paged.models.loading.weights import StoredTensors, read_header
+from paged.models.loading.weights import StoredTensors, num_weights, read_header
 from paged.models.network_loader import meta_network
-from paged.models.parallel.share import Share
-from paged.models.parallel.volume import ring_bytes, step_bytes
+from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
-from paged.models.registry import GPU_FRACTION, cache_config, config_of, network_class_of, text_part
+from paged.models.registry import GPU_FRACTION, cache_config, model_config
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,7 @@ def summarize(
 def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
     """The class and configuration, or why the model cannot run."""
     try:
-        text = text_part(hf)
-        network_class = network_class_of(text)
-        config = config_of(network_class, text)
+        network_class, config = model_config(hf)
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # its layers may be of sizes that cannot be packed so
         return network_class, config

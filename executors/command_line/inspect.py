@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from paged.kernels.attention.config import default_block_size
     from paged.kernels.common.device import device_of
     from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype
-    from paged.models.parallel.config import ParallelConfig
+    from paged.models.parallel.ranks import ParallelConfig
     from paged.models.parallel.share import Share
 
     folder = checkpoint_folder(args.model, is_run=False)

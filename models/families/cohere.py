@@ -7,8 +7,8 @@ import torch
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.llama import DecoderLayer, Llama, rows_of
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import decoder_config, layer_windows
-from paged.models.layers.rope_config import rope_config
+from paged.models.layers.decoder_config import by_window, decoder_config, periodic_windows
+from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
 
 
@@ -43,15 +43,11 @@ class Cohere2(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        period = hf.integer("sliding_window_pattern", 4)
-        windows = layer_windows(
-            hf, hf.optional_integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0
-        )
-        rope = rope_config(hf, interleaved=True)
+        windows = periodic_windows(hf, hf.integer("sliding_window_pattern", 4))
         return decoder_config(
             hf,
             window=windows,
-            rope=tuple(None if window is None else rope for window in windows),
+            rope=by_window(windows, None, rope_config(hf, interleaved=True)),
             logits_scale=hf.number("logit_scale", 0.0625),
             tie_word_embeddings=hf.flag("tie_word_embeddings", True),
             eps=hf.number("layer_norm_eps", 1e-5),

@@ -4,7 +4,7 @@ the MLP, and an input of every layer's own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,12 +16,12 @@ from paged.kernels.common.scalars import shown
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.families.gemma import gemma_fields
+from paged.models.families.dense import gemma_fields
 from paged.models.families.llama import DecoderLayer, Llama, rows_of
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
-from paged.models.layers.decoder_config import decoder_config, layer_windows, moe_config, read_head_dim
-from paged.models.layers.rope_config import ropes_by_kind
+from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter, stream_norm
+from paged.models.layers.decoder_config import by_window, decoder_config, layer_windows, moe_config, read_head_dim
+from paged.models.layers.rope import ropes_by_kind
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import WeightSlots
@@ -82,14 +82,11 @@ class Gemma4Layer(DecoderLayer):
     """What leaves the layer, the residual stream and all, is multiplied by a number of its own."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__(config, index)
         moe = config.moe[index]
+        super().__init__(replace(config, moe=(None,) * config.num_layers), index)  # experts stand beside the MLP
         self.layer_scalar = empty_parameter(1)
         self.experts = None if moe is None else _Experts(config, moe)
         self.own_input = _OwnInput(config) if config.layer_input_size else None
-
-    def make_mlp(self, config: DecoderConfig, index: int) -> GatedMlp | SparseMoe:
-        return GatedMlp(config, config.intermediate_size[index])
 
     def forward(
         self,
@@ -178,39 +175,44 @@ class Gemma4(Llama):
         windows = (*windows[:-1], None)  # the last layer sees everything whatever its type, as in transformers
         if hf.section("rope_parameters") is None:
             raise CheckpointError(f"{hf.source}: rope_parameters is missing, expected those of both kinds of layers")
-        whole, local = ropes_by_kind(hf, 1e6, 1e4)
+        ropes = ropes_by_kind(hf, 1e6, 1e4)
         k_eq_v = hf.flag("attention_k_eq_v")
         layers = [_layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v) for index, window in enumerate(windows)]
         sources, size = _sources(hf, windows), hf.integer("intermediate_size")
         widened = 2 * size if hf.flag("use_double_wide_mlp") else size
+        input_size, vocab_size = hf.integer("hidden_size_per_layer_input", 256, least=0), hf.integer("vocab_size")
+        input_vocab_size = hf.integer("vocab_size_per_layer_input", 262_144)
+        if input_size and input_vocab_size < vocab_size:
+            raise CheckpointError(
+                f"{hf.source}: vocab_size_per_layer_input {input_vocab_size}, expected at least {vocab_size}"
+            )
+        moe = None
+        if hf.flag("enable_moe_block"):
+            moe = moe_config(
+                hf,
+                size_key="moe_intermediate_size",
+                top_k_key="top_k_experts",
+                renormalize=True,
+                stacked=True,
+                router_name="router.proj",
+                expert_scale="router.per_expert_scale",
+            )
         return decoder_config(
             hf,
             **gemma_fields(hf) | {"softmax_scale": 1.0, "zero_centred": False},
-            **_layer_input(hf),
+            layer_input_size=input_size,
+            layer_input_vocab_size=input_vocab_size,
             window=windows,
-            rope=tuple(whole if window is None else local for window in windows),
+            rope=by_window(windows, *ropes),
             head_dim=tuple(read_head_dim(layer) for layer in layers),
             num_kv_heads=tuple(layer.integer("num_key_value_heads") for layer in layers),
             shares_kv_with=sources,
             intermediate_size=tuple(size if source is None else widened for source in sources),
-            moe=_moe(hf) if hf.flag("enable_moe_block") else None,
+            moe=moe,
             k_eq_v=tuple(k_eq_v and window is None for window in windows),
             qk_norm="head",
             v_norm=True,
         )
-
-
-def _layer_input(hf: HfConfig) -> dict[str, Any]:
-    """Sizes of the layers' own inputs.
-
-    Raises:
-        CheckpointError: they are malformed, or the embedding ends before the vocabulary does.
-    """
-    size, vocab_size = hf.integer("hidden_size_per_layer_input", 256, least=0), hf.integer("vocab_size")
-    known = hf.integer("vocab_size_per_layer_input", 262_144)
-    if size and known < vocab_size:
-        raise CheckpointError(f"{hf.source}: vocab_size_per_layer_input {known}, expected at least {vocab_size}")
-    return {"layer_input_size": size, "layer_input_vocab_size": known}
 
 
 def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -228,18 +230,6 @@ def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, .
             "num_kv_shared_layers lets read another's"
         )
     return tuple(None if layer < first else latest[window] for layer, window in enumerate(windows))
-
-
-def _moe(hf: HfConfig) -> MoeConfig:
-    return moe_config(
-        hf,
-        size_key="moe_intermediate_size",
-        top_k_key="top_k_experts",
-        renormalize=True,
-        stacked=True,
-        router_name="router.proj",
-        expert_scale="router.per_expert_scale",
-    )
 
 
 def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfig:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,7 +41,8 @@ class DecoderLayer(nn.Module):
         norms = config.norms
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         self.self_attn = Attention(config, index)
-        self.add_module(self.mlp_name, self.make_mlp(config, index))
+        moe, size = config.moe[index], config.intermediate_size[index]
+        self.add_module(self.mlp_name, GatedMlp(config, size) if moe is None else SparseMoe(config, moe))
         self.norm_names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else stream_norm(config) for name in self.norm_names
@@ -51,11 +52,6 @@ class DecoderLayer(nn.Module):
     def ffn(self) -> GatedMlp | SparseMoe:
         """The MLP or its experts, under their name in a checkpoint, as adapters are found by that."""
         return cast("GatedMlp | SparseMoe", getattr(self, self.mlp_name))
-
-    def make_mlp(self, config: DecoderConfig, index: int) -> GatedMlp | SparseMoe:
-        """What stands behind attention."""
-        moe = config.moe[index]
-        return GatedMlp(config, config.intermediate_size[index]) if moe is None else SparseMoe(config, moe)
 
     def forward(
         self,
@@ -180,7 +176,7 @@ class Llama(nn.Module):
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache, and positions below max_seq_len their rotation."""
         for module in self.modules():
-            if isinstance(module, PackedWeights):
+            if isinstance(module, (PackedWeights, SparseMoe)):
                 module.bind()
         config, device = self.config, self.embed_tokens.device
         rotations = [(layer.rope, layer.head_dim) for layer in config.attention]
@@ -192,9 +188,6 @@ class Llama(nn.Module):
             k_scale, v_scale = kv_manager.scales(source)
             if k_scale is not None and v_scale is not None:
                 layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
-        for module in self.modules():
-            if isinstance(module, SparseMoe):
-                module.bind()
         share_bound(self)
         # Rounded to the type of the weights, to 34 from 33.94 in bfloat16 for Gemma 3's 1,152: so it was trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
@@ -279,3 +272,21 @@ class Llama(nn.Module):
         if self.lm_head is not None:
             slots |= self.lm_head.weight_slots("")
         return slots
+
+
+def family(
+    model_type: str,
+    fields: Callable[[HfConfig], Mapping[str, Any]],
+    renames: Mapping[str, str] = Llama.renames,
+) -> type[Llama]:
+    """A Llama but for `fields` of `decoder_config`, by its config.json, and for names of weights."""
+
+    class Family(Llama):
+        __doc__ = fields.__doc__
+
+        @classmethod
+        def read_config(cls, hf: HfConfig) -> DecoderConfig:
+            return decoder_config(hf, **fields(hf))
+
+    Family.model_type, Family.renames = model_type, renames
+    return Family

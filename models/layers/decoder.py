@@ -16,7 +16,7 @@ from paged.kernels.lora.add_lora import add_lora
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import ConvertedSlot, WeightSlots
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.quantization.quantization import Quantization
 
@@ -96,16 +96,6 @@ class Linear(nn.Module):
         return [f"{prefix}.{name}" if prefix else name for name in self.parts]
 
 
-class _OnePlus:
-    """Takes norm weights that are stored less 1."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.shape, self.dtype = weight, weight.shape, weight.dtype
-
-    def copy_(self, stored: torch.Tensor) -> None:
-        self.weight.copy_(stored).add_(1)
-
-
 class RmsNorm(nn.Module):
     """RMS norm; with a residual stream, of its sum with x.
 
@@ -127,7 +117,10 @@ class RmsNorm(nn.Module):
         return self.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        return {f"{prefix}.weight": _OnePlus(self.weight) if self.is_zero_centred else self.weight}
+        if not self.is_zero_centred:
+            return {f"{prefix}.weight": self.weight}
+        weight = self.weight
+        return {f"{prefix}.weight": ConvertedSlot(weight.shape, weight.dtype, lambda less: weight.copy_(less).add_(1))}
 
 
 class LayerNorm(RmsNorm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.common.scalars import shown
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
-from paged.models.layers.rope import MAX_FACTOR, check_rope
-from paged.models.layers.rope_config import rope_config
+from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
 from paged.models.quantization.read import read_quantization
@@ -166,6 +165,16 @@ def layer_windows(
     if window is None and kind in kinds:
         raise CheckpointError(f"{hf.source}: layer_types has {kind}, and there is no sliding_window")
     return tuple(window if one == kind else None for one in kinds)
+
+
+def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
+    """`layer_windows` where all layers have one but every `period`-th."""
+    return layer_windows(hf, hf.optional_integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0)
+
+
+def by_window(windows: Sequence[int | None], whole: Any, local: Any) -> tuple[Any, ...]:
+    """Of each layer `local` where it has a window, else `whole`."""
+    return tuple(whole if window is None else local for window in windows)
 
 
 def rotating_layers(hf: HfConfig) -> list[int]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.loading.checkpoint_files import read_json
+from paged.models.loading.checkpoint_files import is_there, read_json
+from paged.printable import one_line
 
 _REQUIRED: Any = object()
 # Sizes beyond any model's; products of two still fit into 64 bits.
@@ -128,3 +129,26 @@ class HfConfig:
 
     def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {key} = {shown(value)}, expected {expected}")
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, else what that says of text alone (`text_config`), as in
+    transformers; each may hold one id or several.
+
+    Raises:
+        CheckpointError: a file is unreadable or malformed, or holds something else.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if not is_there(folder / name):
+            continue
+        hf = HfConfig.read(folder, name)
+        text = hf.section("text_config") or hf
+        found = next((one for one in (hf.value("eos_token_id"), text.value("eos_token_id")) if one is not None), None)
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            given = one_line(repr(found), 200)
+            raise CheckpointError(f"{folder / name}: eos_token_id = {given}, expected one token id or a list of them")
+        return tuple(ids)
+    return ()

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from paged.kernels.common.packed.packing import MXFP4_GROUP, num_words, pack_codes, unpack_pairs
-from paged.models.loading.packed_tensors import PackedModule
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import ConvertedSlot, PackedModule, WeightSlots
 
 
 class Mxfp4Experts(PackedModule):
@@ -34,18 +33,11 @@ class Mxfp4Experts(PackedModule):
 
     def weight_slots(self, name: str) -> WeightSlots:
         """Where blocks and scales of the tensor of this name go."""
-        return {f"{name}_blocks": _Blocks(self), f"{name}_scales": self.scale}
+        # Codes, two a byte, the first in the low bits.
+        shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
+        return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
 
-
-class _Blocks:
-    """Takes codes uint8 [num_experts, out_features, in_features / 32, 16], two a byte, the first in the low bits."""
-
-    dtype = torch.uint8
-
-    def __init__(self, experts: Mxfp4Experts) -> None:
-        self.values, self.shape = experts.values, torch.Size((*experts.scale.shape, MXFP4_GROUP // 2))
-
-    def copy_(self, stored: torch.Tensor) -> None:
+    def _take(self, blocks: torch.Tensor) -> None:
         # Expert by expert on the device: their codes take eight times as much while they are sorted.
-        for mine, theirs in zip(self.values, stored, strict=True):
+        for mine, theirs in zip(self.values, blocks, strict=True):
             mine.copy_(pack_codes(unpack_pairs(theirs.to(mine.device).flatten(1))))

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there, read_json, regular_size
-from paged.models.loading.packed_tensors import PACKED, LooseSlot, without_ones
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
 _KV_SCALE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:([kv])_scale|([kv])_proj\.(?:\3_scale|output_scale))")
 FLOATING = ("F64", "F32", "F16", "BF16")
+# Types of packed numbers and of what is stored beside them -> safetensors' names for them.
+PACKED = {
+    torch.uint8: ("U8",),
+    torch.int8: ("I8",),
+    torch.int32: ("I32",),
+    torch.int64: ("I64",),
+    torch.float8_e4m3fn: ("F8_E4M3",),
+}
 # Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_SHOWN = 200
@@ -45,12 +54,18 @@ class Slot(Protocol):
     def copy_(self, stored: torch.Tensor, /) -> object: ...
 
 
-class Read(Protocol):
-    """What a slot takes of a tensor that holds more."""
+class ConvertedSlot(NamedTuple):
+    """A slot whose tensor `copy_` converts. is_loose: it may have further dimensions of size 1 at its end, as a number
+    for each row is stored both ways; `shape` is without them."""
 
-    def read(self, tensors: Any, name: str, slot: Slot, /) -> torch.Tensor: ...
+    shape: torch.Size
+    dtype: torch.dtype
+    copy_: Callable[[torch.Tensor], object]
+    is_loose: bool = False
 
 
+# Reads what a slot takes of a tensor that holds more: from an opened file, by its name there.
+Read = Callable[[Any, str, Slot], torch.Tensor]
 # Checkpoint name of a tensor -> where it goes.
 WeightSlots = dict[str, Slot]
 
@@ -112,7 +127,8 @@ def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head
     for name, tensor in sorted(stored.items()):
         if name in slots:
             slot = slots[name]
-            found = replace(tensor, shape=without_ones(tensor.shape)) if isinstance(slot, LooseSlot) else tensor
+            is_loose = isinstance(slot, ConvertedSlot) and slot.is_loose
+            found = replace(tensor, shape=without_ones(tensor.shape)) if is_loose else tensor
             check_shape(name, found, list(slot.shape))
             check_dtype(name, tensor, PACKED.get(slot.dtype, FLOATING))
         elif not (
@@ -146,7 +162,7 @@ def load_weights(
             for name in names:
                 source = stored[name].name
                 part = parts.get(name)
-                tensor = tensors.get_tensor(source) if part is None else part.read(tensors, source, slots[name])
+                tensor = tensors.get_tensor(source) if part is None else part(tensors, source, slots[name])
                 try:
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
@@ -231,6 +247,43 @@ def plain(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN and text.isprintable() else shown(text)
 
 
+def without_ones(shape: Sequence[int]) -> list[int]:
+    """The shape less dimensions of size 1 at its end."""
+    end = len(shape)
+    while end and shape[end - 1] == 1:
+        end -= 1
+    return list(shape[:end])
+
+
+class PackedModule(nn.Module, ABC):
+    """Holds weights in fewer numbers."""
+
+    @property
+    @abstractmethod
+    def num_weights(self) -> int: ...
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Go to another device, but stay of the same types when the network is given one."""
+
+        def keeping_type(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor
+
+        super()._apply(keeping_type, recurse)
+        return self
+
+
+def num_weights(network: nn.Module) -> int:
+    """Weights and biases, a tied head once; scales and zero points are none."""
+    count = 0
+    for module in network.modules():
+        if isinstance(module, PackedModule):
+            count += module.num_weights
+        else:
+            count += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return count
+
+
 def _files(folder: Path) -> dict[Path, set[str]]:
     """The files of a checkpoint, each with the tensors an index promises there."""
     if is_there(folder / _SINGLE):
@@ -241,11 +294,11 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         reason = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "neither is there"
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
     try:
-        weight_map = read_json(index).get("weight_map")
+        weight_map, reason = read_json(index).get("weight_map"), ""
     except CheckpointError as error:
-        raise CheckpointError(f"{index}: unreadable, or without a weight_map object ({error})") from error
+        weight_map, reason = None, f" ({error})"
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: unreadable, or without a weight_map object")
+        raise CheckpointError(f"{index}: unreadable, or without a weight_map object{reason}")
     files: dict[Path, set[str]] = {}
     found: dict[Any, Path] = {}
     for name, entry in weight_map.items():

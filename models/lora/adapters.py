@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +18,12 @@ from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
-from paged.models.layers.config import DecoderConfig
+from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.loading.load_options import as_folder
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
-from paged.models.parallel.ranks import Ranks
 from paged.seq_id import SeqId
 from paged.staging import to_device
-
-
-class HasModules(Protocol):
-    """A network whose `Linear` modules can be adapted; its first parameter has the type of activations."""
-
-    config: DecoderConfig
-    ranks: Ranks
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
 
 
 @dataclass
@@ -60,7 +48,7 @@ class LoraAdapters:
     """
 
     def __init__(
-        self, network: HasModules, kv_manager: PagedKvCacheManager, *, max_loras: int = 8, max_rank: int = 64
+        self, network: Llama, kv_manager: PagedKvCacheManager, *, max_loras: int = 8, max_rank: int = 64
     ) -> None:
         for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
             if value < 1:
@@ -257,7 +245,7 @@ def _owner(namespace: Hashable) -> Any:
     return namespace[0] if isinstance(namespace, tuple) and namespace else namespace
 
 
-def _adaptable(network: HasModules) -> dict[str, tuple[Linear, int]]:
+def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
     """Checkpoint name of each projection that can be adapted -> its layer and which of its parts it is."""
     found = {}
     for path, module in network.named_modules():

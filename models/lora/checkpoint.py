@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,7 +73,10 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
     """
     hf = HfConfig.read(folder, CONFIG_FILE)
     _check_settings(hf)
-    patterns = _Patterns(hf)
+    rank_of = _by_module(hf, "rank_pattern", HfConfig.integer, hf.integer("r"))
+    read_alpha = partial(HfConfig.number, may_be_zero=True)
+    alpha_of = _by_module(hf, "alpha_pattern", read_alpha, read_alpha(hf, "lora_alpha"))
+    takes_root = hf.flag("use_rslora")
     file = folder / WEIGHTS_FILE
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled and not file.exists():
@@ -86,7 +90,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
         name, which = match[1], match[2]
         _check_module(name, key, shapes, file)
         check_dtype(key, tensor, FLOATING)
-        rank, (out_features, in_features) = patterns.rank(name), shapes[name]
+        rank, (out_features, in_features) = rank_of(name), shapes[name]
         expected = [rank, in_features] if which == "A" else [out_features, rank]
         if tensor.shape != expected:
             given = shown(tensor.shape)
@@ -104,32 +108,38 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
             name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
             for name in found
         }
-    return {name: LowRank(a, b, patterns.scale(name)) for name, (a, b) in pairs.items()}
+    changes = {}
+    for name, (a, b) in pairs.items():
+        rank, alpha = rank_of(name), alpha_of(name)
+        scale = alpha / (math.sqrt(rank) if takes_root else rank)
+        if scale > _MAX_SCALE:
+            raise CheckpointError(
+                f"{hf.source}: lora_alpha {alpha} for rank {rank}, a scale of at most {_MAX_SCALE} expected"
+            )
+        changes[name] = LowRank(a, b, scale)
+    return changes
 
 
 def _check_settings(hf: HfConfig) -> None:
-    for key, known in (("peft_type", "LORA"), ("bias", "none")):
-        value = hf.text(key) if key == "peft_type" else hf.text(key, known)
-        if value != known:
-            raise UnsupportedError(f"{hf.source}: {key} {shown(value)}, known is {known!r}")
+    hf.text("peft_type")
+    hf.choice("peft_type", "LORA")
+    hf.choice("bias", "none")
     initial = hf.value("init_lora_weights")
     if initial not in _INITIAL_WEIGHTS:
         raise UnsupportedError(f"{hf.source}: init_lora_weights {shown(initial)}, which changes the base weights too")
     for key, value in hf.values.items():
         if value and key not in _KNOWN_SETTINGS:
             raise UnsupportedError(f"{hf.source}: {plain(key)} = {shown(value)} is not supported")
-    for target in _targets(hf) or ():
+    for target in _targets(hf):
         if target.rpartition(".")[2] not in TARGET_MODULES:
             raise UnsupportedError(
                 f"{hf.source}: target_modules {shown(target)}, known are {', '.join(TARGET_MODULES)}"
             )
 
 
-def _targets(hf: HfConfig) -> list[str] | None:
-    """The names of target_modules; None where it is a pattern, or absent."""
-    if hf.value("target_modules") is None or isinstance(hf.value("target_modules"), str):
-        return None
-    return hf.items("target_modules", str)
+def _targets(hf: HfConfig) -> list[str]:
+    """The names of target_modules; none where it is a pattern, or absent."""
+    return [] if isinstance(hf.value("target_modules"), str) else hf.items("target_modules", str)
 
 
 def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], file: Path) -> None:
@@ -143,58 +153,27 @@ def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], fi
 def _promised(hf: HfConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
     """The modules a plain list of targets names; patterns, and lists that other settings narrow, promise nothing."""
     narrowed = hf.value("exclude_modules") or hf.value("layers_to_transform") is not None
-    targets = set() if narrowed else set(_targets(hf) or ())
+    targets = set() if narrowed else set(_targets(hf))
     return {name for name in shapes if not targets.isdisjoint(_suffixes(name))}
 
 
-def _suffixes(name: str) -> list[str]:
+def _suffixes(name: str) -> set[str]:
     """`a.b.c`, `b.c`, `c`: what a setting can call a module."""
     parts = name.split(".")
-    return [".".join(parts[first:]) for first in range(len(parts))]
+    return {".".join(parts[first:]) for first in range(len(parts))}
 
 
-class _Patterns:
-    """Rank and scale of each module: its own in rank_pattern and alpha_pattern, else those of all.
+def _by_module(
+    hf: HfConfig, key: str, read: Callable[[HfConfig, str], float], default: float
+) -> Callable[[str], float]:
+    """What a setting says of a module by its name, else the default. Patterns proper are not run; of several names that
+    fit, the first one counts, as in PEFT.
 
-    Patterns proper are not run. Of several names that fit, the first one counts, as in PEFT.
+    Raises:
+        CheckpointError, UnsupportedError: as `read_adapter`.
     """
-
-    def __init__(self, hf: HfConfig) -> None:
-        """Raises CheckpointError and UnsupportedError as `read_adapter`."""
-        self._hf = hf
-        self._rank, self._alpha = hf.integer("r"), hf.number("lora_alpha", may_be_zero=True)
-        self._takes_root = hf.flag("use_rslora")
-        self._ranks = {name: section.integer(name) for name, section in self._names("rank_pattern")}
-        self._alphas = {name: section.number(name, may_be_zero=True) for name, section in self._names("alpha_pattern")}
-
-    def rank(self, name: str) -> int:
-        return next((self._ranks[one] for one in self._fitting(self._ranks, name)), self._rank)
-
-    def scale(self, name: str) -> float:
-        """alpha / rank or alpha / sqrt(rank).
-
-        Raises:
-            CheckpointError: it is beyond any adapter's.
-        """
-        alpha = next((self._alphas[one] for one in self._fitting(self._alphas, name)), self._alpha)
-        rank = self.rank(name)
-        scale = alpha / (math.sqrt(rank) if self._takes_root else rank)
-        if scale > _MAX_SCALE:
-            source = self._hf.source
-            raise CheckpointError(
-                f"{source}: lora_alpha {alpha} for rank {rank}, a scale of at most {_MAX_SCALE} expected"
-            )
-        return scale
-
-    def _names(self, key: str) -> list[tuple[str, HfConfig]]:
-        section = self._hf.section(key) or HfConfig({}, self._hf.source)
-        for name in section.values:
-            if not re.fullmatch(r"[\w.]+", name):
-                raise UnsupportedError(f"{self._hf.source}: {key} {shown(name)}, known are names of modules")
-        return [(name, section) for name in section.values]
-
-    @staticmethod
-    def _fitting(values: Mapping[str, float], name: str) -> list[str]:
-        """Those of the names that fit a module, in the order in which they stand."""
-        suffixes = set(_suffixes(name)) & values.keys()
-        return list(suffixes) if len(suffixes) < 2 else [one for one in values if one in suffixes]
+    section = hf.section(key) or HfConfig({}, hf.source)
+    if unknown := next((name for name in section.values if not re.fullmatch(r"[\w.]+", name)), None):
+        raise UnsupportedError(f"{hf.source}: {key} {shown(unknown)}, known are names of modules")
+    values = {name: (place, read(section, name)) for place, name in enumerate(section.values)}
+    return lambda name: min((values[one] for one in values.keys() & _suffixes(name)), default=(0, default))[1]

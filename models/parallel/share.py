@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -47,21 +48,15 @@ class Part(NamedTuple):
         return tensor - tensor.min() if self.numbers_groups else tensor
 
 
-class Nothing(NamedTuple):
-    """A bias that another rank adds: zeros."""
-
-    def read(self, tensors: Any, name: str, slot: Slot) -> torch.Tensor:
-        return torch.zeros(slot.shape)
+def _zeros(tensors: Any, name: str, slot: Slot) -> torch.Tensor:
+    """For a bias that another rank adds."""
+    return torch.zeros(slot.shape)
 
 
-class Scaled(NamedTuple):
+def _own_sizes(tensors: Any, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
     """The sizes of a projection, of which a rank has these shares."""
-
-    shares: tuple[Fraction, ...]
-
-    def read(self, tensors: Any, name: str, slot: Slot) -> torch.Tensor:
-        sizes = tensors.get_tensor(name)
-        return torch.tensor([int(size * share) for size, share in zip(sizes.tolist(), self.shares, strict=True)])
+    sizes = tensors.get_tensor(name).tolist()
+    return torch.tensor([int(size * share) for size, share in zip(sizes, shares, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -111,12 +106,13 @@ class Share:
         parts: dict[str, Read] = {}
         for name, slot in own.items():
             if self.rank and _SUMMED_BIAS.search(name) and not (self.expert_parallel and ".experts." in name):
-                parts[name] = Nothing()
+                parts[name] = _zeros
             elif name.endswith(".weight_shape"):  # of weights that are packed beside it
                 packed = f"{name.removesuffix('shape')}packed"
-                parts[name] = Scaled(tuple(map(Fraction, own[packed].shape, whole[packed].shape)))
+                shares = list(map(Fraction, own[packed].shape, whole[packed].shape))
+                parts[name] = partial(_own_sizes, shares=shares)
             elif (part := self._part(config, name, whole[name], slot)) is not None:
-                parts[name] = part
+                parts[name] = part.read
         return parts
 
     def adapted(self, config: DecoderConfig, names: Iterable[str]) -> dict[str, tuple[int, list[Section]]]:
@@ -168,11 +164,6 @@ class Share:
         first, count = self._kv_heads(layer)
         return {name: scale if len(scale) == 1 else scale[first : first + count] for name, scale in scales.items()}
 
-    def experts(self, num_experts: int) -> tuple[int, int]:
-        """The first expert of this rank, and how many there are."""
-        held = num_experts // self.size if self.expert_parallel else num_experts
-        return self.rank * held if self.expert_parallel else 0, held
-
     def _even(self, size: int) -> Section:
         return Section(size, size * self.rank // self.size, size * (self.rank + 1) // self.size)
 
@@ -193,8 +184,8 @@ class Share:
     def _moe(self, moe: MoeConfig) -> MoeConfig:
         shared_size = self._divided("the shared experts' intermediate size", moe.shared_size)
         if self.expert_parallel:
-            self._divided("experts", moe.num_experts)
-            return replace(moe, held=self.experts(moe.num_experts), shared_size=shared_size)
+            held = self._divided("experts", moe.num_experts)
+            return replace(moe, held=(self.rank * held, held), shared_size=shared_size)
         size = self._divided("the experts' intermediate size", moe.intermediate_size)
         return replace(moe, intermediate_size=size, shared_size=shared_size)
 
@@ -228,3 +219,26 @@ def _placed(sections: Sequence[Section]) -> list[range]:
     """What a rank holds of sections that stand one behind the other."""
     ends = accumulate((section.size for section in sections), initial=0)
     return [range(first + one.start, first + one.stop) for one, first in zip(sections, ends, strict=False)]
+
+
+def step_bytes(
+    config: DecoderConfig, *, num_sums: int, last_sums: int, size: int, itemsize: int, num_tokens: int, num_rows: int
+) -> dict[str, int]:
+    """Bytes that a rank gives to collectives in a step, by their kind, as `Ranks.num_bytes` counts them.
+
+    num_sums: all-reduces of hidden states, see `Llama.num_sums`. last_sums: those of them in the last layer, which has
+    the rows alone whose logits are gathered: `num_rows`. size: ranks. itemsize: of activations.
+    """
+    logits = -(-config.vocab_size // size)
+    # Norms over all heads add up a float32 each, of queries and of keys.
+    norms = sum(1 if one.shares_kv_with is not None else 2 for one in config.attention if one.qk_norm == "width")
+    return {
+        "sum": (num_tokens * (num_sums - last_sums) + num_rows * last_sums) * config.hidden_size * itemsize
+        + num_tokens * 4 * norms,
+        "gather": num_rows * logits * itemsize,
+    }
+
+
+def ring_bytes(num_bytes: dict[str, int], size: int) -> float:
+    """What a rank sends for that: of an all-reduce, by a ring, every part but its own twice; what is gathered once."""
+    return num_bytes["sum"] * 2 * (size - 1) / size + num_bytes["gather"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -151,16 +151,11 @@ class PackQuantized(Layout):
         return found
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        if tensors["weight_shape"][1] != columns:
-            raise InvalidInputError(f"weight_shape: {tensors['weight_shape'].tolist()}, expected {columns} columns")
-        return from_compressed_tensors(
-            tensors["weight_packed"],
-            tensors["weight_scale"],
-            columns,
-            num_bits=self.num_bits,
-            weight_zero_point=tensors.get("weight_zero_point"),
-            weight_g_idx=tensors.get("weight_g_idx"),
-        )
+        found = dict(tensors)
+        shape = found.pop("weight_shape").tolist()
+        if shape[1] != columns:
+            raise InvalidInputError(f"weight_shape: {shape}, expected {columns} columns")
+        return from_compressed_tensors(**found, in_features=columns, num_bits=self.num_bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,22 +176,15 @@ class Gptq(Layout):
         }
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        qzeros: torch.Tensor | None = tensors["qzeros"]
+        found: dict[str, Any] = dict(tensors)
         if not self.has_zero_points:
             # The middle code in every position, less 1 in version 1, as an int32.
             code = 2 ** (self.num_bits - 1) - (2 - self.version)
             middle = int.from_bytes(bytes([code if self.num_bits == 8 else 17 * code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
                 raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true stands for")
-            qzeros = None
-        return from_gptq(
-            tensors["qweight"],
-            tensors["scales"],
-            qzeros,
-            tensors["g_idx"],
-            num_bits=self.num_bits,
-            format_version=self.version,
-        )
+            found["qzeros"] = None
+        return from_gptq(**found, num_bits=self.num_bits, format_version=self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +204,7 @@ class Awq(Layout):
         }
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        return from_awq(tensors["qweight"], tensors["scales"], tensors["qzeros"])
+        return from_awq(**tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,8 @@ from paged.kernels.common.packed.packing import num_words
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
-from paged.models.loading.packed_tensors import LooseSlot, PackedModule, without_ones
-from paged.models.loading.weights import WeightSlots
-from paged.models.quantization.layouts import Layout, Stored
+from paged.models.loading.weights import ConvertedSlot, PackedModule, WeightSlots, without_ones
+from paged.models.quantization.layouts import Layout
 
 # Codes that are unpacked at once while a checkpoint is loaded, each of which takes 15 bytes for a moment: 64 MB.
 _MOST_CODES = 1 << 22
@@ -146,10 +145,13 @@ class _Projection:
         self.stored = layout.stored(rows, columns)
         self.found: dict[str, torch.Tensor] = {}
 
-    def slots(self) -> dict[str, _Slot]:
-        return {end: _Slot(self, end, stored) for end, stored in self.stored.items()}
+    def slots(self) -> WeightSlots:
+        return {
+            end: ConvertedSlot(torch.Size(without_ones(one.shape)), one.dtype, partial(self._take, end), is_loose=True)
+            for end, one in self.stored.items()
+        }
 
-    def take(self, end: str, tensor: torch.Tensor) -> None:
+    def _take(self, end: str, tensor: torch.Tensor) -> None:
         self.found[end] = tensor.reshape(self.stored[end].shape)
         if len(self.found) == len(self.stored):
             step = max(_MOST_CODES // self.weight.in_features // FP8_BLOCK, 1) * FP8_BLOCK
@@ -185,14 +187,3 @@ class _Projection:
             return tensor
         first, last = start // stored.rows_each, -(-end // stored.rows_each)
         return tensor.narrow(stored.row_dim, first, last - first)
-
-
-class _Slot(LooseSlot):
-    """A tensor of a projection."""
-
-    def __init__(self, projection: _Projection, end: str, stored: Stored) -> None:
-        self.projection, self.end = projection, end
-        self.shape, self.dtype = torch.Size(without_ones(stored.shape)), stored.dtype
-
-    def copy_(self, stored: torch.Tensor) -> Any:
-        self.projection.take(self.end, stored)

@@ -11,7 +11,7 @@ from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingPara
 from paged.executors.command_line.cli import RECALL
 from paged.executors.command_line.closed_form import expected_logits
 from paged.executors.model_executor import ModelExecutor
-from paged.models.loading.end_tokens import read_eos_token_ids
+from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import RecallPrompt, sample_prompts
 from tests.executors.oracle import make_executor
 

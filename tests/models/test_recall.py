@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.executors.command_line.cli import RECALL
-from paged.models.loading.end_tokens import read_eos_token_ids
+from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import sample_prompts
 
 

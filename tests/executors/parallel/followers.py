@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from paged.executors.llm_executor import LlmExecutor
-from paged.models.parallel.config import ParallelConfig
+from paged.models.parallel.ranks import ParallelConfig
 
 # One server imports torch, which takes seconds, and the others are forked from it.
 _CONTEXT = multiprocessing.get_context("forkserver")

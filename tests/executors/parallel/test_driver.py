@@ -20,7 +20,7 @@ from paged.batch import FullLogits, GreedyArgmax, UnifiedBatch, UnifiedBatchItem
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.parallel.messages import Channel, Kind
 from paged.models.parallel.ranks import Ranks
-from paged.models.parallel.volume import step_bytes
+from paged.models.parallel.share import step_bytes
 from tests.executors.parallel.followers import Followers
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter

@@ -61,7 +61,7 @@ def put(file: Path, kind: str) -> None:
 
 def _load(base: str, files: Mapping[str, bytes], adapter: str | None) -> tuple[list[float], frozenset[str]]:
     from paged.models.loading.hf_config import HfConfig
-    from paged.models.registry import config_of, load_model, network_class_of
+    from paged.models.registry import load_model, model_config
 
     read_keys: frozenset[str] = frozenset()
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def _load(base: str, files: Mapping[str, bytes], adapter: str | None) -> tuple[l
         if adapter is None:
             model = load_model(copy, device="cpu")
             hf = HfConfig.read(copy)
-            config_of(network_class_of(hf), hf)
+            model_config(hf)
             read_keys = frozenset(hf.read_keys)
         else:
             model = load_model(base, device="cpu", num_blocks=8, max_loras=1)

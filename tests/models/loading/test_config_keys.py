@@ -9,7 +9,7 @@ import pytest
 from paged.errors import UnsupportedError
 from paged.models.config_keys import COMPUTATION_KEYS, refuse_unread
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import ARCHITECTURES, config_of, load_model, network_class_of
+from paged.models.registry import ARCHITECTURES, load_model, model_config
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_checkpoint, tokens
 
@@ -32,8 +32,7 @@ def test_every_key_is_honoured_or_refused(name: str) -> None:
     families = [name for name, one in ARCHITECTURES.items() if one.model_type == values["model_type"]]
     assert len(families) == 1
     hf = HfConfig(values | {"architectures": families}, "config.json")
-    network_class = network_class_of(hf)
-    config = config_of(network_class, hf)
+    _, config = model_config(hf)
     unread = COMPUTATION_KEYS - hf.read_keys
     assert len(unread) > 100
     for key in sorted(unread):

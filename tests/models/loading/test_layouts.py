@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from paged.errors import UnsupportedError
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import load_model, text_part
+from paged.models.registry import load_model, model_config
 from tests.models.edits import WEIGHTS, assert_refused, edit_tensors
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, options, save_checkpoint, tokens
 
@@ -101,4 +101,4 @@ def test_text_part_of_a_model_that_reads_pictures(
 def test_text_part_of_another_family() -> None:
     values = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "rwkv"}}
     with pytest.raises(UnsupportedError, match="with the text_config of 'rwkv'"):
-        text_part(HfConfig(values, "config.json"))
+        model_config(HfConfig(values, "config.json"))

@@ -1,0 +1,202 @@
+"""Families without experts that are a Llama but for some fields of `decoder_config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged.models.families.llama import family
+from paged.models.layers.config import QueryGrowth
+from paged.models.layers.decoder_config import (
+    by_window,
+    known_activation,
+    layer_windows,
+    periodic_windows,
+    rotating_layers,
+)
+from paged.models.layers.rope import rope_config, ropes_by_kind
+from paged.models.loading.hf_config import HfConfig
+
+NO_BIAS = {"qkv_bias": False, "o_bias": False}
+# Where config.json of Ministral 3 says nothing about the rotation, as in transformers.
+_MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# OLMo 2 (OLMo Team, 2024): norms behind attention and MLP alone, and over all query and key heads.
+_OLMO: dict[str, Any] = {
+    "before_attention": None,
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": None,
+    "after_mlp": "post_feedforward_layernorm",
+    "qk_norm": "width",
+}
+
+
+def _gemma2(hf: HfConfig) -> dict[str, Any]:
+    """Gemma 2 (Gemma Team, 2024): norms on both sides of attention and MLP, soft caps of scores and logits; beginning
+    with the first, every second layer has a window."""
+    window = hf.optional_integer("sliding_window", 4096)
+    return {
+        **gemma_fields(hf, logits_softcap=30.0),
+        "softcap": hf.optional_number("attn_logit_softcapping", 50.0) or 0.0,
+        "window": layer_windows(hf, window, lambda layer: layer % 2 == 0),
+    }
+
+
+def _gemma3(hf: HfConfig) -> dict[str, Any]:
+    """Gemma 3 (Gemma Team, 2025), text alone: most layers have a window and one rotation, every sixth sees everything
+    and has another."""
+    windows = periodic_windows(hf, hf.integer("sliding_window_pattern", 6))
+    ropes = ropes_by_kind(hf, hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4))
+    return {**gemma_fields(hf), "window": windows, "rope": by_window(windows, *ropes), "qk_norm": "head"}
+
+
+def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
+    """What all Gemmas have; the soft cap is that of a config.json that says nothing of it."""
+    return {
+        "logits_softcap": hf.optional_number("final_logit_softcapping", logits_softcap) or 0.0,
+        "softmax_scale": hf.number("query_pre_attn_scalar", 256) ** -0.5,
+        "activation": known_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        "embedding_scale": hf.integer("hidden_size") ** 0.5,
+        "tie_word_embeddings": hf.flag("tie_word_embeddings", True),
+        "zero_centred": True,
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
+
+
+def _glm(hf: HfConfig) -> dict[str, Any]:
+    """GLM-4 (GLM Team, 2024): biases before attention, half of each head rotates, in neighbours."""
+    return {
+        "rope": rope_config(hf, fraction=0.5, interleaved=True),
+        "qkv_bias": hf.flag("attention_bias", True),
+        "o_bias": False,
+        "fused_mlp": True,
+    }
+
+
+def _glm4(hf: HfConfig) -> dict[str, Any]:
+    """GLM-4-0414 (GLM Team, 2025): norms behind attention and MLP, too."""
+    return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
+
+
+def _granite(hf: HfConfig) -> dict[str, Any]:
+    """Granite 3 (IBM, 2024): multipliers of embeddings, scores, residuals and logits."""
+    return {"mlp_bias": hf.flag("mlp_bias"), **granite_fields(hf)}
+
+
+def granite_fields(hf: HfConfig) -> dict[str, Any]:
+    """The multipliers."""
+    return {
+        "softmax_scale": hf.number("attention_multiplier", 1.0),
+        "embedding_scale": hf.number("embedding_multiplier", 1.0),
+        "residual_scale": hf.number("residual_multiplier", 1.0),
+        "logits_scale": 1 / hf.number("logits_scaling", 1.0),
+    }
+
+
+def _mistral(hf: HfConfig) -> dict[str, Any]:
+    """Mistral (Jiang et al., 2023): all layers see the last `sliding_window` tokens; null there means all of them."""
+    # transformers takes an absent key for 4096, as the first Mistral published it.
+    return {"window": hf.optional_integer("sliding_window", 4096), **NO_BIAS}
+
+
+def _ministral(hf: HfConfig) -> dict[str, Any]:
+    """Ministral 8B (Mistral AI, 2024): Mistral whose layers have a window or none."""
+    window = hf.optional_integer("sliding_window", 4096)
+    return {"window": layer_windows(hf, window, lambda layer: window is not None), **NO_BIAS}
+
+
+def _ministral3(hf: HfConfig) -> dict[str, Any]:
+    """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position, once it is beyond the first
+    training's."""
+    rope = hf.section("rope_parameters") or HfConfig(_MINISTRAL3_YARN, hf.source)
+    growth = QueryGrowth(
+        rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings"), offset=0
+    )
+    return {
+        "window": hf.optional_integer("sliding_window"),
+        **NO_BIAS,
+        "rope": rope_config(hf, default=_MINISTRAL3_YARN),
+        "query_growth": growth,
+    }
+
+
+def _olmo3(hf: HfConfig) -> dict[str, Any]:
+    """OLMo 3 (OLMo Team, 2025): OLMo 2 with windows in three of four layers, whose rotation is not scaled."""
+    windows = periodic_windows(hf, 4)
+    ropes = ropes_by_kind(hf, hf.number("rope_theta", 5e5), 5e5)
+    return {"window": windows, "rope": by_window(windows, *ropes), **_OLMO}
+
+
+def _phi3(hf: HfConfig) -> dict[str, Any]:
+    """Phi-3 (Abdin et al., 2024) and Phi-4: query, key and value are one tensor in a checkpoint, as are gate and up; a
+    part of each head rotates, maybe by long rotations."""
+    return {
+        "window": hf.optional_integer("sliding_window"),
+        "rope": rope_config(hf, fraction=1.0),
+        **NO_BIAS,
+        "fused": True,
+        "fused_mlp": True,
+    }
+
+
+def _qwen2(hf: HfConfig) -> dict[str, Any]:
+    """Qwen2 and Qwen2.5 (Yang et al., 2024): biases before attention whatever config.json says, and windows in some
+    layers."""
+    hf.value("attention_bias")
+    return {"window": _qwen_windows(hf), "qkv_bias": True, "o_bias": False}
+
+
+def _qwen3(hf: HfConfig) -> dict[str, Any]:
+    """Qwen3 (Yang et al., 2025): a norm of every query and key head, and the windows of Qwen2."""
+    return {"window": _qwen_windows(hf), "qk_norm": "head"}
+
+
+def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
+    """`layer_types` or `max_window_layers` say which layers have a window, if `use_sliding_window` lets any."""
+    window = window_if_used(hf, 4096)
+    first = 0 if window is None else hf.integer("max_window_layers", 28, least=0)
+    return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
+
+
+def window_if_used(hf: HfConfig, default: int | None = None) -> int | None:
+    """`sliding_window`, which means nothing unless `use_sliding_window` is true."""
+    hf.value("sliding_window")
+    return hf.optional_integer("sliding_window", default) if hf.flag("use_sliding_window") else None
+
+
+def _smollm3(hf: HfConfig) -> dict[str, Any]:
+    """SmolLM3 (Hugging Face, 2025): every fourth layer rotates nothing; those are the ones that may have a window."""
+    rotates, rope, window = rotating_layers(hf), rope_config(hf, theta=2e6), window_if_used(hf)
+    return {
+        "rope": tuple(rope if one else None for one in rotates),
+        "window": layer_windows(hf, window, lambda layer: window is not None and not rotates[layer]),
+        "mlp_bias": hf.flag("mlp_bias"),
+        "tie_word_embeddings": hf.flag("tie_word_embeddings", True),
+    }
+
+
+# As config.json names them in `architectures`.
+DENSE = {
+    "Gemma2ForCausalLM": family("gemma2", _gemma2),
+    "Gemma3ForCausalLM": family("gemma3_text", _gemma3),
+    "GlmForCausalLM": family("glm", _glm),
+    "Glm4ForCausalLM": family("glm4", _glm4),
+    "GraniteForCausalLM": family("granite", _granite),
+    "MistralForCausalLM": family("mistral", _mistral),
+    "MinistralForCausalLM": family("ministral", _ministral),
+    "Ministral3ForCausalLM": family("ministral3", _ministral3),
+    "Olmo2ForCausalLM": family("olmo2", lambda hf: _OLMO),
+    "Olmo3ForCausalLM": family("olmo3", _olmo3),
+    "Phi3ForCausalLM": family("phi3", _phi3),
+    "Qwen2ForCausalLM": family("qwen2", _qwen2),
+    "Qwen3ForCausalLM": family("qwen3", _qwen3),
+    "SmolLM3ForCausalLM": family("smollm3", _smollm3),
+}

@@ -1,0 +1,233 @@
+"""Families with experts that are a Llama but for some fields of `decoder_config` and names of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged.models.families.dense import NO_BIAS, granite_fields, window_if_used
+from paged.models.families.llama import family
+from paged.models.layers.config import MoeConfig, QueryGrowth
+from paged.models.layers.decoder_config import (
+    count_layers,
+    layer_windows,
+    moe_config,
+    rotating_layers,
+    weights_dtype,
+)
+from paged.models.layers.rope import rope_config
+from paged.models.loading.hf_config import HfConfig
+
+# What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
+_GPT_OSS_BUILT_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu", "norm_topk_prob": True}
+# Where config.json of gpt-oss says nothing about the rotation, as in transformers.
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# What transformers has built in for MiniMax-M2, and published configurations say.
+_MINIMAX_BUILT_IN = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+}
+# As published; experts and router are under those of transformers' own names, too.
+_GRANITE_RENAMES = {
+    r"\.block_sparse_moe\.input_linear\.weight$": ".mlp.experts.gate_up_proj",
+    r"\.block_sparse_moe\.output_linear\.weight$": ".mlp.experts.down_proj",
+    r"\.block_sparse_moe\.router\.layer\.": ".mlp.router.",
+    r"\.block_sparse_moe\.": ".mlp.",
+    r"\.shared_mlp\.input_linear\.": ".mlp.shared_experts.gate_up_proj.",
+    r"\.shared_mlp\.output_linear\.": ".mlp.shared_experts.down_proj.",
+}
+_MIXTRAL_RENAMES = {r"\.block_sparse_moe\.": ".mlp."}
+_MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
+
+
+def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
+    """GLM-4.5 to 4.7 (GLM Team, 2025): experts by sigmoid and a bias, out of the best groups, beside shared ones;
+    first layers are dense."""
+    size, num_dense = hf.integer("moe_intermediate_size"), hf.integer("first_k_dense_replace", 1, least=0)
+    moe = moe_config(
+        hf,
+        size_key="moe_intermediate_size",
+        count_key="n_routed_experts",
+        renormalize=hf.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        correction_bias="gate.e_score_correction_bias",
+        float32_router=True,
+        num_expert_groups=hf.integer("n_group", 1),
+        topk_groups=hf.integer("topk_group", 1),
+        routed_scaling_factor=hf.number("routed_scaling_factor", 1.0),
+        shared_size=size * hf.integer("n_shared_experts", 1),
+    )
+    return {
+        "rope": rope_config(hf, fraction=0.5),
+        "o_bias": False,
+        "qk_norm": "head" if hf.flag("use_qk_norm") else None,
+        "moe": tuple(None if layer < num_dense else moe for layer in range(count_layers(hf))),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
+    }
+
+
+def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases; beginning with the first, every second layer
+    has a window."""
+    for key, known in _GPT_OSS_BUILT_IN.items():
+        hf.choice(key, known)
+    packing = hf.section("quantization_config")
+    is_mxfp4 = packing is not None and packing.text("quant_method", "") == "mxfp4"
+    moe = moe_config(
+        hf,
+        # Softmax over the chosen logits is that over all of them, divided by its sum over the chosen.
+        renormalize=True,
+        bias=True,
+        interleaved=True,
+        stacked=True,
+        transposed=True,
+        router_name="router",
+        is_mxfp4=is_mxfp4,
+    )
+    has_bias = hf.flag("attention_bias", True)
+    return {
+        **({"quantization": None} if is_mxfp4 else {}),
+        "window": layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
+        "rope": rope_config(hf, theta=150000.0, default=_GPT_OSS_YARN),
+        "qkv_bias": has_bias,
+        "o_bias": has_bias,
+        "sinks": True,
+        "activation": "swiglu_oai",
+        # The published config.json names none, and of all types bfloat16 holds unpacked MXFP4 exactly.
+        "dtype": weights_dtype(hf, "bfloat16"),
+        "moe": moe,
+    }
+
+
+def _granite_moe(hf: HfConfig) -> dict[str, Any]:
+    """Granite 3 MoE (IBM, 2024): experts in every layer, whose weights sum to 1 for each token, maybe beside an MLP for
+    all tokens."""
+    shared_size = hf.integer("shared_intermediate_size", 0, least=0)
+    moe = moe_config(hf, renormalize=True, router_name="router", stacked=True, shared_size=shared_size)
+    return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
+
+
+def _llama4(hf: HfConfig) -> dict[str, Any]:
+    """Llama 4 (Meta, 2025), text alone: experts one at a time; layers that rotate see their chunk alone, and have norms
+    of heads without weights; in the others queries grow."""
+    hf.choice("num_experts_per_tok", 1)
+    rotates, rope = rotating_layers(hf), rope_config(hf, theta=5e5, interleaved=True)
+    growth = QueryGrowth(hf.number("attn_scale", 0.1), hf.integer("floor_scale", 8192), offset=1)
+    tuning = hf.value("attn_temperature_tuning")  # published as a number, too
+    growth_elsewhere = growth if tuning is None or tuning else None
+    norm = "unit" if hf.flag("use_qk_norm", True) else None
+    moe = moe_config(
+        hf,
+        renormalize=False,
+        scoring="sigmoid",
+        weighs_inputs=True,
+        shared_size=hf.integer("intermediate_size"),
+        shared_name="shared_expert",
+        router_name="router",
+        stacked=True,
+        transposed=True,
+    )
+    layers = range(count_layers(hf))
+    step = hf.integer("interleave_moe_layer_step", 1)
+    sparse = hf.items("moe_layers", int) if hf.value("moe_layers") is not None else layers[step - 1 :: step]
+    # `layer_types` say which layers have chunks, and where there are none, those do that rotate.
+    most = hf.integer("max_position_embeddings")
+    size = hf.optional_integer("attention_chunk_size", 8192) or most
+    chunks = layer_windows(hf, size, lambda layer: rotates[layer] == 1, "chunked_attention")
+    return {
+        "intermediate_size": hf.integer("intermediate_size_mlp", 16384),
+        "mlp_name": "feed_forward",
+        "moe": tuple(moe if layer in sparse else None for layer in layers),
+        "rope": tuple(rope if one else None for one in rotates),
+        "qk_norm": tuple(norm if one else None for one in rotates),
+        "query_growth": tuple(None if one else growth_elsewhere for one in rotates),
+        "chunk_size": chunks if size < most else None,
+    }
+
+
+def _mixtral(hf: HfConfig) -> dict[str, Any]:
+    """Mixtral (Jiang et al., 2024): experts in every layer, whose weights sum to 1 for each token, and by default no
+    window."""
+    hf.choice("norm_topk_prob", True)
+    return {
+        "window": hf.optional_integer("sliding_window"),
+        "moe": moe_config(hf, renormalize=True, **_MIXTRAL_NAMES),
+        "rope": rope_config(hf, theta=1e6),
+        **NO_BIAS,
+    }
+
+
+def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
+    """MiniMax-M2 (MiniMax, 2025): experts by sigmoid and a bias, whose weights sum to 1 for each token, norms over all
+    query and key heads, rotation of a part."""
+    for key, known in _MINIMAX_BUILT_IN.items():
+        hf.choice(key, known)
+    moe = moe_config(
+        hf,
+        renormalize=True,
+        scoring="sigmoid",
+        correction_bias="e_score_correction_bias",
+        float32_router=True,
+        **_MIXTRAL_NAMES,
+    )
+    rotary_dim = hf.optional_integer("rotary_dim")
+    fraction = 1.0 if rotary_dim is None else rotary_dim / hf.integer("head_dim", 128)
+    return {
+        "rope": rope_config(hf, theta=5e6, fraction=fraction),
+        **NO_BIAS,
+        "qk_norm": "width",
+        "moe": moe,
+        "num_mtp_layers": hf.integer("num_mtp_modules", 0, least=0),
+    }
+
+
+def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
+    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): beside the experts stands an MLP for all tokens, behind a
+    gate; windows are in every second of first layers."""
+    window, most = window_if_used(hf, 4096), hf.integer("max_window_layers", 28, least=0)
+    return {
+        "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < most),
+        "qkv_bias": hf.flag("qkv_bias", True),
+        "o_bias": False,
+        "moe": _qwen_experts(
+            hf,
+            shared_size=hf.integer("shared_expert_intermediate_size", 5632),
+            shared_name="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
+    }
+
+
+def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    """Qwen3 (Yang et al., 2025) with experts in place of most layers' MLP; all layers share one window."""
+    return {"window": window_if_used(hf, 4096), "qk_norm": "head", "moe": _qwen_experts(hf)}
+
+
+def _qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
+    """In every decoder_sparse_step-th layer but mlp_only_layers."""
+    step, dense = hf.integer("decoder_sparse_step", 1), set(hf.items("mlp_only_layers", int))
+    moe = moe_config(hf, size_key="moe_intermediate_size", renormalize=hf.flag("norm_topk_prob"), **fields)
+    layers = range(count_layers(hf))
+    return tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers)
+
+
+# As config.json names them in `architectures`.
+EXPERTS = {
+    "Glm4MoeForCausalLM": family("glm4_moe", _glm4_moe),
+    "GptOssForCausalLM": family("gpt_oss", _gpt_oss),
+    "GraniteMoeForCausalLM": family("granitemoe", _granite_moe, _GRANITE_RENAMES),
+    "GraniteMoeSharedForCausalLM": family("granitemoeshared", _granite_moe, _GRANITE_RENAMES),
+    "Llama4ForCausalLM": family("llama4_text", _llama4),
+    "MixtralForCausalLM": family("mixtral", _mixtral, _MIXTRAL_RENAMES),
+    "MiniMaxM2ForCausalLM": family("minimax_m2", _minimax_m2, _MIXTRAL_RENAMES),
+    "Qwen2MoeForCausalLM": family("qwen2_moe", _qwen2_moe),
+    "Qwen3MoeForCausalLM": family("qwen3_moe", _qwen3_moe),
+}
