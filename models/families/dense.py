@@ -7,8 +7,8 @@ from typing import Any
 from paged.models.families.llama import family
 from paged.models.layers.config import QueryGrowth
 from paged.models.layers.decoder_config import (
+    ACTIVATIONS,
     by_window,
-    known_activation,
     layer_windows,
     periodic_windows,
     rotating_layers,
@@ -61,7 +61,7 @@ def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
     return {
         "logits_softcap": hf.optional_number("final_logit_softcapping", logits_softcap) or 0.0,
         "softmax_scale": hf.number("query_pre_attn_scalar", 256) ** -0.5,
-        "activation": known_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        "activation": ACTIVATIONS[hf.choice("hidden_activation", *ACTIVATIONS) or "gelu_pytorch_tanh"],
         "embedding_scale": hf.integer("hidden_size") ** 0.5,
         "tie_word_embeddings": hf.flag("tie_word_embeddings", True),
         "zero_centred": True,

@@ -132,18 +132,6 @@ def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
     return DTYPES[dtype]
 
 
-def known_activation(hf: HfConfig, key: str, default: str) -> str:
-    """The gated activation that a key names, as `silu_and_mul` names it.
-
-    Raises:
-        UnsupportedError: it is not known here.
-    """
-    activation = hf.text(key, default)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"{hf.source}: activation {shown(activation)}, known are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation]
-
-
 def layer_windows(
     hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool], kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
@@ -212,7 +200,7 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     **{name: partial(HfConfig.integer, key=name) for name in ("hidden_size", "intermediate_size", "vocab_size")},
     "model_type": lambda hf: hf.text("model_type"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
-    "activation": lambda hf: known_activation(hf, "hidden_act", "silu"),
+    "activation": lambda hf: ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS) or "silu"],
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
     "quantization": read_quantization,

@@ -26,11 +26,6 @@ class Mxfp4Experts(PackedModule):
         """[num_experts, out_features, in_features / 32]."""
         return self.exponents.mT
 
-    @property
-    def num_weights(self) -> int:
-        num_experts, out_features, _ = self.values.shape
-        return num_experts * out_features * self.in_features
-
     def weight_slots(self, name: str) -> WeightSlots:
         """Where blocks and scales of the tensor of this name go."""
         # Codes, two a byte, the first in the low bits.

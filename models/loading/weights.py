@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -255,12 +254,15 @@ def without_ones(shape: Sequence[int]) -> list[int]:
     return list(shape[:end])
 
 
-class PackedModule(nn.Module, ABC):
-    """Holds weights in fewer numbers."""
+class PackedModule(nn.Module):
+    """Holds weights in fewer numbers: each row of `values` stands for in_features of them."""
+
+    values: nn.Parameter
+    in_features: int
 
     @property
-    @abstractmethod
-    def num_weights(self) -> int: ...
+    def num_weights(self) -> int:
+        return self.values[..., 0].numel() * self.in_features
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Go to another device, but stay of the same types when the network is given one."""

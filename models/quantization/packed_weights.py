@@ -50,10 +50,6 @@ class PackedWeights(PackedModule):
         self.input_scale = _parameter((len(sizes),), torch.float32) if layout.has_input_scale else None
         self.input_order = _parameter((len(sizes), in_features), torch.int32) if layout.has_order else None
 
-    @property
-    def num_weights(self) -> int:
-        return len(self.values) * self.in_features
-
     def bind(self) -> None:
         """Find the runs; the weights are where they will be."""
         starts = [0]

@@ -26,6 +26,7 @@ _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_PATTERN = 1000
 # Columns of the shortest groups of whole numbers, and a divisor of all.
 _GROUP_UNIT = 32
+_ALL = re.compile("")
 _PLAIN_HEAD: Rule = re.compile(r"lm_head\Z"), None
 _ONE_BY_ONE = {"float": "float-quantized", "int": "int-quantized"}
 
@@ -93,7 +94,7 @@ def _read_awq(hf: HfConfig) -> list[Rule]:
     hf.choice("version", "gemm")
     hf.choice("zero_point", True)
     layout = Awq(group_size=_group_size(hf))
-    return [_PLAIN_HEAD, *_unconverted(hf, "modules_to_not_convert"), _others(layout)]
+    return [_PLAIN_HEAD, *_unconverted(hf, "modules_to_not_convert"), (_ALL, layout)]
 
 
 def _read_gptq(hf: HfConfig) -> list[Rule]:
@@ -120,7 +121,7 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
         rules.append((_pattern(name[2:], hf, "dynamic"), None))
     if not hf.flag("lm_head"):
         rules.append(_PLAIN_HEAD)
-    return [*rules, _others(layout)]
+    return [*rules, (_ALL, layout)]
 
 
 def _read_fp8(hf: HfConfig) -> list[Rule]:
@@ -140,7 +141,7 @@ def _read_fp8(hf: HfConfig) -> list[Rule]:
         has_input_scale=is_static,
     )
     plain = _unconverted(hf, "modules_to_not_convert") + _unconverted(hf, "ignored_layers")
-    return [_PLAIN_HEAD, *plain, _others(layout)]
+    return [_PLAIN_HEAD, *plain, (_ALL, layout)]
 
 
 def _read_modelopt(hf: HfConfig) -> list[Rule]:
@@ -158,7 +159,7 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
         for name in hf.items(key, str):
             anything = ".*".join(map(re.escape, name.split("*")))
             rules.append((_pattern(rf"{anything}(?:\.|\Z)", hf, key), None))
-    return [*rules, _others(layout)]
+    return [*rules, (_ALL, layout)]
 
 
 def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
@@ -248,10 +249,6 @@ def _one_by_one(weights: HfConfig, inputs: HfConfig | None, form: str) -> EightB
         quantizes_input=inputs is not None,
         has_input_scale=is_static,
     )
-
-
-def _others(layout: Layout) -> Rule:
-    return re.compile(""), layout
 
 
 def _pattern(expression: str, hf: HfConfig, key: str) -> re.Pattern[str]:

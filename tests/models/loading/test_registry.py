@@ -157,7 +157,12 @@ UNSUPPORTED, WRONG = UnsupportedError, CheckpointError
         ),
         ("llama", {"architectures": ["GPT2LMHeadModel"]}, UNSUPPORTED, r"\['GPT2LMHeadModel'\], .*LlamaForCausalLM, "),
         ("llama", {"architectures": ["Gemma3ForConditionalGeneration"]}, UNSUPPORTED, "Gemma3ForConditionalGeneration"),
-        ("llama", {"hidden_act": "relu"}, UNSUPPORTED, "activation 'relu', known are silu, swish, gelu"),
+        (
+            "llama",
+            {"hidden_act": "relu"},
+            UNSUPPORTED,
+            "hidden_act = 'relu' is not supported, known are silu, swish, ",
+        ),
         ("llama", {"quantization_config": {"bits": 4}}, WRONG, "quant_method is missing"),
         ("llama", {"quantization_config": {"quant_method": "aqlm"}}, UNSUPPORTED, "quant_method = 'aqlm' is not supp"),
         ("llama", {"dtype": "float8_e4m3fn"}, UNSUPPORTED, "dtype 'float8_e4m3fn', known are float32, float16, bfl"),
