@@ -282,8 +282,6 @@ def family(
     """A Llama but for `fields` of `decoder_config`, by its config.json, and for names of weights."""
 
     class Family(Llama):
-        __doc__ = fields.__doc__
-
         @classmethod
         def read_config(cls, hf: HfConfig) -> DecoderConfig:
             return decoder_config(hf, **fields(hf))
