@@ -12,7 +12,6 @@ import torch
 from paged import LlmExecutor
 from paged.executors.command_line.cli import RECALL
 from paged.models import registry
-from paged.models.layers.config import DecoderConfig
 
 Inspect = Callable[..., dict[str, Any]]
 PARAMETERS = 178_432  # of the bundled checkpoint
@@ -36,7 +35,7 @@ def test_a_checkpoint_is_described_as_it_loads(inspect: Inspect, monkeypatch: py
     # As many blocks as the loader takes on a GPU with so much memory left.
     free = 20_000_000 - found["weight_bytes"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 20_000_000))
-    config: DecoderConfig = registry.Qwen3Moe.read_config(registry.HfConfig.read(RECALL))
+    _, config = registry.read_model_config(RECALL)
     cache = registry.cache_config(config, block_size=16)
     num_blocks = registry._num_blocks(cache, torch.bfloat16, torch.device("cuda"), 1024)
     assert found["kv_tokens"] == num_blocks * 16 > 1000
@@ -105,7 +104,7 @@ def test_what_each_of_several_ranks_holds(inspect: Inspect) -> None:
     assert 2 * two["kv_bytes_per_token"] == found["kv_bytes_per_token"]
     assert four["kv_bytes_per_token"] == two["kv_bytes_per_token"]  # of one KV head
     assert two["kv_tokens"] > 2 * found["kv_tokens"]
-    config: DecoderConfig = registry.Qwen3Moe.read_config(registry.HfConfig.read(RECALL))
+    _, config = registry.read_model_config(RECALL)
     logits = -(-config.vocab_size // 2)
     assert two["sent_bytes"] == (1 + 2 * config.num_layers) * config.hidden_size * 2 + logits * 2
     assert "num_attention_heads 4" in eight["reason"]
