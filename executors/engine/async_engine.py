@@ -14,7 +14,6 @@ from paged.executors.engine.engine import Engine
 from paged.executors.engine.metrics import EngineStatus, prometheus_text
 from paged.executors.isolation import describe, for_future
 from paged.executors.requests.output import Mark, RequestOutput
-from paged.executors.requests.output_stream import OutputStream
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.seq_id import SeqId
 
@@ -24,6 +23,37 @@ R = TypeVar("R")
 
 class EngineStoppedError(PagedError):
     """The engine was shut down, or a step of it failed, before the request was done."""
+
+
+class _Stream:
+    """Holds what the reader of a request has not taken yet: its newest state, and an error after that."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        self.output = output
+        self._newest: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Replace the newest state."""
+        self._newest = output
+        self._has_news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise this error after the newest state."""
+        self._error = error
+        self._has_news.set()
+
+    async def newest(self) -> RequestOutput:
+        """The newest state, once there is one that was not taken; else the error."""
+        await self._has_news.wait()
+        newest, self._newest = self._newest, None
+        if newest is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._has_news.clear()
+        return newest
 
 
 class AsyncEngine:
@@ -38,7 +68,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
-        self._streams: dict[RequestOutput, OutputStream] = {}
+        self._streams: dict[RequestOutput, _Stream] = {}
         self._steps: asyncio.Task[None] | None = None
         self._may_run = asyncio.Event()
         self._may_run.set()
@@ -166,16 +196,16 @@ class AsyncEngine:
 
     async def _open(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None, options: Mapping[str, Any]
-    ) -> OutputStream:
+    ) -> _Stream:
         """Add a request; one whose caller is cancelled meanwhile leaves nothing behind."""
 
-        def add() -> OutputStream:  # before the next step, whose output may be the last
+        def add() -> _Stream:  # before the next step, whose output may be the last
             self._check_accepting()
-            stream = OutputStream(self.engine.add_request(prompt_token_ids, params, **options))
+            stream = _Stream(self.engine.add_request(prompt_token_ids, params, **options))
             self._streams[stream.output] = stream
             return stream
 
-        def leave(added: Future[OutputStream]) -> None:
+        def leave(added: Future[_Stream]) -> None:
             if not added.cancelled() and added.exception() is None:
                 output = added.result().output
                 del self._streams[output]
@@ -218,9 +248,9 @@ class AsyncEngine:
         for output in list(self._streams):
             self.engine.discard(output)
 
-    def _step(self) -> list[tuple[OutputStream, RequestOutput | BaseException]]:
+    def _step(self) -> list[tuple[_Stream, RequestOutput | BaseException]]:
         """Run a step; the streams with news, and their newest state or why it cannot be had, which ends them alone."""
-        changed: list[tuple[OutputStream, RequestOutput | BaseException]] = []
+        changed: list[tuple[_Stream, RequestOutput | BaseException]] = []
         for output in self.engine.step():
             if (stream := self._streams.get(output)) is None:
                 continue
@@ -232,19 +262,16 @@ class AsyncEngine:
         return changed
 
     async def _run_steps(self) -> None:
-        try:
-            while self.engine.num_unfinished:
-                while not self._may_run.is_set():  # may be cleared again before this task has its turn
-                    await self._may_run.wait()
-                for stream, news in await self._call(self._step):
-                    if isinstance(news, RequestOutput):
-                        stream.put(news)
-                    else:
-                        self._fail_streams(news, [stream])
-        except Exception as error:
-            self._fail_streams(error, list(self._streams.values()))
+        while self.engine.num_unfinished:
+            while not self._may_run.is_set():  # may be cleared again before this task has its turn
+                await self._may_run.wait()
+            for stream, news in await self._call(self._step):
+                if isinstance(news, RequestOutput):
+                    stream.put(news)
+                else:
+                    self._fail_streams(news, [stream])
 
-    def _fail_streams(self, error: BaseException, streams: Sequence[OutputStream]) -> None:
+    def _fail_streams(self, error: BaseException, streams: Sequence[_Stream]) -> None:
         for stream in streams:
             stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
             stopped.__cause__ = error
@@ -253,13 +280,14 @@ class AsyncEngine:
     def _start_steps(self) -> asyncio.Task[None]:
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._run_steps())
-            self._steps.add_done_callback(self._note_cancelled)
+            self._steps.add_done_callback(self._note_failure)
         return self._steps
 
-    def _note_cancelled(self, steps: asyncio.Task[None]) -> None:
-        """Fail what is open where the task that runs steps was cancelled, as the end of an event loop does."""
-        if steps.cancelled():
-            error = asyncio.CancelledError("the task that runs steps was cancelled")
+    def _note_failure(self, steps: asyncio.Task[None]) -> None:
+        """Fail what is open where the task that runs steps raised, or was cancelled, as at the end of an event loop."""
+        cancelled = asyncio.CancelledError("the task that runs steps was cancelled")
+        error = cancelled if steps.cancelled() else steps.exception()
+        if error is not None:
             self._fail_streams(error, list(self._streams.values()))
 
     async def _steps_end(self) -> None:

@@ -11,7 +11,7 @@ from paged.executors.requests.request import Completion
 
 
 class BlockSpace:
-    """A `CacheSpace` of sequences in a `PagedKvCacheManager`: shared prefixes, forks, swap.
+    """The cache of sequences in a `PagedKvCacheManager`, for the scheduler: shared prefixes, forks, swap.
 
     admission_tokens: see `EngineConfig`.
     """
@@ -23,9 +23,11 @@ class BlockSpace:
         self._growth = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
+        """Count what those that run may take, once for all that are admitted beside them."""
         self._growth = sum(map(self._growth_of, running))
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
+        """Give a waiting completion what it takes to run; False where there is not as much. Alone it need not grow."""
         was_swapped = completion.is_swapped
         if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
             return False
@@ -43,10 +45,12 @@ class BlockSpace:
         return True
 
     def release(self, completion: Completion) -> None:
+        """Take back what a completion holds, if anything, through the executor, which may know more of it."""
         if completion.handle is not None:
             self._executor.release_cache(completion.seq_id)
 
     def swap_out(self, completion: Completion) -> bool:
+        """Move what it holds alone to host memory; False where that has not as much, or is not known."""
         assert completion.handle is not None
         try:
             self._manager.swap_out(completion.handle)
@@ -73,17 +77,15 @@ class BlockSpace:
 
     def _growth_of(self, completion: Completion) -> int:
         """Blocks that it lacks for as many tokens as it may have by the admission policy."""
-        assert completion.handle is not None
-        if self._admission_tokens is None:
-            target = completion.longest
-        else:
-            target = min(completion.num_tokens + self._admission_tokens, completion.longest)
-        handle = completion.handle
+        handle, target = completion.handle, completion.longest
+        assert handle is not None
+        if self._admission_tokens is not None:
+            target = min(completion.num_tokens + self._admission_tokens, target)
         return self._manager.config.blocks_to_grow(handle.num_tokens, handle.capacity, target)
 
 
 class TokenSpace:
-    """A `CacheSpace` of sequences that an executor keeps its own way: each counts at its longest: none must stop."""
+    """The same for sequences that an executor keeps its own way: each counts at its longest, as none must stop."""
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor

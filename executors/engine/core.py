@@ -10,15 +10,12 @@ from time import perf_counter
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.executors.engine.async_scheduling import AsyncScheduling
-from paged.executors.engine.batch_runner import HandleRunner, UnifiedRunner, WrongResultsError
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.lifecycle import RequestLifecycle
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Plan
-from paged.executors.engine.step_pacer import StepPacer
-from paged.executors.engine.step_runner import StepResults, StepRunner
+from paged.executors.engine.step_runner import StepResults, StepRunner, WrongResultsError
 from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
@@ -27,6 +24,8 @@ from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampled, Sampler
 from paged.executors.speculation.drafting import aligned_drafts, draft
 from paged.executors.speculation.proposer import Proposer
+from paged.executors.unified_executor import UnifiedExecutor
+from paged.forward_step import PreparedStep
 
 _LOG = logging.getLogger("paged")
 
@@ -47,22 +46,18 @@ class EngineCore:
             space = BlockSpace(executor, manager, config.admission_tokens)
         self._lifecycle = RequestLifecycle(executor, config, space, self.metrics, decode_cost=decode_cost)
         self._scheduler = self._lifecycle.scheduler
+        self._runner = StepRunner(executor, self._make_room, self._lifecycle.fail, space.release, self.metrics)
         is_unified = executor.supports_native_unified_decode()
-        self._runner = StepRunner(
-            UnifiedRunner(executor) if is_unified else HandleRunner(executor),
-            self._make_room,
-            self._lifecycle.fail,
-            space.release if manager is None else None,
-            self.metrics,
-        )
-        self._vocab_size = info.vocab_size
         self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
+        self._vocab_size = info.vocab_size
         self._sampler = Sampler(info.vocab_size, info.device)
-        self._ahead = AsyncScheduling(executor, config, self._scheduler, self.metrics, has_drafts=proposer is not None)
-        self._lifecycle.on_finish += [self._ahead.leave, self._sampler.forget]
+        is_ahead = info.device.type == "cuda" if config.prepare_ahead is None else config.prepare_ahead
+        self._prepares = is_ahead and manager is not None and proposer is None
+        self._prepared: PreparedStep | None = None
+        self._prepared_for: list[Completion] = []
+        self._lifecycle.on_finish += [self._leave_prepared, self._sampler.forget]
         if proposer is not None:
             self._lifecycle.on_finish.append(proposer.forget)
-        self._pacer = None if config.decode_stretch is None else StepPacer(config.decode_stretch)
         self._is_stepping = False
         self._aborted: list[Request] = []
 
@@ -93,7 +88,7 @@ class EngineCore:
             self._is_stepping = False
             while self._aborted:
                 lifecycle.end(self._aborted.pop(), "abort")
-        return list(lifecycle.changed.values())
+        return list(lifecycle.changed)
 
     def _abort(self, request: Request) -> None:
         """End a request now or, within a step that may be at work on it, after that: a stream that is collected as
@@ -107,22 +102,21 @@ class EngineCore:
     def _step(self) -> None:
         started = perf_counter()
         self._lifecycle.expire(started)
-        limit = None if self._pacer is None else self._pacer.max_prefill_tokens
-        plan = self._scheduler.plan(max_prefill_tokens=limit)
+        plan = self._scheduler.plan()
         if plan.decodes or plan.chunks:
             self._lifecycle.begin(plan.chunks)
             drafts = draft(self._proposer, plan.decodes, self._vocab_size)
             self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
-            completions = [*plan.decodes, *plan.chunks]
+            completions, num_prefill_tokens = [*plan.decodes, *plan.chunks], _num_rows(plan.chunks)
             if self._prefers_tokens and drafts is None:
                 self._ask_for_tokens(completions)
             ran = self._runner.run(completions)
-            self._ahead.end()
+            self._end_prepared()
             self._take(plan, ran, drafts)
             seconds = perf_counter() - started
             self.metrics.step_time.observe(seconds)
-            if self._pacer is not None and plan.decodes:
-                self._pacer.observe(seconds, plan.num_prefill_tokens)
+            if self._scheduler.pacer is not None and plan.decodes:
+                self._scheduler.pacer.observe(seconds, num_prefill_tokens)
         elif self._scheduler.waiting and self._scheduler.preempt() is None:
             first = self._scheduler.waiting[0]
             self._lifecycle.fail(first, "the cache has no room for it, and no request here holds any")
@@ -147,7 +141,7 @@ class EngineCore:
         self.metrics.prefill_tokens += prefill_tokens
         self.metrics.decode_tokens += num_rows - prefill_tokens
         if ran.completions:
-            self._sample(ran, plan, drafts, self._ahead.prepare)
+            self._sample(ran, plan, drafts, self._prepare_next)
 
     def _sample(
         self, ran: StepResults, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None
@@ -176,14 +170,40 @@ class EngineCore:
             for part in (slice(middle), slice(middle, None)):
                 self._sample(StepResults(completions[part], ran.rows[part]), plan, drafts, None)
             return
-        is_first, has_drafts = bool(plan.chunks), drafts is not None
-        self._lifecycle.advance(completions, sampled, may_be_first=is_first, drafted=has_drafts)
+        self._lifecycle.advance(completions, sampled, may_be_first=bool(plan.chunks), drafted=drafts is not None)
 
     def _logits(self, ran: StepResults, num_rows: int) -> torch.Tensor:
         logits = row_matrix([row for row in ran.rows if row is not None])
         if logits.shape != (num_rows, self._vocab_size):
             raise WrongResultsError(f"logits {tuple(logits.shape)}, expected {(num_rows, self._vocab_size)}")
         return logits.float()
+
+    def _prepare_next(self) -> None:
+        """Asynchronous scheduling: prepare the next step of decodes while the device runs this one, before its tokens
+        are known, if no request comes or ends early; an error is logged alone.
+
+        It takes blocks for sequences that run anyway, so none is preempted for it; where there are none, nothing is
+        prepared.
+        """
+        executor = self.executor
+        if self._prepares and isinstance(executor, UnifiedExecutor):
+            self._prepared_for = self._scheduler.predict()
+            handles = [completion.handle for completion in self._prepared_for if completion.handle is not None]
+            warn = partial(_LOG.warning, "the next step was not prepared: %s")
+            self._prepared = attempt(warn, executor.prepare_step, handles) if handles else None
+
+    def _leave_prepared(self, completion: Completion) -> None:
+        """Cancel the prepared step if the completion, which has ended, is in it."""
+        if self._prepared is not None and completion in self._prepared_for:
+            self._end_prepared()
+
+    def _end_prepared(self) -> None:
+        """Let go of what was prepared: a step has run, which used it if it was that one, or can never be that one."""
+        if self._prepared is not None:
+            prepared, self._prepared = self._prepared, None
+            prepared.cancel()
+            self.metrics.prepared_steps += prepared.is_used
+            self.metrics.dropped_steps += not prepared.is_used
 
     def _end_chunks(self, ran: StepResults) -> StepResults:
         """What has logits, completions that start at the end of another's prompt included."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from time import perf_counter
 
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
@@ -13,7 +15,6 @@ from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.engine.scheduler import Scheduler
 from paged.executors.isolation import attempt, quietly
 from paged.executors.model_executor import ModelExecutor
-from paged.executors.requests.deadlines import Deadlines
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
 from paged.executors.sampling.sampler import Sampled
@@ -38,19 +39,20 @@ class RequestLifecycle:
         decode_cost: int,
     ) -> None:
         self.requests: dict[SeqId, Request] = {}
-        self.changed: dict[SeqId, RequestOutput] = {}
+        self.changed: dict[RequestOutput, None] = {}
         self.scheduler = Scheduler(config, space, self.fail, decode_cost=decode_cost)
         self.on_finish: list[Callable[[Completion], object]] = []
         self.metrics = metrics
         self._executor = executor
         self._blocks = space if isinstance(space, BlockSpace) else None
-        self._deadlines = Deadlines()
+        self._timed: list[Request] = []  # those that have to end at some time, the earliest first
         self._sampled = 0.0
 
     def add(self, request: Request) -> None:
         """Queue the completions of a request: where the cache can fork, the first one, whose prompt serves them all."""
         self.requests[request.request_id] = request
-        self._deadlines.add(request)
+        if request.deadline < inf:
+            insort(self._timed, request, key=_deadline)
         request.num_begun = len(request.completions) if self._blocks is None else 1
         for completion in request.completions[: request.num_begun]:
             self.scheduler.add(completion)
@@ -58,7 +60,8 @@ class RequestLifecycle:
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed at `now`, seconds of `perf_counter`."""
-        for request in self._deadlines.passed(now):
+        while self._timed and self._timed[0].deadline <= now:
+            request = self._timed.pop(0)
             self.end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
 
     def begin(self, completions: Iterable[Completion]) -> None:
@@ -96,7 +99,7 @@ class RequestLifecycle:
                 if request.first_token is None:
                     request.first_token = self._sampled
                     quietly(self._measure_first_token, request)
-        self.changed.update([completion.reported for completion in completions])
+        self.changed.update(dict.fromkeys([completion.request_output for completion in completions]))
         if not drafted and sampled.logprobs is None:
             pairs = zip(completions, sampled.token_ids, strict=True)
             for completion in [completion for completion, (token,) in pairs if completion.advance(token)]:
@@ -132,11 +135,14 @@ class RequestLifecycle:
         self.scheduler.remove(completion)
         if request.first_token is not None and completion.token_ids:
             request.generating_s += self._sampled - request.first_token
-        self.changed[request.request_id] = output
+        self.changed[output] = None
         request.num_left -= 1
         output.finished = request.num_left == 0
         if output.finished:
             self.requests.pop(request.request_id, None)
+            index = bisect_left(self._timed, _deadline(request), key=_deadline)
+            if self._timed[index : index + 1] == [request]:
+                del self._timed[index]
             self.metrics.finished[reason] += 1
             quietly(self._measure_mean_token, request)
 
@@ -179,6 +185,11 @@ class RequestLifecycle:
             mean = request.generating_s / between
             _measure(request, mean_token_s=mean)
             self.metrics.time_per_output_token.observe(mean)
+
+
+def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
+    """Unlike that of any other request, whose arrival is in its rank."""
+    return request.deadline, request.rank
 
 
 def _measure(request: Request, **seconds: float) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from paged.errors import UnsupportedError
@@ -93,49 +95,38 @@ def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
         UnsupportedError: the package prometheus-client is not installed.
     """
     try:
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
     except ImportError as error:
         raise UnsupportedError("a Prometheus page needs prometheus-client: pip install 'paged[metrics]'") from error
-    registry = CollectorRegistry()
-    registry.register(_Collector(metrics, status))  # type: ignore[arg-type]
-    return generate_latest(registry).decode()
+    page: bytes = generate_latest(SimpleNamespace(collect=lambda: _families(metrics, status)))  # type: ignore[arg-type]
+    return page.decode()
 
 
-class _Collector:
-    def __init__(self, metrics: EngineMetrics, status: EngineStatus) -> None:
-        self._metrics = metrics
-        self._status = status
+def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    def collect(self) -> list[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        families: list[Metric] = []
-        for name, value in vars(self._metrics).items():
-            text = name.replace("_", " ")
-            if isinstance(value, Histogram):
-                bounds = [*map(str, value.bounds), "+Inf"]
-                running = [sum(value.counts[: index + 1]) for index in range(len(value.counts))]
-                histogram = HistogramMetricFamily(f"paged_{name}_seconds", f"{text} in seconds")
-                histogram.add_metric([], list(zip(bounds, running, strict=True)), value.total)
-                families.append(histogram)
-            elif isinstance(value, Counter):
-                counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
-                for kind, count in value.items():
-                    counter.add_metric([kind], count)
-                families.append(counter)
-            else:
-                families.append(CounterMetricFamily(f"paged_{name}", text, value=value))
-        lora = self._status.lora or {}
-        gauges = vars(self._status) | {f"lora_{name}": value for name, value in lora.items()}
-        for name, gauge in gauges.items():
-            if isinstance(gauge, int | float):
-                families.append(GaugeMetricFamily(f"paged_{name}", name.replace("_", " "), value=gauge))
-        adapters = lora.get("adapters", {})
-        for name in dict.fromkeys(name for figures in adapters.values() for name in figures):
-            # A count that only grows, as long as the adapter is loaded.
-            kind = CounterMetricFamily if name == "tokens" else GaugeMetricFamily
-            family = kind(f"paged_lora_adapter_{name}", f"adapter {name}", labels=["adapter"])
-            for adapter, figures in adapters.items():
-                family.add_metric([adapter], figures[name])
-            families.append(family)
-        return families
+    for name, value in vars(metrics).items():
+        text = name.replace("_", " ")
+        if isinstance(value, Histogram):
+            buckets = list(zip([*map(str, value.bounds), "+Inf"], accumulate(value.counts), strict=True))
+            yield HistogramMetricFamily(f"paged_{name}_seconds", f"{text} in seconds", buckets, value.total)
+        elif isinstance(value, Counter):
+            counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
+            for kind, count in value.items():
+                counter.add_metric([kind], count)
+            yield counter
+        else:
+            yield CounterMetricFamily(f"paged_{name}", text, value=value)
+    lora = status.lora or {}
+    gauges = vars(status) | {f"lora_{name}": value for name, value in lora.items()}
+    for name, gauge in gauges.items():
+        if isinstance(gauge, int | float):
+            yield GaugeMetricFamily(f"paged_{name}", name.replace("_", " "), value=gauge)
+    adapters = lora.get("adapters", {})
+    for name in dict.fromkeys(name for figures in adapters.values() for name in figures):
+        # A count that only grows, as long as the adapter is loaded.
+        kind = CounterMetricFamily if name == "tokens" else GaugeMetricFamily
+        family = kind(f"paged_lora_adapter_{name}", f"adapter {name}", labels=["adapter"])
+        for adapter, figures in adapters.items():
+            family.add_metric([adapter], figures[name])
+        yield family

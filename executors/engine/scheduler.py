@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.isolation import attempt, quietly
 from paged.executors.requests.request import Completion, State
 
 _LOG = logging.getLogger("paged")
 _RANK = attrgetter("rank")
-
-
-class CacheSpace(Protocol):
-    """The scheduler's view of the KV cache."""
-
-    def begin(self, running: Sequence[Completion]) -> None:
-        """Count what those that run may take, once for all that are admitted beside them."""
-
-    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Give a waiting completion what it takes to run; False where there is not as much. Alone it need not grow."""
-
-    def release(self, completion: Completion) -> None:
-        """Take back what a completion holds, if anything, through the executor, which may know more of it."""
-
-    def swap_out(self, completion: Completion) -> bool:
-        """Move what it holds alone to host memory; False where that has not as much, or is not known."""
+# Weight of the newest measurement: the costs drift with the lengths of the sequences.
+_NEWEST = 0.3
+# Of the time that a step may take, how much is planned with: a measured cost is that of the chunk before, and beside
+# other work on its machine a step takes up to a half longer than foreseen.
+_MARGIN = 0.8
+# So that a prompt gets through, whatever a token of it costs.
+_SMALLEST_CHUNK = 8
 
 
 class Plan(NamedTuple):
-    """The completions of a step, whose items are set; `num_prefill_tokens` rows are of chunks."""
+    """The completions of a step, whose items are set."""
 
     decodes: list[Completion]
     chunks: list[Completion]
-    num_prefill_tokens: int
 
 
 class Scheduler:
@@ -55,7 +46,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        space: CacheSpace,
+        space: BlockSpace | TokenSpace,
         fail: Callable[[Completion, str], None],
         *,
         decode_cost: int = 1,
@@ -63,12 +54,12 @@ class Scheduler:
         self.waiting: list[Completion] = []
         self.prefilling: list[Completion] = []
         self.decoding: list[Completion] = []
+        self.pacer = None if config.decode_stretch is None else StepPacer(config.decode_stretch)
         self._config = config
         self._space = space
         self._fail = fail
         self._decode_cost = decode_cost
         self._is_full = self._has_begun = False
-        self._swapped: set[Completion] = set()
 
     @property
     def num_running(self) -> int:
@@ -78,7 +69,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Completions of the queue whose K/V are in host memory."""
-        return len(self._swapped)
+        return sum(completion.is_swapped for completion in self.waiting)
 
     def add(self, completion: Completion) -> None:
         """Queue a completion."""
@@ -90,8 +81,8 @@ class Scheduler:
         completion.state = State.DECODE
         self.decoding.append(completion)
 
-    def plan(self, *, max_prefill_tokens: int | None = None) -> Plan:
-        """Plan the next step, and admit what fits. `max_prefill_tokens` bounds the chunks where something decodes."""
+    def plan(self) -> Plan:
+        """Plan the next step, and admit what fits."""
         config, cost = self._config, self._decode_cost
         fitting = max(config.token_budget // cost, 1)
         if len(self.decoding) > fitting:  # in turns
@@ -100,8 +91,8 @@ class Scheduler:
         else:
             decodes = self.decoding.copy()
         left = max(config.token_budget - len(decodes) * cost, 0 if decodes else 1)
-        if decodes and max_prefill_tokens is not None:
-            left = min(left, max_prefill_tokens)
+        if decodes and self.pacer is not None:
+            left = min(left, self.pacer.max_prefill_tokens)
         self._has_begun = False
         chunks: list[Completion] = []
         index = 0
@@ -116,7 +107,7 @@ class Scheduler:
             chunks.append(completion)
             left -= count
             index += 1
-        return Plan(decodes, chunks, sum(len(completion.item.q_tokens) for completion in chunks))
+        return Plan(decodes, chunks)
 
     def predict(self) -> list[Completion]:
         """The completions that decode in the next step, if all that run get a token and only those end that reach their
@@ -149,7 +140,7 @@ class Scheduler:
         """
         running = self.prefilling + self.decoding
         victims = [completion for completion in running if completion not in spared] if len(running) > 1 else []
-        victims = victims or list(self._swapped)
+        victims = victims or [completion for completion in self.waiting if completion.is_swapped]
         if not victims:
             return None
         victim = max(victims, key=_RANK)
@@ -159,9 +150,7 @@ class Scheduler:
         if self._config.preemption == "swap" and not was_swapped:
             warn = partial(_LOG.warning, "%r was not swapped out: %s", victim)
             victim.is_swapped = bool(attempt(warn, self._space.swap_out, victim))
-        if victim.is_swapped:
-            self._swapped.add(victim)
-        else:
+        if not victim.is_swapped:
             quietly(self._space.release, victim)
             victim.requeue()
         self.add(victim)
@@ -201,7 +190,6 @@ class Scheduler:
 
     def _leave(self, completion: Completion) -> None:
         """Take it out of the list that it stands in, if any."""
-        self._swapped.discard(completion)
         if completion.state is State.WAITING:  # by its rank: a queue may hold 40,000
             index = bisect_left(self.waiting, completion.rank, key=_RANK)
             if self.waiting[index : index + 1] == [completion]:
@@ -210,3 +198,41 @@ class Scheduler:
             running = self.prefilling if completion.state is State.PREFILL else self.decoding
             with suppress(ValueError):  # after an error that came while it was on its way there it is in none
                 running.remove(completion)
+
+
+class StepPacer:
+    """Learns from step times what a step without prompts takes, and what a prompt token adds.
+
+    stretch: a step takes at most this many times as long as one without prompt tokens, unless 8 of them take longer.
+    """
+
+    def __init__(self, stretch: float) -> None:
+        self._stretch = stretch
+        self._steady: float | None = None
+        self._per_token: float | None = None
+        self._largest = _SMALLEST_CHUNK
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """How many prompt tokens the next step may take; at most twice the largest one that was measured."""
+        if self._steady is None:
+            return 0  # one step of decodes tells
+        if self._per_token is None:
+            return _SMALLEST_CHUNK
+        spare = (self._stretch * _MARGIN - 1) * self._steady
+        return max(_SMALLEST_CHUNK, min(int(spare / self._per_token), 2 * self._largest))
+
+    def observe(self, seconds: float, num_prefill_tokens: int) -> None:
+        """A step with decodes took `seconds`."""
+        if num_prefill_tokens == 0:
+            self._steady = _blend(self._steady, seconds)
+        elif self._steady is not None:
+            cost = max(seconds - self._steady, 0.01 * self._steady) / num_prefill_tokens
+            # A cost that rises counts at once, one that falls slowly: the limit is for every step, not for the mean.
+            is_higher = self._per_token is None or cost > self._per_token
+            self._per_token = cost if is_higher else _blend(self._per_token, cost)
+            self._largest = max(self._largest, num_prefill_tokens)
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else old + _NEWEST * (new - old)

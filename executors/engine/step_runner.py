@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from paged.errors import OutOfBlocksError, RankFailedError
-from paged.executors.engine.batch_runner import BatchRunner, WrongResultsError
+from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, VerifyLogits
+from paged.errors import OutOfBlocksError, PagedError, RankFailedError
 from paged.executors.engine.metrics import EngineMetrics
 from paged.executors.isolation import describe, quietly, raise_exit
-from paged.executors.model_executor import ExecutorShutDownError
+from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.requests.request import Completion, State
+from paged.executors.row_batches import results_mismatch
 
-_RUNNING = (State.PREFILL, State.DECODE)
+
+class WrongResultsError(PagedError):
+    """An executor gave results that do not fit what it was given."""
 
 
 class StepResults(NamedTuple):
@@ -27,28 +30,32 @@ class StepResults(NamedTuple):
 class StepRunner:
     """Runs completions so that one that fails takes no other with it.
 
+    Those of a step are one `unified_decode`. An executor without that gets one `batch_decode` for all decodes, one
+    `prefill` a chunk, one `forward_verify` a sequence with drafts; its handles are kept with the completions.
+
     After a call that raised its items run again in halves, until the one that cannot run is alone and fails; an error
     that does not come again ends none. Results that do not fit the items say nothing about the caches: all of that
     call fail.
 
     make_room: free blocks by taking them from completions other than those given; False if there are none.
     fail: end a completion for a reason.
-    give_up: release what a completion holds; None where a call that raised leaves every cache as it was. An executor
-        without a cache manager may have run some of the items: they begin again with all of their tokens.
+    release: what a completion holds. An executor without a cache manager may have run some of the items of a call that
+        raised: they begin again with all of their tokens.
     """
 
     def __init__(
         self,
-        runner: BatchRunner,
+        executor: ModelExecutor,
         make_room: Callable[[Collection[Completion]], bool],
         fail: Callable[[Completion, str], None],
-        give_up: Callable[[Completion], None] | None,
+        release: Callable[[Completion], None],
         metrics: EngineMetrics,
     ) -> None:
-        self._runner = runner
+        self._executor = executor
+        self._is_unified = executor.supports_native_unified_decode()
         self._make_room = make_room
         self._fail = fail
-        self._give_up = give_up
+        self._release = release
         self._metrics = metrics
 
     def run(self, completions: Sequence[Completion]) -> StepResults:
@@ -58,14 +65,24 @@ class StepRunner:
             ExecutorShutDownError, RankFailedError: nothing can run any more.
         """
         ran = StepResults([], [])
-        for group in self._runner.groups(completions):
-            self._run(group, ran)
+        self._run(completions, ran)
         return ran
 
-    def _run(self, group: list[Completion], ran: StepResults) -> None:
-        while group := [completion for completion in group if completion.state in _RUNNING]:
+    def _run(self, completions: Sequence[Completion], ran: StepResults) -> None:
+        if self._is_unified:
+            self._run_call(completions, ran)
+            return
+        decodes = [completion for completion in completions if _is_decode(completion)]
+        others = [completion for completion in completions if not _is_decode(completion)]
+        self._run_call(decodes, ran)
+        for completion in others:
+            self._run_call([completion], ran)
+
+    def _run_call(self, group: Sequence[Completion], ran: StepResults) -> None:
+        """Run what is one call, and on an error its halves."""
+        while group := [one for one in group if one.state in (State.PREFILL, State.DECODE)]:
             try:
-                rows = self._runner.run(group)
+                rows = self._forward(group)
             except OutOfBlocksError as error:
                 self._start_over(group)
                 if not self._make_room(ran.completions):
@@ -83,23 +100,57 @@ class StepRunner:
                     self._fail_all(group, error)
                     return
                 middle = len(group) // 2
-                for half in (group[:middle], group[middle:]):
-                    for part in self._runner.groups(half):
-                        self._run(part, ran)
+                self._run(group[:middle], ran)
+                self._run(group[middle:], ran)
                 return
             else:
                 ran.completions.extend(group)
                 ran.rows.extend(rows)
                 return
 
+    def _forward(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
+        """One call; an entry an item: None if not final, else logits [V], or [rows, V] for VerifyLogits."""
+        if self._is_unified:
+            items = [completion.item for completion in group]
+            rows = self._executor.unified_decode(UnifiedBatch(items))
+            if (mismatch := results_mismatch(items, rows)) is not None:
+                raise WrongResultsError(mismatch)
+            return rows
+        first = group[0]
+        if _is_decode(first):
+            outputs = self._executor.batch_decode([_decode_input(one, one.item.q_tokens[0]) for one in group])
+            if len(outputs) != len(group):
+                raise WrongResultsError(f"batch_decode gave {len(outputs)} results for {len(group)} sequences")
+            for completion, output in zip(group, outputs, strict=True):
+                completion.handle = output.kv_cache  # type: ignore[assignment]
+            return [output.logits[0] for output in outputs]
+        item = first.item
+        if isinstance(item.logits_policy, VerifyLogits):
+            verified = self._executor.forward_verify([_decode_input(first, token) for token in item.q_tokens])
+            first.handle = verified[-1].kv_cache  # type: ignore[assignment]
+            return [torch.cat([output.logits for output in verified])]
+        caches = None if first.handle is None else [first.handle]
+        prompt = PrefillInput(torch.tensor([item.q_tokens]), kv_caches=caches, metadata=item.metadata)
+        prefilled = self._executor.prefill(prompt)
+        first.handle = prefilled.kv_cache
+        return [prefilled.last_token_logits()[0] if item.is_final_chunk else None]
+
     def _start_over(self, group: Sequence[Completion]) -> None:
-        if self._give_up is None:
-            return
-        for completion in group:
-            if completion.cached:
-                quietly(self._give_up, completion)
-                completion.start_over()
+        if self._executor.kv_manager is None:
+            for completion in group:
+                if completion.cached:
+                    quietly(self._release, completion)
+                    completion.start_over()
 
     def _fail_all(self, group: Sequence[Completion], error: BaseException) -> None:
         for completion in group:
             self._fail(completion, describe(error))
+
+
+def _is_decode(completion: Completion) -> bool:
+    return completion.is_decoding and len(completion.item.q_tokens) == 1
+
+
+def _decode_input(completion: Completion, token: int) -> DecodeInput:
+    assert completion.handle is not None
+    return DecodeInput(torch.tensor([[token]]), completion.handle, metadata=completion.item.metadata)

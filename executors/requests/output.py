@@ -9,18 +9,12 @@ from typing import NamedTuple
 from paged.seq_id import SeqId
 
 
-class Growth:
+class Growth(NamedTuple):
     """What a completion has put out; these lists only grow, so a moment of them is kept by how long they are."""
 
-    def __init__(self, token_ids: list[int], text: str, logprobs: list[dict[int, float]] | None) -> None:
-        self.token_ids = token_ids
-        self.texts = [text] if text else []
-        self.logprobs = logprobs
-
-    @property
-    def mark(self) -> Mark:
-        """How far it has come."""
-        return Mark(len(self.token_ids), len(self.texts))
+    token_ids: list[int]
+    texts: list[str]
+    logprobs: list[dict[int, float]] | None
 
 
 class Mark(NamedTuple):
@@ -53,36 +47,33 @@ class CompletionOutput:
         self.index = index
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
-        self.growth = Growth([] if token_ids is None else token_ids, text, logprobs)
+        self.growth = Growth([] if token_ids is None else token_ids, [text] if text else [], logprobs)
         # The part of it that this is; to None for all that it comes to.
         self.begin = Mark()
         self.end: Mark | None = None
 
     @property
     def token_ids(self) -> list[int]:
-        end = None if self.end is None else self.end.token_ids
-        return self.growth.token_ids[self.begin.token_ids : end]
+        return self.growth.token_ids[self.begin.token_ids : self.mark.token_ids]
 
     @property
     def text(self) -> str:
-        end = None if self.end is None else self.end.texts
-        return "".join(self.growth.texts[self.begin.texts : end])
+        return "".join(self.growth.texts[self.begin.texts : self.mark.texts])
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
-        found, end = self.growth.logprobs, None if self.end is None else self.end.token_ids
-        return None if found is None else found[self.begin.token_ids : end]
+        found = self.growth.logprobs
+        return None if found is None else found[self.begin.token_ids : self.mark.token_ids]
 
     @property
     def mark(self) -> Mark:
         """The end of this part, a `Mark` of all."""
-        return self.growth.mark if self.end is None else self.end
+        return Mark(len(self.growth.token_ids), len(self.growth.texts)) if self.end is None else self.end
 
     def since(self, begin: Mark) -> CompletionOutput:
         """This moment, kept, from `begin` on."""
         moment = CompletionOutput(self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
-        moment.growth, moment.begin = self.growth, begin
-        moment.end = self.mark
+        moment.growth, moment.begin, moment.end = self.growth, begin, self.mark
         return moment
 
     def __repr__(self) -> str:
@@ -126,12 +117,6 @@ class RequestOutput:
 
     def since(self, begins: Sequence[Mark]) -> RequestOutput:
         """This moment, kept, of each completion what came after its mark."""
-        return RequestOutput(
-            self.request_id,
-            self.prompt_token_ids,
-            [one.since(begin) for one, begin in zip(self.outputs, begins, strict=True)],
-            self.finished,
-            self.num_cached_tokens,
-            self.error,
-            self.metrics,
-        )
+        outputs = [one.since(begin) for one, begin in zip(self.outputs, begins, strict=True)]
+        fields = self.finished, self.num_cached_tokens, self.error, self.metrics
+        return RequestOutput(self.request_id, self.prompt_token_ids, outputs, *fields)

@@ -114,7 +114,6 @@ class Completion:
     handle: where the executor's cache manager knows the sequence. item: what runs next. tokens: what has to run before
     the next token can be sampled: the prompt, after a preemption with the output until then. cached: how many tokens
     the cache holds. is_swapped: in host memory. token_ids: the output's.
-    reported: the request's id and output.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -125,7 +124,7 @@ class Completion:
         self.params = request.params
         self.output = request.output.outputs[index]
         self.token_ids = self.output.growth.token_ids
-        self.reported = request.request_id, request.output
+        self.request_output = request.output
         self.state = State.WAITING
         self.handle: KvCacheHandle | None = None
         self.is_swapped = False

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paged import EngineConfig, RequestOutput, SamplingParams
-from paged.executors.engine.scheduler import Plan, Scheduler
-from paged.executors.engine.step_pacer import StepPacer
+from paged.executors.engine.scheduler import Plan, Scheduler, StepPacer
 from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import Completion, Request, State
 
@@ -87,7 +86,6 @@ def test_decodes_first_then_chunks_within_the_budget() -> None:
     steps = []
     for _ in range(6):
         plan = scheduler.plan()
-        assert plan.num_prefill_tokens == sum(len(one.item.q_tokens) for one in plan.chunks)
         steps.append(rows(plan))
         finish_step(scheduler, plan)
     full = [{0: 3, 1: 5}, {0: 1, 1: 6, 2: 1}, {0: 1, 1: 6, 2: 1}]

@@ -21,9 +21,9 @@ from paged import (
     StaleHandleError,
     UnsupportedError,
 )
-from paged.executors.engine.batch_runner import UnifiedRunner
 from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.engine.lifecycle import RequestLifecycle
+from paged.executors.engine.step_runner import StepRunner
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.seq_id import SeqId
@@ -97,8 +97,8 @@ FAULTS = {
     "sampling": Fault(Sampler, ("sample", "verify"), lambda _, logits, completions, *rest: completions, "after"),
     "admission": Fault(BlockSpace, ("_take_blocks", "_growth_of"), lambda _, completion: [completion], "before"),
     "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
-    "forward": Fault(UnifiedRunner, ("run",), lambda _, group: group, "shape"),
-    "logits": Fault(UnifiedRunner, ("run",), lambda _, group: group, "nan"),
+    "forward": Fault(StepRunner, ("_forward",), lambda _, group: group, "shape"),
+    "logits": Fault(StepRunner, ("_forward",), lambda _, group: group, "nan"),
     "metrics": Fault(RequestLifecycle, ("finish",), lambda _, completion, reason: [completion], "metrics"),
 }
 CASES = st.fixed_dictionaries({

@@ -238,7 +238,7 @@ def test_calls_within_a_step(case: dict[str, Any]) -> None:
 
     engine = small_engine(proposer=PromptLookup(2) if case["drafts"] else None)
     outputs = add_neighbours(engine)
-    engine._admission._tokenizer = Caller(act, case["turn"])
+    engine._tokenizer = Caller(act, case["turn"])
     odd = [engine.add_request(PROMPT, GREEDY, request_id=name) for name in ("a", "b")]
     streams = [engine.stream([8, 8], GREEDY)]
     next(streams[0])
@@ -272,7 +272,7 @@ def test_tokenizers_that_give_no_text(decoded: Any, max_tokens: int) -> None:
     engine = small_engine()
     outputs = add_neighbours(engine)
     decode = lambda ids: OddText("o" * len(ids)) if is_text else decoded  # noqa: E731
-    engine._admission._tokenizer = SimpleNamespace(decode=decode)
+    engine._tokenizer = SimpleNamespace(decode=decode)
     odd = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, stop=["x"]))
     check_neighbours(engine, outputs)
     assert odd.outputs[0].text == ("o" * max_tokens if is_text else "")
