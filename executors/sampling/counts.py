@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from paged.executors.requests.request import Completion
-from paged.seq_id import SeqId
 from paged.staging import to_device
 
 # Of a vocabulary of 150,000 they take 48 MB; the 3 GB of 4,096 completions are given back when those have ended.
@@ -27,8 +26,8 @@ class TokenCounts:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._rows: dict[SeqId, int] = {}
-        self._counted: dict[SeqId, int] = {}
+        self._rows: dict[Completion, int] = {}
+        self._counted: dict[Completion, int] = {}
         self._free: list[int] = []
 
     def rows(self, completions: Sequence[Completion]) -> torch.Tensor:
@@ -36,14 +35,12 @@ class TokenCounts:
         output: list[tuple[int, Sequence[int]]] = []
         prompts: list[tuple[int, Sequence[int]]] = []
         for completion in set(completions):
-            row = self._rows.get(completion.seq_id)
-            if row is None:
-                row = self._new_row(completion)
-                prompts.append((row, completion.request.prompt))
-            known = self._counted[completion.seq_id]
-            output.append((row, completion.token_ids[known:]))
-            self._counted[completion.seq_id] = len(completion.token_ids)
-        asked = np.array([self._rows[completion.seq_id] for completion in completions], np.int64)
+            if completion not in self._rows:
+                self._rows[completion], self._counted[completion] = self._new_row(), 0
+                prompts.append((self._rows[completion], completion.request.prompt))
+            output.append((self._rows[completion], completion.token_ids[self._counted[completion] :]))
+            self._counted[completion] = len(completion.token_ids)
+        asked = np.array([self._rows[completion] for completion in completions], np.int64)
         arrays = asked, *_pairs(output), *_pairs(prompts)
         asked_rows, new_rows, new_tokens, prompt_rows, prompt_tokens = to_device(arrays, self.outputs.device)
         ones = torch.ones_like(new_tokens, dtype=torch.int32)
@@ -54,14 +51,13 @@ class TokenCounts:
 
     def forget(self, completion: Completion) -> None:
         """Give the row of a finished completion to another."""
-        row = self._rows.pop(completion.seq_id, None)
-        if row is not None:
-            del self._counted[completion.seq_id]
-            self._free.append(row)
+        if completion in self._rows:
+            self._free.append(self._rows.pop(completion))
+            del self._counted[completion]
             if not self._rows and len(self.outputs) > _FEW_ROWS:
                 self.outputs, self.seen, self._free = self.outputs[:0].clone(), self.seen[:0].clone(), []
 
-    def _new_row(self, completion: Completion) -> int:
+    def _new_row(self) -> int:
         if not self._free:
             have = len(self.outputs)
             more = max(have, 8)
@@ -69,7 +65,6 @@ class TokenCounts:
             self.seen = torch.cat([self.seen, self.seen.new_zeros(more, self.seen.shape[1])])
             self._free = list(range(have, have + more))
         row = self._free.pop()
-        self._rows[completion.seq_id], self._counted[completion.seq_id] = row, 0
         self.outputs[row] = 0
         self.seen[row] = False
         return row

@@ -22,12 +22,15 @@ class Stream(IntEnum):
 
 def hash_seeds(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """What `noise_keys` takes: splitmix64 (Steele et al., 2014) of each, so that near seeds lead far apart."""
-    return _splitmix64(seeds)
+    x = seeds + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def noise_keys(hashed_seeds: NDArray[np.uint64], positions: NDArray[np.int64], stream: Stream) -> NDArray[np.uint64]:
-    """One 64-bit key each, by splitmix64 of `hash_seeds`, position and stream; shapes broadcast."""
-    return _splitmix64(hashed_seeds + positions.astype(np.uint64) * np.uint64(len(Stream)) + np.uint64(stream))
+    """One 64-bit key each, by another hash of `hash_seeds`, position and stream; shapes broadcast."""
+    return hash_seeds(hashed_seeds + positions.astype(np.uint64) * np.uint64(len(Stream)) + np.uint64(stream))
 
 
 def uniform(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -38,10 +41,3 @@ def uniform(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 def split_keys(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Keys as their two 32-bit halves, the lower first, int64 [..., 2]: what `sample_tokens` takes."""
     return keys.astype("<u8", copy=False)[..., None].view("<u4").astype(np.int64)
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -14,18 +14,10 @@ from numpy.typing import NDArray
 from paged.executors.requests.request import Completion
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import hash_seeds
-from paged.executors.sampling.token_rules import TokenRules
 from paged.staging import to_device
 
-
-@dataclass(frozen=True)
-class Filters:
-    """What `sample_tokens` takes, of every row: float32 [n], `top_k` int64 [n]; None where no row asks for it."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor | None = None
-    top_p: torch.Tensor | None = None
-    min_p: torch.Tensor | None = None
+# (row, token) pairs on the device, int64 [m] each.
+Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowDrafts(NamedTuple):
@@ -43,6 +35,9 @@ class SamplingRows:
 
     prompt_lengths, outputs: of each row's completion; outputs are its new tokens, which grow.
     is_drawn: whether any row is drawn by chance.
+    filters: the temperature and those of `sample_tokens`' filters that any row asks for.
+    allowed: the rows that name tokens, each once, and these, as no others stay there.
+    biased: tokens, and what is added to the logits of each, float32 [m].
     penalised, penalties: rows that have any, and of every row repetition, presence and frequency, float32 [n, 3].
     penalised_rows: the former on the device, int64.
     with_minimum: rows whose end tokens may have to wait.
@@ -54,8 +49,9 @@ class SamplingRows:
     outputs: list[list[int]]
     is_drawn: bool
     hashed_seeds: NDArray[np.uint64]
-    rules: TokenRules
-    filters: Filters
+    filters: dict[str, torch.Tensor]
+    allowed: tuple[torch.Tensor, Pairs] | None
+    biased: tuple[Pairs, torch.Tensor] | None
     penalised: list[int]
     penalised_rows: torch.Tensor
     penalties: torch.Tensor
@@ -71,8 +67,7 @@ class SamplingRows:
     @property
     def is_free(self) -> bool:
         """Whether every row takes its logits as they are, but for temperature and filters."""
-        has_rules = self.rules.allowed is not None or self.rules.biased is not None
-        return not (has_rules or self.penalised or self.with_minimum)
+        return self.allowed is None and self.biased is None and not (self.penalised or self.with_minimum)
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
         """Where each row's next token stands, behind drafts where there are some."""
@@ -86,20 +81,15 @@ def sampling_rows(completions: list[Completion], vocab_size: int, device: torch.
     penalised = [row for row, one in enumerate(params) if one.has_penalties]
     allowed = [(row, one.request.allowed_ids) for row, one in enumerate(completions) if one.params.allowed_token_ids]
     biased = [(row, one.request.biases) for row, one in enumerate(completions) if one.params.logit_bias]
-    bias = np.concatenate([values for _, (_, values) in biased]) if biased else None
     return SamplingRows(
         completions=completions,
         prompt_lengths=np.array([len(one.request.prompt) for one in completions], np.int64),
         outputs=[one.token_ids for one in completions],
         is_drawn=not all(one.is_greedy for one in params),
         hashed_seeds=hash_seeds(np.array([one.seed for one in completions], np.uint64)),
-        rules=TokenRules(
-            allowed=row_pairs(allowed, device) if allowed else None,
-            allowed_rows=index_tensor([row for row, _ in allowed], device) if allowed else None,
-            biased=row_pairs([(row, tokens) for row, (tokens, _) in biased], device) if biased else None,
-            bias=None if bias is None else to_device([bias], device)[0],
-        ),
         filters=_filters(params, vocab_size, device),
+        allowed=(index_tensor([row for row, _ in allowed], device), row_pairs(allowed, device)) if allowed else None,
+        biased=_biased(biased, device) if biased else None,
         penalised=penalised,
         penalised_rows=index_tensor(penalised, device),
         penalties=_columns(params, attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty"), device),
@@ -114,7 +104,7 @@ def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device([np.array(values, np.int64)], device)[0]
 
 
-def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> Pairs:
     """Each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
     sizes = [len(tokens) for _, tokens in rows]
     row_indices = np.repeat(np.array([row for row, _ in rows], np.int64), sizes)
@@ -122,15 +112,24 @@ def row_pairs(rows: Sequence[tuple[int, NDArray[np.int64]]], device: torch.devic
     return first, second
 
 
-def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filters:
+def _biased(
+    rows: Sequence[tuple[int, tuple[NDArray[np.int64], NDArray[np.float32]]]], device: torch.device
+) -> tuple[Pairs, torch.Tensor]:
+    (bias,) = to_device([np.concatenate([bias for _, (_, bias) in rows])], device)
+    return row_pairs([(row, tokens) for row, (tokens, _) in rows], device), bias
+
+
+def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     drawn = [one for one in params if not one.is_greedy]
-    limits = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
-    return Filters(
-        temperature=_columns(params, lambda one: 0.0 if one.is_greedy else one.temperature, device),
-        top_k=index_tensor(limits, device) if any(0 < one.top_k < vocab_size for one in drawn) else None,
-        top_p=_columns(params, attrgetter("top_p"), device) if any(one.top_p < 1 for one in drawn) else None,
-        min_p=_columns(params, attrgetter("min_p"), device) if any(one.min_p > 0 for one in drawn) else None,
-    )
+    filters = {"temperature": _columns(params, lambda one: 0.0 if one.is_greedy else one.temperature, device)}
+    if any(0 < one.top_k < vocab_size for one in drawn):
+        limits = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
+        filters["top_k"] = index_tensor(limits, device)
+    if any(one.top_p < 1 for one in drawn):
+        filters["top_p"] = _columns(params, attrgetter("top_p"), device)
+    if any(one.min_p > 0 for one in drawn):
+        filters["min_p"] = _columns(params, attrgetter("min_p"), device)
+    return filters
 
 
 def _columns(
