@@ -41,8 +41,6 @@ def _best_of_chunk_kernel(
     vocab_size,
     num_chunks,
     stride_logits_row,
-    stride_counts_row,
-    stride_seen_row,
     BLOCK_TOKENS: tl.constexpr,
 ):
     """One program finds the largest logit of BLOCK_TOKENS of a row, and of a row without filters the token it draws."""
@@ -50,17 +48,7 @@ def _best_of_chunk_kernel(
     chunk = tl.program_id(1)
     tokens = chunk * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     x = penalised_logits(
-        logits_ptr,
-        table_rows_ptr,
-        counts_ptr,
-        seen_ptr,
-        penalties_ptr,
-        row,
-        tokens,
-        vocab_size,
-        stride_logits_row,
-        stride_counts_row,
-        stride_seen_row,
+        logits_ptr, table_rows_ptr, counts_ptr, seen_ptr, penalties_ptr, row, tokens, vocab_size, stride_logits_row
     )
     temperature = tl.load(temperature_ptr + row)
     is_drawn = temperature > 0
@@ -95,8 +83,6 @@ def _count_bins_kernel(
     num_chunks,
     tokens_per_program,
     stride_logits_row,
-    stride_counts_row,
-    stride_seen_row,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
@@ -119,8 +105,6 @@ def _count_bins_kernel(
                 tokens,
                 vocab_size,
                 stride_logits_row,
-                stride_counts_row,
-                stride_seen_row,
             )
             histogram += tl.histogram(bin_of(scaled(x, largest, temperature)), NUM_BINS, mask=tokens < vocab_size)
         bins = tl.arange(0, NUM_BINS)
@@ -150,8 +134,6 @@ def _collect_kernel(
     vocab_size,
     num_chunks,
     stride_logits_row,
-    stride_counts_row,
-    stride_seen_row,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
@@ -168,17 +150,7 @@ def _collect_kernel(
     if (temperature > 0) & has_filters & (tl.abs(largest) <= LARGEST):
         tokens = chunk * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         x = penalised_logits(
-            logits_ptr,
-            table_rows_ptr,
-            counts_ptr,
-            seen_ptr,
-            penalties_ptr,
-            row,
-            tokens,
-            vocab_size,
-            stride_logits_row,
-            stride_counts_row,
-            stride_seen_row,
+            logits_ptr, table_rows_ptr, counts_ptr, seen_ptr, penalties_ptr, row, tokens, vocab_size, stride_logits_row
         )
         z = scaled(x, largest, temperature)
         kept = z >= minimum

@@ -37,17 +37,7 @@ def gumbel(tokens, keys_ptr, row):
 
 @triton.jit
 def penalised_logits(
-    logits_ptr,
-    table_rows_ptr,
-    counts_ptr,
-    seen_ptr,
-    penalties_ptr,
-    row,
-    tokens,
-    vocab_size,
-    stride_logits_row,
-    stride_counts_row,
-    stride_seen_row,
+    logits_ptr, table_rows_ptr, counts_ptr, seen_ptr, penalties_ptr, row, tokens, vocab_size, stride_logits_row
 ):
     """The row's logits in float32, after penalties; -inf beyond the vocabulary."""
     mask = tokens < vocab_size
@@ -58,9 +48,9 @@ def penalised_logits(
             repetition = tl.load(penalties_ptr + 3 * row)
             presence = tl.load(penalties_ptr + 3 * row + 1)
             frequency = tl.load(penalties_ptr + 3 * row + 2)
-            seen = tl.load(seen_ptr + table_row * stride_seen_row + tokens, mask=mask, other=0) != 0
+            seen = tl.load(seen_ptr + table_row * vocab_size + tokens, mask=mask, other=0) != 0
             # Of the counts only the sectors with a token that was seen are read: few.
-            counts = tl.load(counts_ptr + table_row * stride_counts_row + tokens, mask=mask & seen, other=0)
+            counts = tl.load(counts_ptr + table_row * vocab_size + tokens, mask=mask & seen, other=0)
             # IEEE division: the default one is 2 units off, and could order two tokens otherwise than a CPU does.
             x = tl.where(seen, tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition), x)
             x -= tl.minimum(tl.maximum(frequency * counts.to(tl.float32), -LARGEST), LARGEST)

@@ -21,8 +21,7 @@ from paged.kernels.sampling.torch_ops import sample_tokens as torch_op
 
 # Masses are multiples of 2^-42 in an int64.
 MAX_VOCAB_SIZE = 1 << 20
-# 16 probes of 512 tokens are 32 a thread of 8 warps.
-BLOCK_LIST, PROBES = 512, 16
+BLOCK_LIST, PROBES = 512, thresholds.PROBES.value
 
 
 @operation(
@@ -184,10 +183,6 @@ def _launch(
     has_cuts = top_k is not None or top_p is not None
     tensors: dict[str, Any] = {
         "logits_ptr": logits,
-        "table_rows_ptr": None,
-        "counts_ptr": None,
-        "seen_ptr": None,
-        "penalties_ptr": None,
         "keys_ptr": keys.contiguous(),
         "temperature_ptr": temperature.contiguous(),
         "top_k_ptr": top_k if top_k is None else top_k.contiguous(),
@@ -196,30 +191,22 @@ def _launch(
         "largest_ptr": empty(num_rows, num_chunks),
         "best_ptr": empty(num_rows, num_chunks),
         "token_ptr": empty(num_rows, num_chunks, dtype=torch.int32),
-        "histogram_ptr": None,
-        "bounds_ptr": None,
-        "sums_ptr": None,
-        "listed_z_ptr": None,
-        "listed_token_ptr": None,
         "lowest_kept_ptr": empty(num_rows),
         "out_ptr": empty(num_rows, dtype=torch.int64),
         "vocab_size": vocab_size,
         "num_chunks": num_chunks,
         "stride_logits_row": logits.stride(0),
-        "stride_counts_row": 0,
-        "stride_seen_row": 0,
         "BLOCK_TOKENS": BLOCK_TOKENS,
         "BLOCK_CHUNKS": triton.next_power_of_2(num_chunks),
         "BLOCK_LIST": BLOCK_LIST,
-        "PROBES": PROBES,
     }
     if penalties is not None:
-        counts, seen = (
-            each if each.stride(1) == 1 else each.contiguous() for each in (penalties.counts, penalties.seen)
-        )
-        tensors |= {"table_rows_ptr": penalties.rows.contiguous(), "penalties_ptr": penalties.weights.contiguous()}
-        tensors |= {"counts_ptr": counts, "stride_counts_row": counts.stride(0)}
-        tensors |= {"seen_ptr": seen, "stride_seen_row": seen.stride(0)}
+        tensors |= {
+            "table_rows_ptr": penalties.rows.contiguous(),
+            "counts_ptr": penalties.counts.contiguous(),
+            "seen_ptr": penalties.seen.contiguous(),
+            "penalties_ptr": penalties.weights.contiguous(),
+        }
     if has_cuts:
         tensors |= {
             "histogram_ptr": torch.zeros(num_rows, NUM_BINS.value, dtype=torch.int32, device=device),
@@ -230,7 +217,8 @@ def _launch(
         }
 
     def run(kernel: Any, grid: tuple[int, ...], block: int, **more: int) -> None:
-        arguments = {name: value for name, value in (tensors | more).items() if name in kernel.arg_names}
+        given = tensors | more
+        arguments = {name: given.get(name) for name in kernel.arg_names}
         launch(kernel, grid, **arguments, num_warps=num_warps(block))
 
     run(passes._best_of_chunk_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)

@@ -20,6 +20,8 @@ from paged.kernels.sampling.row_functions import (
 
 # Bounds of masses that come from bins are sums of 256 float32 values: off by 1e-4 at the most.
 _SLACK = tl.constexpr(1e-3)
+# 16 probes of 512 tokens are 32 a thread of 8 warps.
+PROBES = tl.constexpr(16)
 
 
 @triton.jit
@@ -84,17 +86,7 @@ def _listed_before(listed_z_ptr, length, key, BLOCK_LIST: tl.constexpr):
 
 
 @triton.jit
-def _first_key(
-    listed_z_ptr,
-    length,
-    low,
-    high,
-    preceding,
-    target,
-    BY_MASS: tl.constexpr,
-    BLOCK_LIST: tl.constexpr,
-    PROBES: tl.constexpr,
-):
+def _first_key(listed_z_ptr, length, low, high, preceding, target, BY_MASS: tl.constexpr, BLOCK_LIST: tl.constexpr):
     """The smallest key from `low` to `high` with which `preceding` and the list up to it reach `target`, in tokens or
     in mass; `high` where none does. Every round leaves a part in PROBES: 5 for the 20 bits of a bin at e^-8.
     """
@@ -125,7 +117,6 @@ def _last_key(
     length,
     vocab_size,
     BLOCK_LIST: tl.constexpr,
-    PROBES: tl.constexpr,
 ):
     """The key of the last token of a row's list that top_k and top_p keep."""
     nearest = tl.full((), 0x7F800000, tl.int32)
@@ -145,7 +136,7 @@ def _last_key(
             not_listed = tl.load(bounds_ptr + 4 * row + 3) - length
             wanted = top_k - not_listed - tl.load(histogram_ptr + row * NUM_BINS + last_bin)
             target = wanted.to(tl.float64)
-            farthest = _first_key(listed_z_ptr, length, nearest, farthest, 0, target, False, BLOCK_LIST, PROBES)
+            farthest = _first_key(listed_z_ptr, length, nearest, farthest, 0, target, False, BLOCK_LIST)
     if top_p_ptr is not None:
         top_p = tl.load(top_p_ptr + row)
         if top_p < 1.0:
@@ -154,7 +145,7 @@ def _last_key(
             tied = mass_of(-farthest.to(tl.float32, bitcast=True))
             total = preceding + tl.load(sums_ptr + 3 * row + 1) + mass + (wanted - count) * tied
             target = top_p.to(tl.float64) * total.to(tl.float64)
-            farthest = _first_key(listed_z_ptr, length, nearest, farthest, preceding, target, True, BLOCK_LIST, PROBES)
+            farthest = _first_key(listed_z_ptr, length, nearest, farthest, preceding, target, True, BLOCK_LIST)
     return farthest
 
 
@@ -195,7 +186,6 @@ def _choose_kernel(
     num_chunks,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_LIST: tl.constexpr,
-    PROBES: tl.constexpr,
 ):
     """One program searches a row's list for the thresholds, and takes the best token of the list and the chunks."""
     row = tl.program_id(0).to(tl.int64)
@@ -227,7 +217,6 @@ def _choose_kernel(
                         length,
                         vocab_size,
                         BLOCK_LIST,
-                        PROBES,
                     )
                     lowest_kept = tl.maximum(lowest_kept, -last_key.to(tl.float32, bitcast=True))
                     token = _best_listed(
