@@ -107,11 +107,6 @@ class PreparedStep:
         self.is_used = False
         self._manager = manager
         self._vocab_size = vocab_size
-        try:
-            self._positions: list[int] = self.step.host.positions.tolist()
-        except BaseException:
-            self._reservation.rollback()
-            raise
         self._fitting: Sequence[UnifiedBatchItem] | None = None
 
     def fits(self, items: Sequence[UnifiedBatchItem]) -> bool:
@@ -121,15 +116,13 @@ class PreparedStep:
         if not self._reservation.is_whole:
             return False
         if items is not self._fitting:  # the executor checks, and its model again
-            tokens = [item.q_tokens for item in items]
-            if (
-                [item.pos_offset for item in items] != self._positions
-                or not all(len(ids) == 1 and 0 <= ids[0] < self._vocab_size for ids in tokens)
-                or not all(item.is_final_chunk for item in items)
-                or len({item.seq_id for item in items}) != len(items)
-                or tuple(item.kv_cache or self._manager.get_handle(item.seq_id) for item in items) != self.step.handles
-            ):
+            handles = tuple([item.kv_cache or self._manager.get_handle(item.seq_id) for item in items])
+            if handles != self.step.handles or len({item.seq_id for item in items}) != len(items):
                 return False
+            for item, position in zip(items, self.step.host.positions.tolist(), strict=True):
+                is_next = len(item.q_tokens) == 1 and item.pos_offset == position and item.is_final_chunk
+                if not is_next or not 0 <= item.q_tokens[0] < self._vocab_size:
+                    return False
             self._fitting = items
         return True
 
@@ -216,15 +209,12 @@ def _reserve(
 def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> NDArray[np.int64]:
     ends: NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
     final = np.array([item.is_final_chunk for item in items], bool)
-    verified = [i for i, item in enumerate(items) if isinstance(item.logits_policy, VerifyLogits) and final[i]]
-    last_rows: NDArray[np.int64] = ends[final] - 1
-    if not verified:
+    verified = np.array([isinstance(item.logits_policy, VerifyLogits) for item in items], bool)
+    if not (final & verified).any():
+        last_rows: NDArray[np.int64] = ends[final] - 1
         return last_rows
-    wanted = np.zeros(sum(counts), bool)
-    wanted[last_rows] = True
-    for index in verified:
-        wanted[ends[index] - counts[index] : ends[index]] = True
-    return np.flatnonzero(wanted)
+    firsts = np.where(verified, ends - counts, ends - 1)
+    return np.concatenate([np.arange(*rows) for rows in zip(firsts[final], ends[final], strict=True)])
 
 
 def validate_items(

@@ -42,8 +42,6 @@ def as_namespace(name: str, value: object) -> Hashable:
     Raises:
         InvalidInputError: it is none.
     """
-    if value is None or type(value) is str:
-        return value
     try:
         return _plain(value)
     except MemoryError:
@@ -88,12 +86,12 @@ def given_namespace(namespace: Hashable) -> Hashable:
 
 
 def _plain(value: Any) -> Hashable:
-    if value is None or type(value) is bytes:
-        return None if value is None else bytes(value)
-    if isinstance(value, OpaqueNamespace):
+    if value is None or isinstance(value, OpaqueNamespace):
         return value
     if isinstance(value, str):
         return str.__str__(value)
+    if type(value) is bytes:
+        return bytes(value)
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, frozenset):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate, cycle
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,22 +44,12 @@ def _staging(device: torch.device) -> Staging:
     return Staging(device)
 
 
-class CopyEvent(Protocol):
-    """A point in the device's work; before the first `record` there is nothing to wait for."""
-
-    def record(self) -> None:
-        """The point after everything that the device has been given so far."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has come to it."""
-
-
 class Staging:
     """A ring of host buffers. One is written again when the copy out of it is done, so that a step never overwrites
     what an earlier one is still sending. Thread-safe.
     """
 
-    def __init__(self, device: torch.device, new_event: Callable[[], CopyEvent] | None = None) -> None:
+    def __init__(self, device: torch.device, new_event: Callable[[], _StreamEvent] | None = None) -> None:
         """Copies are asynchronous where `new_event` tells their end: on a GPU, where it is not given, as well."""
         if new_event is None and device.type == "cuda":
             new_event = partial(_StreamEvent, device)
@@ -101,22 +91,20 @@ def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
 class _Buffer:
     """Host memory, and the end of the last copy out of it; None where copies are done when they return."""
 
-    def __init__(self, copied: CopyEvent | None) -> None:
+    def __init__(self, copied: _StreamEvent | None) -> None:
         self.copied = copied
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.bytes: NDArray[np.uint8] = self.memory.numpy()
 
     def grow(self, size: int, *, is_pinned: bool) -> None:
         """Room for `size` bytes, by doubling. Nothing is kept."""
-        length = max(len(self.memory), _FIRST_SIZE)
-        while length < size:
-            length *= 2
+        length = max(_FIRST_SIZE, 1 << (size - 1).bit_length())
         self.memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self.bytes = self.memory.numpy()
 
 
 class _StreamEvent:
-    """A CopyEvent on the stream of `device` that is current when it is recorded."""
+    """A point in the work of the current stream of `device`; before the first `record` there is nothing to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
