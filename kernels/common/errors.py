@@ -21,15 +21,15 @@ class UnsupportedError(PagedError, NotImplementedError):
 
 @contextmanager
 def arguments_named(**names: str) -> Iterator[None]:
-    """Errors raised inside name the caller's own arguments, as `seq_lens="cache_seqlens"`, before the colon.
+    """Errors raised inside name the caller's own arguments, as `seq_lens="cache_seqlens"`.
 
-    For functions that hand their arguments on to an operation under other names.
+    For functions that hand their arguments on to an operation under other names. Behind the colon a word without an
+    underscore, such as "key", may be just that, and stays.
     """
     try:
         yield
     except (InvalidInputError, UnsupportedError) as error:
         head, colon, rest = str(error).partition(":")
-        renamed = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), head) if colon else head
-        if renamed == head:
-            raise
-        raise type(error)(renamed + colon + rest) from error
+        head = re.sub(r"\w+", lambda word: names.get(word[0], word[0]) if colon else word[0], head)
+        rest = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), rest)
+        raise type(error)(head + colon + rest) from error

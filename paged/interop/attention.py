@@ -3,237 +3,173 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.appended_keys import append, read_new_keys, rotate
-from paged.interop.arguments import ATTENTION, CACHED_ATTENTION, LARGEST_SCALE, Arguments
-from paged.interop.host_checks import check_keys, check_queries, check_within
-from paged.interop.layouts import Keys, Queries, by_token, lengths, read_keys, read_queries, unpack
+from paged.interop.arguments import Arguments
+from paged.interop.layouts import Batch, by_token, check_lengths, check_within, lengths, read_batch, unpack
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.common.checks import FLOAT_DTYPES, check_device, check_dtype, check_tensor
+from paged.kernels.common.errors import arguments_named
+
+Rows = dict[str, Any]  # a tensor or None, by the name of the argument
 
 
-@dataclass(frozen=True)
-class Attention:
-    """What a call gives.
+def attend(function: str, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of a function, by name, with its arguments by the caller's names, those of any version.
 
-    out: like q, with the values' head_dim; bfloat16 where q has 8 bits. lse: float32 [num_q_heads, total_q], or
-    [batch, num_q_heads, seqlen_q]; None unless the caller asks for it, by return_attn_probs where `has_probs`.
+    Returns:
+        out: like q, with the values' head_dim; bfloat16 where q has 8 bits.
+        lse: float32 [num_q_heads, total_q], or [batch, num_q_heads, seqlen_q]; None unless the caller asks for it.
     """
+    args = Arguments(function, given)
+    try:
+        return _attend(args)
+    except (InvalidInputError, UnsupportedError):
+        with arguments_named(**args.names):
+            raise
 
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    has_probs: bool
 
-
-def attend(function: str, given: Mapping[str, Any], *needed: str) -> Attention:
-    """Attention of a function that reads keys alone.
-
-    given: by the caller's names, those of any version. needed: those of them that may not be None.
-    """
-    args = Arguments(function, given, ATTENTION)
-    args.need(*needed)
+def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Errors speak of the keys of `args`."""
     unpack(args)
-    return _attend(args)
-
-
-def attend_with_cache(function: str, given: Mapping[str, Any]) -> Attention:
-    """Attention of a function that may add keys to the cache before it reads it."""
-    return _attend(Arguments(function, given, CACHED_ATTENTION))
-
-
-def _attend(args: Arguments) -> Attention:
     # All is read and checked before the first key is written: a call that fails leaves the cache as it was.
-    queries = read_queries(args)
-    keys = read_keys(args, queries)
-    new = read_new_keys(args, keys)
+    batch = read_batch(args)
+    new = read_new_keys(args, batch)
     args.refuse_gradients()
-    check_queries(args, queries)
-    check_keys(args, keys, 0 if new is None else new.counts)
-    num_seqs, device = queries.num_seqs, keys.k.device
-    num_q_heads, num_kv_heads = queries.rows.shape[1], keys.k.shape[2]
-    window, is_causal = args.window(), args.flag("causal")
+    check_lengths(batch, 0 if new is None else new.counts)
+    num_seqs, device, is_8_bit = batch.num_seqs, batch.q.device, batch.q.dtype == torch.float8_e4m3fn
+    num_q_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
     options: dict[str, Any] = {
-        "softmax_scale": args.number("softmax_scale", LARGEST_SCALE),
-        "causal": is_causal,
-        "window_size": window,
+        "softmax_scale": args.softmax_scale(),
+        "causal": args.flag("causal"),
+        "window_size": args.window(),
         "softcap": args.softcap(),
         "attention_chunk_size": args.integer("attention_chunk_size") or 0,
         "sinks": args.optional_tensor("sinks"),
     }
     if options["sinks"] is not None:
-        check_tensor(args.name("sinks"), options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
+        check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
-    k_scale = _row_for_all(args, "k_scale", num_seqs, num_kv_heads, is_scale=True)
-    rows: dict[str, Any] = {
+    q_scale, k_scale, v_scale = (_row_for_all(args, f"{x}_scale", num_seqs, num_kv_heads) for x in "qkv")
+    if q_scale is not None and not is_8_bit:
+        raise UnsupportedError(f"q_scale: q is {batch.q.dtype}, not float8_e4m3fn")
+    rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
-        "k_scale": _scale_of_scores(args, queries, k_scale, num_kv_heads),
-        "v_scale": _row_for_all(args, "v_scale", num_seqs, num_kv_heads, is_scale=True),
+        "k_scale": k_scale if q_scale is None else q_scale if k_scale is None else k_scale * q_scale,
+        "v_scale": v_scale,
     }
-    has_probs = args.flag("return_attn_probs")
-    has_lse = args.flag("return_lse") or has_probs
-    given, out = _outputs(args, queries, keys.v.shape[3])
-    used, padding = lengths(args, "seqused_q", num_seqs, device), _left_padding(args, num_seqs, device)
+    has_lse, has_probs = args.flag("return_lse"), args.flag("return_attn_probs")
+    given_out, out = _outputs(args, batch, torch.bfloat16 if is_8_bit else batch.q.dtype)
+    used = lengths(args, "seqused_q", num_seqs, device)
     if used is not None:
-        check_within(args.name("seqused_q"), used, 0, queries.cu_seqlens.diff(), "the queries of each sequence")
+        check_within("seqused_q", used, 0, batch.cu_seqlens_q.diff(), "the queries of each sequence")
+    if args.has("cache_leftpad") and args.tensor("cache_leftpad").dtype.is_floating_point:
+        raise UnsupportedError(f"cache_leftpad: a float dtype, {args.function} here takes int32")
+    padding = lengths(args, "cache_leftpad", num_seqs, device)
     if padding is not None:
-        check_within("cache_leftpad", padding, 0, keys.seq_lens, args.name("seq_lens"))
-    in_tokens = keys if padding is None else by_token(args, keys, padding)
-    if new is not None and any(scale is not None and scale.dim() == 2 for scale in (k_scale, rows["v_scale"])):
-        raise UnsupportedError(f"{args.name('k_scale')}, {args.name('v_scale')}: rows that differ, with new keys")
-    queries, new = rotate(
-        args, queries, keys, new, in_order=is_causal or window != (-1, -1) or options["attention_chunk_size"] > 0
-    )
+        check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
+    in_tokens = batch if padding is None else by_token(batch, padding)
+    if new is not None and (_is_by_sequence(k_scale) or _is_by_sequence(v_scale)):
+        raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys")
+    is_local = options["window_size"] != (-1, -1) or options["attention_chunk_size"] > 0
+    batch, new = rotate(args, batch, new, in_order=options["causal"] or is_local)
     if new is not None:
-        keys = append(args, keys, new, k_scale, rows["v_scale"])
+        batch = append(batch, new, k_scale, v_scale)
     if padding is not None:
-        keys = replace(in_tokens, seq_lens=(keys.seq_lens - padding).clamp_(min=0))
-    if queries.rows.dtype == torch.float8_e4m3fn:  # whose values are all of bfloat16's
-        queries = replace(queries, rows=queries.rows.to(torch.bfloat16))
+        batch = in_tokens._replace(q=batch.q, seq_lens=(batch.seq_lens - padding).clamp_(min=0))
+    if is_8_bit:  # whose values are all of bfloat16's
+        batch = batch._replace(q=batch.q.to(torch.bfloat16))
     if used is not None:
-        queries, keys, rows = _with_unused_queries(queries, keys, rows, used)
-    with args.in_callers_names():
-        lse = _call(queries, keys, rows, out, options, has_lse)
-    if given is not None and given.data_ptr() != out.data_ptr():
-        given.copy_(out.view(given.shape))
-    if not args.has("cu_seqlens_q"):
-        batch, seqlen = args.tensor("q").shape[:2]
-        lse = None if lse is None else lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
-    if given is None:
-        given = out.view(*args.tensor("q").shape[:-1], out.shape[-1])
-    return Attention(given, lse, has_probs)
+        batch, rows = _with_unused_queries(batch, rows, used)
+    lse = _fill(out, batch, rows, options, has_lse or has_probs)
+    if given_out is not None and given_out.data_ptr() != out.data_ptr():
+        given_out.copy_(out.view(given_out.shape))
+    shape = args.tensor("q").shape[:-1]
+    if lse is not None and not args.has("cu_seqlens_q"):
+        lse = lse.unflatten(1, shape[:2]).transpose(0, 1)
+    return out.view(*shape, out.shape[-1]) if given_out is None else given_out, lse
 
 
-def _left_padding(args: Arguments, num_seqs: int, device: torch.device) -> torch.Tensor | None:
-    padding = args.optional_tensor("cache_leftpad")
-    if padding is not None and padding.dtype.is_floating_point:
-        raise UnsupportedError(f"cache_leftpad: dtype {padding.dtype}, {args.function} here takes int32")
-    return lengths(args, "cache_leftpad", num_seqs, device)
-
-
-def _outputs(args: Arguments, queries: Queries, v_head_dim: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The caller's `out`, and where rows go: the same memory if its rows can be addressed there."""
-    dtype = torch.bfloat16 if queries.rows.dtype == torch.float8_e4m3fn else queries.rows.dtype
-    given = args.optional_tensor("out")
+    given, v_head_dim = args.optional_tensor("out"), batch.v_cache.shape[3]
     if given is not None:
-        shape = *args.tensor("q").shape[:-1], v_head_dim
-        check_tensor(args.name("out"), given, shape, (dtype,), queries.rows.device)
+        check_tensor("out", given, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
         if any(size > 1 and step == 0 for size, step in zip(given.shape, given.stride(), strict=True)):
-            raise InvalidInputError(f"{args.name('out')}: strides {given.stride()}, expected memory for every element")
+            raise InvalidInputError(f"out: strides {given.stride()}, expected memory for every element")
         rows = given if args.has("cu_seqlens_q") else given.flatten(0, 1)
         if rows.data_ptr() == given.data_ptr() and rows.stride(-1) == 1:
             return given, rows
-    return given, torch.empty(*queries.rows.shape[:2], v_head_dim, dtype=dtype, device=queries.rows.device)
+    return given, torch.empty(*batch.q.shape[:2], v_head_dim, dtype=dtype, device=batch.q.device)
 
 
-def _with_unused_queries(
-    queries: Queries, keys: Keys, rows: dict[str, Any], used: torch.Tensor
-) -> tuple[Queries, Keys, dict[str, Any]]:
+def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[Batch, Rows]:
     """Each sequence as two: its first `used` queries, and the others, which see no key."""
-    starts = queries.cu_seqlens[:-1]
-    offsets = torch.cat([torch.stack([starts, starts + used], 1).flatten(), queries.cu_seqlens[-1:]])
-    seq_lens = torch.stack([keys.seq_lens, torch.zeros_like(keys.seq_lens)], 1).flatten()
-    keys = replace(keys, block_table=keys.block_table.repeat_interleave(2, 0), seq_lens=seq_lens)
-    twice = {
-        name: row.repeat_interleave(2, 0) if row is not None and row.dim() == 2 else row for name, row in rows.items()
-    }
-    return replace(queries, cu_seqlens=offsets), keys, twice
+    starts = batch.cu_seqlens_q[:-1]
+    offsets = torch.cat([torch.stack([starts, starts + used], 1).flatten(), batch.cu_seqlens_q[-1:]])
+    seq_lens = torch.stack([batch.seq_lens, torch.zeros_like(batch.seq_lens)], 1).flatten()
+    table = batch.block_table.repeat_interleave(2, 0)
+    twice = {name: row.repeat_interleave(2, 0) if _is_by_sequence(row) else row for name, row in rows.items()}
+    return batch._replace(cu_seqlens_q=offsets, block_table=table, seq_lens=seq_lens), twice
 
 
-def _call(
-    queries: Queries,
-    keys: Keys,
-    rows: dict[str, Any],
-    out: torch.Tensor,
-    options: dict[str, Any],
-    has_lse: bool,
-) -> torch.Tensor | None:
-    """Fill out; the log-sum-exp, where it is asked for."""
-    if any(row is not None and row.dim() == 2 for row in rows.values()):
-        lse = _attention_by_sequence(queries, keys, rows, out, options)
-        return lse if has_lse else None
-    result = paged_attention(
-        queries.rows,
-        keys.k,
-        keys.v,
-        block_table=keys.block_table,
-        cu_seqlens_q=queries.cu_seqlens,
-        seq_lens=keys.seq_lens,
-        max_seqlen_q=queries.max_seqlen,
-        out=out,
-        return_lse=has_lse,
-        **options,
-        **rows,
-    )
-    return result[1] if isinstance(result, tuple) else None
+def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], has_lse: bool) -> torch.Tensor | None:
+    """`paged_attention` to `out`, of one sequence after the other where they have rows of their own; the log-sum-exp,
+    where it is asked for."""
+    if not any(map(_is_by_sequence, rows.values())):
+        result = paged_attention(**batch._asdict(), out=out, return_lse=has_lse, **options, **rows)
+        return result[1] if isinstance(result, tuple) else None
+    out.zero_()
+    lse = torch.full(batch.q.shape[1::-1], -torch.inf, dtype=torch.float32, device=out.device)
+    for seq, (start, end) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
+        one = slice(seq, seq + 1)
+        its_own = batch._replace(
+            q=batch.q[start:end],
+            block_table=batch.block_table[one],
+            cu_seqlens_q=batch.cu_seqlens_q[seq : seq + 2] - start,
+            seq_lens=batch.seq_lens[one],
+            max_seqlen_q=end - start,
+        )
+        its_rows = {name: row[seq] if _is_by_sequence(row) else row for name, row in rows.items()}
+        lse_of_one = _fill(out[start:end], its_own, its_rows, options, has_lse)
+        if lse_of_one is not None:
+            lse[:, start:end] = lse_of_one
+    return lse if has_lse else None
 
 
-def _row_for_all(
-    args: Arguments, key: str, num_seqs: int, num_heads: int, *, is_scale: bool = False
-) -> torch.Tensor | None:
+def _is_by_sequence(row: torch.Tensor | None) -> bool:
+    return row is not None and row.dim() == 2
+
+
+def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> torch.Tensor | None:
     """Read slopes or scales, which FlashAttention takes as one row a sequence and `paged_attention` as one for all.
 
     Returns [num_heads], or a scale's [] or [1]. Rows of [num_seqs, num_heads] that are one in memory, expanded, are
     known to be equal. Others are compared on the host, which on a device waits for it; where they differ, all of them
     come back.
     """
-    values, name = args.optional_tensor(key), args.name(key)
+    values = args.optional_tensor(key)
     if values is None:
         return None
-    check_dtype(name, values, *((torch.float32,) if is_scale else FLOAT_DTYPES))
-    check_device(name, values, args.tensor("k_cache").device)
-    sizes = (1, num_heads) if is_scale else (num_heads,)
-    is_by_sequence = values.dim() == 2 and values.shape[0] in (1, num_seqs) and values.shape[1] in sizes
-    is_one = (values.dim() == 1 and values.shape[0] in sizes) or (is_scale and values.dim() == 0)
-    if not is_by_sequence and not is_one:
-        raise InvalidInputError(
-            f"{name}: shape {list(values.shape)}, expected [{num_heads}] or [{num_seqs}, {num_heads}]"
-        )
-    if is_one:
+    is_scale = key != "alibi_slopes"
+    check_dtype(key, values, *((torch.float32,) if is_scale else FLOAT_DTYPES))
+    check_device(key, values, args.tensor("k_cache").device)
+    *leading, width = values.shape or (1 if is_scale else 0,)
+    if width not in ((1, num_heads) if is_scale else (num_heads,)) or leading not in ([], [1], [num_seqs]):
+        expected = f"[{num_heads}] or [{num_seqs}, {num_heads}]"
+        raise InvalidInputError(f"{key}: shape {list(values.shape)}, expected {expected}")
+    if not leading:
         return values.contiguous()
-    if values.shape[0] == 0:
+    if leading == [0]:
         return values.new_ones(num_heads)
-    if values.shape[0] == 1 or values.stride(0) == 0:
-        return values[0].contiguous()
-    if values.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(f"{name}: {num_seqs} rows in memory, a graph takes one row, expanded")
-    return values[0].contiguous() if torch.equal(values, values[:1].expand_as(values)) else values.contiguous()
-
-
-def _scale_of_scores(args: Arguments, queries: Queries, k_scale: torch.Tensor | None, num_heads: int) -> Any:
-    """k_scale, or its product with the scale of 8-bit queries."""
-    q_scale = _row_for_all(args, "q_scale", queries.num_seqs, num_heads, is_scale=True)
-    if q_scale is not None and queries.rows.dtype != torch.float8_e4m3fn:
-        raise UnsupportedError(f"{args.name('q_scale')}: {args.name('q')} is {queries.rows.dtype}, not float8_e4m3fn")
-    if k_scale is None or q_scale is None:
-        return q_scale if k_scale is None else k_scale
-    return k_scale * q_scale
-
-
-def _attention_by_sequence(
-    queries: Queries, keys: Keys, rows: dict[str, Any], out: torch.Tensor, options: dict[str, Any]
-) -> torch.Tensor:
-    """`paged_attention` of one sequence after the other, each with its row of `rows`; fills out, returns the lse."""
-    out.zero_()
-    lse = torch.full(queries.rows.shape[1::-1], -torch.inf, dtype=torch.float32, device=out.device)
-    offsets = queries.cu_seqlens.tolist()
-    for seq in range(queries.num_seqs):
-        mine = slice(offsets[seq], offsets[seq + 1])
-        _, lse[:, mine] = paged_attention(
-            queries.rows[mine],
-            keys.k,
-            keys.v,
-            block_table=keys.block_table[seq : seq + 1],
-            cu_seqlens_q=queries.cu_seqlens[seq : seq + 2] - offsets[seq],
-            seq_lens=keys.seq_lens[seq : seq + 1],
-            max_seqlen_q=mine.stop - mine.start,
-            out=out[mine],
-            return_lse=True,
-            **options,
-            **{name: row[seq] if row is not None and row.dim() == 2 else row for name, row in rows.items()},
-        )
-    return lse
+    is_one = leading == [1] or values.stride(0) == 0
+    if not is_one:
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(f"{key}: {num_seqs} rows in memory, a graph takes one row, expanded")
+        is_one = torch.equal(values, values[:1].expand_as(values))
+    return (values[0] if is_one else values).contiguous()

@@ -15,25 +15,16 @@ from typing import Any
 import torch
 
 from paged.errors import InvalidInputError
-from paged.interop.arguments import ordered
-from paged.interop.attention import Attention, attend, attend_with_cache
+from paged.interop.arguments import takes
+from paged.interop.attention import attend
 
-# What a function of packed sequences needs.
-PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
-_OPTIONS: dict[str, Any] = {
-    "dropout_p": 0.0,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "deterministic": False,
-    "return_attn_probs": False,
-}
 
 
-@ordered("q k v", _OPTIONS)
+@takes(lambda
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, **others: None
+)  # fmt: skip
 def flash_attn_func(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_func`: attention of sequences of one length.
 
@@ -44,22 +35,32 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     The others, the result and the errors are those of `flash_attn_varlen_func`, with the log-sum-exp
     [batch, num_q_heads, seqlen_q].
     """
-    return _result(attend("flash_attn_func", given))
+    return _attend("flash_attn_func", given)
 
 
-@ordered("q kv", _OPTIONS)
+@takes(lambda
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, **others: None
+)  # fmt: skip
 def flash_attn_kvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_func` with kv [batch, seqlen_k, 2, num_kv_heads, head_dim]."""
-    return _result(attend("flash_attn_kvpacked_func", given, "kv"))
+    return _attend("flash_attn_kvpacked_func", given)
 
 
-@ordered("qkv", _OPTIONS)
+@takes(lambda
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, **others: None
+)  # fmt: skip
 def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]."""
-    return _result(attend("flash_attn_qkvpacked_func", given, "qkv"))
+    return _attend("flash_attn_qkvpacked_func", given)
 
 
-@ordered("q k v", {**dict.fromkeys(PACKED), **_OPTIONS, "block_table": None})
+@takes(lambda
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None, **others: None
+)  # fmt: skip
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_varlen_func`: attention of sequences of different lengths.
 
@@ -95,29 +96,38 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
         InvalidInputError: an argument does not fit, by its name.
         UnsupportedError: an argument that cannot be honoured, by its name; or one that requires a gradient.
     """
-    _need_key_lengths(given)
-    return _result(attend("flash_attn_varlen_func", given, "cu_seqlens_q", "max_seqlen_q"))
+    if given["cu_seqlens_k"] is None and given.get("seqused_k") is None:
+        raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
+    has_table = given["block_table"] is not None or given.get("page_table") is not None
+    for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k", "max_seqlen_k")[: 2 if has_table else 4]:
+        if given[name] is None:
+            raise InvalidInputError(f"{name}: None, expected one; that of keys is not needed with a block_table")
+    return _attend("flash_attn_varlen_func", given)
 
 
-@ordered(f"q kv {' '.join(PACKED)}", _OPTIONS)
+@takes(lambda
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, **others: None
+)  # fmt: skip
 def flash_attn_varlen_kvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
-    return _result(attend("flash_attn_varlen_kvpacked_func", given, "kv", *PACKED))
+    return _attend("flash_attn_varlen_kvpacked_func", given)
 
 
-@ordered("qkv cu_seqlens max_seqlen", _OPTIONS)
+@takes(lambda
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False, **others: None
+)  # fmt: skip
 def flash_attn_varlen_qkvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
-    return _result(attend("flash_attn_varlen_qkvpacked_func", given, "qkv", "cu_seqlens", "max_seqlen"))
+    return _attend("flash_attn_varlen_qkvpacked_func", given)
 
 
-@ordered(
-    "q k_cache v_cache",
-    dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad"))
-    | {"block_table": None}
-    | {name: _OPTIONS[name] for name in ("softmax_scale", "causal", "window_size", "softcap")}
-    | {"rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False},
-)
+@takes(lambda
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, **others: None
+)  # fmt: skip
 def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_with_kvcache`: new keys and values go to the cache, and the queries attend to all of it.
 
@@ -146,19 +156,11 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
             fit, by its name. The cache is as before.
         UnsupportedError: as in `flash_attn_varlen_func`.
     """
-    return _result(attend_with_cache("flash_attn_with_kvcache", given))
+    return _attend("flash_attn_with_kvcache", given)
 
 
-def _need_key_lengths(given: dict[str, Any]) -> None:
-    if given.get("cu_seqlens_k") is None and given.get("seqused_k") is None:
-        raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
-    if given["block_table"] is None and given.get("page_table") is None:
-        for name in ("cu_seqlens_k", "max_seqlen_k"):
-            if given[name] is None:
-                raise InvalidInputError(f"{name}: None, expected one where there is no block_table")
-
-
-def _result(attention: Attention) -> Result:
-    if attention.lse is None:
-        return attention.out
-    return (attention.out, attention.lse, None) if attention.has_probs else (attention.out, attention.lse)
+def _attend(function: str, given: dict[str, Any]) -> Result:
+    out, lse = attend(function, given)
+    if lse is None:
+        return out
+    return (out, lse, None) if given.get("return_attn_probs") else (out, lse)

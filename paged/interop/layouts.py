@@ -1,9 +1,11 @@
-"""Queries and keys in every layout that FlashAttention knows, as rows, offsets and a block table."""
+"""Queries and keys in every layout that FlashAttention knows, as rows, offsets and a block table.
+
+Lengths, offsets and ids are checked on the host; on a device they are not read, as that would wait for it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -11,46 +13,36 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
 from paged.kernels.attention.config import MAX_HEAD_DIM
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
+from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
+from paged.kernels.common.scalars import as_int
 
 
-@dataclass(frozen=True)
-class Queries:
-    """rows: [num_tokens, num_q_heads, head_dim]. cu_seqlens: int32 [num_seqs + 1], rows of each sequence.
+class Batch(NamedTuple):
+    """Arguments of `paged_attention`, by its names. seq_lens: keys that are there before any are added."""
 
-    max_seqlen: at least the longest.
-    """
-
-    rows: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
 
     @property
     def num_seqs(self) -> int:
-        return self.cu_seqlens.shape[0] - 1
+        return self.seq_lens.shape[0]
 
-
-@dataclass(frozen=True)
-class Keys:
-    """k, v: [num_blocks, block_size, num_kv_heads, head_dim], each of its own head_dim. block_table: int32 [num_seqs,
-    max_blocks_per_seq].
-
-    seq_lens: int32 [num_seqs], keys that are there before any are added. max_seqlen: that the table has room for.
-    offsets: int32 [num_seqs + 1], of packed keys alone, where a sequence's begin.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    max_seqlen: int
-    offsets: torch.Tensor | None
+    @property
+    def max_seqlen_k(self) -> int:
+        """How many keys of a sequence the table has room for."""
+        return self.block_table.shape[1] * self.k_cache.shape[1]
 
 
 def lengths(args: Arguments, key: str, size: int, device: torch.device) -> torch.Tensor | None:
     """A contiguous int32 [size] argument on `device`, or None."""
     tensor = args.optional_tensor(key)
     if tensor is not None:
-        check_tensor(args.name(key), tensor, (size,), (torch.int32,), device)
+        check_tensor(key, tensor, (size,), (torch.int32,), device)
         tensor = tensor.contiguous()
     return tensor
 
@@ -61,155 +53,187 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 def unpack(args: Arguments) -> None:
     """Put q, k and v for a caller's packed qkv or kv, and both offsets for its one."""
-    if args.has("qkv"):
-        qkv, num_q_heads = args.tensor("qkv"), args.integer("num_heads_q")
-        if num_q_heads is not None and qkv.dim() == 4:
-            num_kv_heads, odd = divmod(qkv.shape[-2] - num_q_heads, 2)
-            if odd or num_kv_heads <= 0 or not num_q_heads or num_q_heads % num_kv_heads:
-                raise InvalidInputError(
-                    f"num_heads_q: {num_q_heads} of {qkv.shape[-2]} heads, expected a multiple of half the others"
-                )
-            parts: tuple[torch.Tensor, ...] = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], -2)
-        else:
-            parts = _unbound("qkv", qkv, 3)
-        for key, part in zip(("q", "k_cache", "v_cache"), parts, strict=True):
-            args.put(key, part, "qkv")
-    if args.has("kv"):
-        for key, part in zip(("k_cache", "v_cache"), _unbound("kv", args.tensor("kv"), 2), strict=True):
-            args.put(key, part, "kv")
+    for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
+        if args.has(name):
+            packed, num_q_heads = args.tensor(name), args.integer("num_heads_q")
+            if num_q_heads is not None and packed.dim() == 4:
+                num_kv_heads, odd = divmod(packed.shape[-2] - num_q_heads, 2)
+                if odd or num_kv_heads <= 0 or not num_q_heads or num_q_heads % num_kv_heads:
+                    heads = f"{num_q_heads} of {packed.shape[-2]} heads"
+                    raise InvalidInputError(f"num_heads_q: {heads}, expected a multiple of half the others")
+                parts: tuple[torch.Tensor, ...] = packed.split([num_q_heads, num_kv_heads, num_kv_heads], -2)
+            elif packed.dim() not in (4, 5) or packed.shape[-3] != len(keys):
+                expected = f"[..., {len(keys)}, num_heads, head_dim]"
+                raise InvalidInputError(f"{name}: shape {list(packed.shape)}, expected {expected}")
+            else:
+                parts = packed.unbind(-3)
+            for key, part in zip(keys, parts, strict=True):
+                args.put(key, part, name)
     if args.has("cu_seqlens"):
-        args.put("cu_seqlens_q", args.tensor("cu_seqlens"), "cu_seqlens")
-        args.put("cu_seqlens_k", args.tensor("cu_seqlens"), "cu_seqlens")
-    if args.has("max_seqlen"):
-        args.put("max_seqlen_q", args.integer("max_seqlen"), "max_seqlen")
-        args.put("max_seqlen_k", args.integer("max_seqlen"), "max_seqlen")
+        for key in "cu_seqlens_q", "cu_seqlens_k":
+            args.put(key, args.tensor("cu_seqlens"), "cu_seqlens")
+        for key in "max_seqlen_q", "max_seqlen_k":
+            args.put(key, args.integer("max_seqlen"), "max_seqlen")
 
 
-def _unbound(name: str, packed: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    if packed.dim() not in (4, 5) or packed.shape[-3] != parts:
-        raise InvalidInputError(f"{name}: shape {list(packed.shape)}, expected [..., {parts}, num_heads, head_dim]")
-    return packed.unbind(-3)
-
-
-def read_queries(args: Arguments) -> Queries:
-    """[batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q."""
-    q, name = args.tensor("q"), args.name("q")
-    check_dtype(name, q, *FLOAT_DTYPES, torch.float8_e4m3fn)
-    max_seqlen = args.integer("max_seqlen_q")
-    if not args.has("cu_seqlens_q"):
-        if q.dim() != 4:
-            raise InvalidInputError(f"{name}: shape {list(q.shape)}, expected [batch, seqlen_q, num_q_heads, head_dim]")
-        batch, seqlen = q.shape[:2]
-        if max_seqlen is not None and max_seqlen < seqlen:
-            raise InvalidInputError(f"{args.name('max_seqlen_q')}: {max_seqlen}, {name} has {seqlen} rows a sequence")
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
-        return Queries(with_contiguous_rows(q).flatten(0, 1), cu_seqlens, seqlen)
-    if q.dim() == 4:
-        raise UnsupportedError(f"{args.name('cu_seqlens_q')}: {name} has 4 axes, expected 3, sequence after sequence")
-    if q.dim() != 3:
-        raise InvalidInputError(f"{name}: shape {list(q.shape)}, expected [total_q, num_q_heads, head_dim]")
-    cu_seqlens = args.tensor("cu_seqlens_q")
-    check_tensor(args.name("cu_seqlens_q"), cu_seqlens, ("num_seqs + 1",), (torch.int32,), q.device)
-    if cu_seqlens.shape[0] == 0:
-        raise InvalidInputError(f"{args.name('cu_seqlens_q')}: shape [0], expected [num_seqs + 1]")
-    longest = q.shape[0] if max_seqlen is None else min(max_seqlen, q.shape[0])
-    return Queries(with_contiguous_rows(q), cu_seqlens.contiguous(), longest)
-
-
-def read_keys(args: Arguments, queries: Queries) -> Keys:
-    """Blocks with a block table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...].
+def read_batch(args: Arguments) -> Batch:
+    """Queries [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q; keys in blocks with a
+    block table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...].
 
     Without a table nothing is copied either: a row is then a block of one token, a padded sequence one block.
     """
-    k, v, device, num_seqs = args.tensor("k_cache"), args.tensor("v_cache"), queries.rows.device, queries.num_seqs
-    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    offsets, max_seqlen_k = lengths(args, "cu_seqlens_k", num_seqs + 1, device), args.integer("max_seqlen_k")
+    q = args.tensor("q")
+    check_dtype("q", q, *FLOAT_DTYPES, torch.float8_e4m3fn)
+    max_seqlen_q, max_seqlen_k = args.integer("max_seqlen_q"), args.integer("max_seqlen_k")
+    if args.has("cu_seqlens_q"):
+        cu_seqlens_q = args.tensor("cu_seqlens_q")
+        if q.dim() == 4:
+            raise UnsupportedError("cu_seqlens_q: q has 4 axes, expected 3, sequence after sequence")
+        if q.dim() != 3:
+            raise InvalidInputError(f"q: shape {list(q.shape)}, expected [total_q, num_q_heads, head_dim]")
+        check_tensor("cu_seqlens_q", cu_seqlens_q, ("num_seqs + 1",), (torch.int32,), q.device)
+        if cu_seqlens_q.shape[0] == 0:
+            raise InvalidInputError("cu_seqlens_q: shape [0], expected [num_seqs + 1]")
+        cu_seqlens_q, q = cu_seqlens_q.contiguous(), with_contiguous_rows(q)
+        max_seqlen_q = len(q) if max_seqlen_q is None else min(max_seqlen_q, len(q))
+    else:
+        if q.dim() != 4:
+            raise InvalidInputError(f"q: shape {list(q.shape)}, expected [batch, seqlen_q, num_q_heads, head_dim]")
+        batch, seqlen = q.shape[:2]
+        if max_seqlen_q is not None and max_seqlen_q < seqlen:
+            raise InvalidInputError(f"max_seqlen_q: {max_seqlen_q}, q has {seqlen} rows a sequence")
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+        max_seqlen_q, q = seqlen, with_contiguous_rows(q).flatten(0, 1)
+
+    k, v, num_seqs = args.tensor("k_cache"), args.tensor("v_cache"), cu_seqlens_q.shape[0] - 1
+    offsets = lengths(args, "cu_seqlens_k", num_seqs + 1, q.device)
     table, rows = args.optional_tensor("block_table"), args.optional_tensor("cache_batch_idx")
-    _check_shapes(args, queries, k, v, is_packed=table is None and offsets is not None)
+    _check_shapes(args, q, k, v, num_seqs, is_packed=table is None and offsets is not None)
+    longest = k.shape[1]
     if table is not None:
         if rows is not None:
-            raise UnsupportedError(f"cache_batch_idx: {args.function} takes it without {args.name('block_table')} only")
-        check_tensor(args.name("block_table"), table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), device)
-        table, max_seqlen = with_contiguous_rows(table), table.shape[1] * k.shape[1]
-        return Keys(k, v, table, _seq_lens(args, num_seqs, max_seqlen, offsets, device), max_seqlen, None)
-    if offsets is not None:
-        longest = k.shape[0] if max_seqlen_k is None else min(max_seqlen_k, k.shape[0])
+            raise UnsupportedError(f"cache_batch_idx: {args.function} takes it without block_table only")
+        check_tensor("block_table", table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
+        table, longest = with_contiguous_rows(table), table.shape[1] * k.shape[1]
+    elif offsets is not None:
+        longest = len(k) if max_seqlen_k is None else min(max_seqlen_k, len(k))
         k, v = with_contiguous_rows(k).unsqueeze(1), with_contiguous_rows(v).unsqueeze(1)
-        table = offsets[:-1, None] + torch.arange(longest, **int32)
-        return Keys(k, v, table, _seq_lens(args, num_seqs, longest, offsets, device), longest, offsets)
-    if rows is None:
-        rows = torch.arange(num_seqs, **int32)
+        table = offsets[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
     else:
-        check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), device)
-        args.put("block_table", None, "cache_batch_idx")
-    max_seqlen = k.shape[1]
-    seq_lens = _seq_lens(args, num_seqs, max_seqlen, None, device)
-    if max_seqlen == 0:  # no keys at all: a token that no query sees
-        k, v = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v))
-    return Keys(k, v, rows.to(torch.int32).unsqueeze(1), seq_lens, max_seqlen, None)
+        if rows is None:
+            rows = torch.arange(num_seqs, device=q.device)
+        else:
+            check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), q.device)
+            args.put("block_table", None, "cache_batch_idx")
+        table = rows.to(torch.int32).unsqueeze(1)
+        if longest == 0:  # no keys at all: blocks of a token that no table names
+            k, v, table = *(x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v)), table[:, :0]
+    seq_lens = _seq_lens(args, num_seqs, longest, offsets, q.device)
+    if not args.has("block_table") and offsets is not None and is_readable(seq_lens):
+        check_offsets("cu_seqlens_k", offsets, len(k))
+        check_within("seq_lens", seq_lens, 0, offsets.diff(), "the keys of each sequence in cu_seqlens_k")
+        if num_seqs and (most := int(seq_lens.max())) > longest:
+            raise InvalidInputError(f"max_seqlen_k: {longest}, the longest sequence has {most}")
+    return Batch(q, k, v, table, cu_seqlens_q, seq_lens, max_seqlen_q)
 
 
-def by_token(args: Arguments, keys: Keys, left_padding: torch.Tensor) -> Keys:
+def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
     """The same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
 
     Raises:
         UnsupportedError: blocks do not begin at multiples of the distance between two tokens.
     """
-    num_blocks, block_size = keys.k.shape[:2]
-    (ratio, rest), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (keys.k, keys.v))
+    k, v, table = batch.k_cache, batch.v_cache, batch.block_table
+    num_blocks, block_size = k.shape[:2]
+    (ratio, rest), of_values = (divmod(x.stride(0), max(x.stride(1), 1)) for x in (k, v))
     if rest or of_values != (ratio, rest) or num_blocks * ratio >= 1 << 31:
-        raise UnsupportedError(f"{args.name('cache_leftpad')}: a cache of strides {keys.k.stride()} cannot be cut")
+        raise UnsupportedError(f"cache_leftpad: a cache of strides {k.stride()} cannot be cut")
     size = (num_blocks - 1) * ratio + block_size if num_blocks else 0
-    k, v = (x.as_strided((size, 1, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (keys.k, keys.v))
-    positions = torch.arange(keys.max_seqlen, device=k.device) + left_padding[:, None]
-    positions = positions.clamp_(max=max(keys.max_seqlen - 1, 0))
-    table = keys.block_table.gather(1, positions // block_size) * ratio + positions % block_size
-    return replace(keys, k=k, v=v, block_table=table.to(torch.int32))
+    positions = torch.arange(batch.max_seqlen_k, device=k.device) + left_padding[:, None]
+    positions = positions.clamp_(max=max(batch.max_seqlen_k - 1, 0))
+    table = table.gather(1, positions // block_size) * ratio + positions % block_size
+    k, v = (x.as_strided((size, 1, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (k, v))
+    return batch._replace(k_cache=k, v_cache=v, block_table=table.to(torch.int32))
 
 
-def _check_shapes(args: Arguments, queries: Queries, k: torch.Tensor, v: torch.Tensor, *, is_packed: bool) -> None:
-    num_q_heads, head_dim = queries.rows.shape[1:]
+def is_readable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
+    """Raise InvalidInputError unless offsets rise within 0 to `total`."""
+    if not is_readable(offsets):
+        return
+    if int(offsets[0]) < 0 or int(offsets[-1]) > total or bool((offsets.diff() < 0).any()):
+        raise InvalidInputError(f"{name}: {_few(offsets)}, expected to rise from 0 to at most {total}")
+
+
+def check_within(name: str, values: torch.Tensor, least: int, most: torch.Tensor | int, what: str) -> None:
+    """Raise InvalidInputError unless all of `values` lie in least..most, which is what `what` says."""
+    if is_readable(values) and bool(((values < least) | (values > most)).any()):
+        raise InvalidInputError(f"{name}: {_few(values)}, expected {least} to {what}")
+
+
+def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
+    """num_new: keys that are yet to be added to each sequence."""
+    if is_readable(batch.seq_lens):
+        room = batch.max_seqlen_k - num_new
+        check_within("seq_lens", batch.seq_lens, 0, room, f"{_few(room)}, for which there is room")
+        ids, (num_blocks, block_size) = (batch.block_table, batch.cu_seqlens_q), batch.k_cache.shape[:2]
+        sizes = len(batch.q), num_blocks, block_size, batch.max_seqlen_q
+        check_sequences_on_host(Sequences(*ids, batch.seq_lens + num_new, *sizes, left=1 << 30, keys_at_once=1))
+
+
+def _few(values: torch.Tensor | int) -> str:
+    if isinstance(values, int):
+        return str(values)
+    shown = ", ".join(map(str, values.flatten()[:8].tolist()))
+    return f"[{shown}, ...]" if values.numel() > 8 else f"[{shown}]"
+
+
+def _check_shapes(
+    args: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs: int, *, is_packed: bool
+) -> None:
+    num_q_heads, head_dim = q.shape[1:]
     is_paged = args.has("block_table")
     if k.dim() == 3 and args.has("cu_seqlens_q") and not is_packed and not is_paged:
-        raise InvalidInputError(f"cu_seqlens_k: None, expected one for {args.name('k_cache')} of 3 axes")
-    rows: tuple[int | str, ...] = (queries.num_seqs, "seqlen_k")
+        raise InvalidInputError("cu_seqlens_k: None, expected one for k_cache of 3 axes")
+    rows: tuple[int | str, ...] = (num_seqs, "seqlen_k")
     if is_paged:
         rows = "num_blocks", "block_size"
     elif is_packed:
         rows = ("total_k",)
-    elif args.has("cache_batch_idx"):
-        rows = "batch_cache", "seqlen_cache"
-    elif args.function == "flash_attn_with_kvcache" and k.dim() == 4 and k.shape[0] > queries.num_seqs:
-        rows = "batch_cache", "seqlen_cache"  # whose first rows are the sequences'
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise InvalidInputError(f"{args.name('q')}: head_dim {head_dim}, expected 1 to {MAX_HEAD_DIM}")
-    dtypes = queries.rows.dtype, torch.float8_e4m3fn
-    check_tensor(args.name("k_cache"), k, (*rows, "num_kv_heads", head_dim), dtypes, queries.rows.device)
-    check_tensor(args.name("v_cache"), v, (*k.shape[:-1], "v_head_dim"), (k.dtype,), queries.rows.device)
-    if not 1 <= v.shape[-1] <= MAX_HEAD_DIM:
-        raise InvalidInputError(f"{args.name('v_cache')}: head_dim {v.shape[-1]}, expected 1 to {MAX_HEAD_DIM}")
+    elif args.has("cache_batch_idx") or (args.adds_keys and k.dim() == 4 and k.shape[0] > num_seqs):
+        rows = "batch_cache", "seqlen_cache"  # whose first rows are the sequences' where none are picked
+    dtypes = q.dtype, torch.float8_e4m3fn
+    check_tensor("k_cache", k, (*rows, "num_kv_heads", head_dim), dtypes, q.device)
+    check_tensor("v_cache", v, (*k.shape[:-1], "v_head_dim"), (k.dtype,), q.device)
+    for name, size in (("q", head_dim), ("v_cache", v.shape[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise InvalidInputError(f"{name}: head_dim {size}, expected 1 to {MAX_HEAD_DIM}")
     if k.shape[-2] == 0 or num_q_heads == 0 or num_q_heads % k.shape[-2]:
-        raise InvalidInputError(
-            f"{args.name('q')}: {num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"
-        )
+        heads = f"{num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"
+        raise InvalidInputError(f"q: {heads}")
     if not is_packed:
         for name, x in (("k_cache", k), ("v_cache", v)):
-            check_last_dim_contiguous(args.name(name), x)
+            check_last_dim_contiguous(name, x)
         if k.shape[1] == 0 and (is_paged or args.has("key")):
-            raise InvalidInputError(f"{args.name('k_cache')}: room for 0 tokens, expected at least 1")
+            raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
 
 
 def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
     """How many keys of each sequence count: so many, one number for all, those between the offsets, or all."""
-    if args.is_number("seq_lens") and args.name("seq_lens") == "cache_seqlens":
-        length = args.integer("seq_lens") or 0
+    given = args.value("seq_lens")
+    if args.names.get("seq_lens") == "cache_seqlens" and given is not None and getattr(given, "ndim", 0) == 0:
+        length = as_int("cache_seqlens", given)
         if length > max_seqlen:
-            raise InvalidInputError(f"{args.name('seq_lens')}: {length}, there is room for {max_seqlen} keys")
-        return torch.full((num_seqs,), length, dtype=torch.int32, device=device)
-    seq_lens = lengths(args, "seq_lens", num_seqs, device)
-    if seq_lens is None and offsets is not None:
-        args.put("seq_lens", None, args.name("cu_seqlens_k"))
+            raise InvalidInputError(f"cache_seqlens: {length}, there is room for {max_seqlen} keys")
+        max_seqlen = length
+    elif (seq_lens := lengths(args, "seq_lens", num_seqs, device)) is not None:
+        return seq_lens
+    elif offsets is not None:
+        args.put("seq_lens", None, args.names["cu_seqlens_k"])
         return offsets.diff()
-    return torch.full((num_seqs,), max_seqlen, dtype=torch.int32, device=device) if seq_lens is None else seq_lens
+    return torch.full((num_seqs,), max_seqlen, dtype=torch.int32, device=device)

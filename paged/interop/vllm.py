@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.interop.arguments import Arguments, Vocabulary
+from paged.interop.arguments import as_flag
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
+from paged.kernels.common.checks import check_is_tensor, refuse_gradients
+from paged.kernels.common.errors import arguments_named
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.moe.fused_moe import fused_moe
 
@@ -19,11 +21,6 @@ _SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
 # What tells vLLM's configuration of quantised experts from anything else.
 _QUANT_CONFIG = ("quant_dtype", "weight_quant_dtype", "w1_bias", "w2_bias")
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-_CACHE = Vocabulary(
-    {"key_cache": "k_cache", "value_cache": "v_cache"},
-    frozenset({"key", "value", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale"}),
-)
-_EXPERTS = Vocabulary({}, frozenset({"hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map", "inplace"}))
 
 
 def reshape_and_cache_flash(
@@ -53,13 +50,8 @@ def reshape_and_cache_flash(
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
         known = ", ".join(map(repr, PLAIN_CACHES + E4M3_CACHES))
         raise UnsupportedError(f"kv_cache_dtype: {shown(kv_cache_dtype)}, known are {known}")
-    given = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "k_scale": k_scale}
-    args = Arguments("reshape_and_cache_flash", given | {"slot_mapping": slot_mapping, "v_scale": v_scale}, _CACHE)
-    for name in ("key", "value", "k_cache", "v_cache", "slot_mapping"):
-        args.tensor(name)
-    args.optional_tensor("k_scale")
-    args.optional_tensor("v_scale")
-    args.refuse_gradients()
+    given = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    _check("reshape_and_cache_flash", {**given, "slot_mapping": slot_mapping}, k_scale=k_scale, v_scale=v_scale)
     if slot_mapping.dim() != 1:
         raise InvalidInputError(f"slot_mapping: shape {list(slot_mapping.shape)}, expected [num_tokens]")
     if kv_cache_dtype in PLAIN_CACHES:
@@ -68,7 +60,7 @@ def reshape_and_cache_flash(
         key_cache, value_cache = (cache.view(torch.float8_e4m3fn) for cache in (key_cache, value_cache))
     num_tokens = slot_mapping.shape[0]
     key, value = (x[:num_tokens] if x.dim() else x for x in (key, value))
-    with args.in_callers_names():
+    with arguments_named(k_cache="key_cache", v_cache="value_cache"):
         reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -101,16 +93,9 @@ def fused_experts(
         InvalidInputError: as in `fused_moe`.
     """
     given = {"hidden_states": hidden_states, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    args = Arguments(
-        "fused_experts",
-        given
-        | {"apply_router_weight_on_input": apply_router_weight_on_input, "inplace": inplace, "expert_map": expert_map},
-        _EXPERTS,
-    )
-    for name in given:
-        args.tensor(name)
-    args.optional_tensor("expert_map")
-    args.refuse_gradients()
+    _check("fused_experts", given, expert_map=expert_map)
+    if as_flag("apply_router_weight_on_input", apply_router_weight_on_input):
+        raise UnsupportedError("apply_router_weight_on_input: True, fused_experts here takes only None, False or 0")
     num_experts = as_int("global_num_experts", global_num_experts, low=-1)
     known = (w1 if expert_map is None else expert_map).shape[:1]
     if num_experts not in (-1, *known):
@@ -140,5 +125,12 @@ def fused_experts(
         w1_bias=getattr(quant_config, "w1_bias", None),
         w2_bias=getattr(quant_config, "w2_bias", None),
         expert_map=expert_map,
-        out=hidden_states if args.flag("inplace") else None,
+        out=hidden_states if as_flag("inplace", inplace) else None,
     )
+
+
+def _check(function: str, required: dict[str, torch.Tensor], **optional: torch.Tensor | None) -> None:
+    for name, tensor in (required | optional).items():
+        if name in required or tensor is not None:
+            check_is_tensor(name, tensor)
+            refuse_gradients(f"{name}: requires a gradient, {function} here", tensor)
