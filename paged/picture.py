@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 Kind = Literal["free", "cached", "own", "shared", "copy"]
 _LETTERS = string.ascii_letters + string.digits
-_MEANINGS: dict[Kind, str] = {
-    "free": "free",
-    "cached": "free, holds K/V that a prompt may begin with",
-    "own": "of one sequence",
-    "shared": "of several sequences",
-    "copy": "of several, copied when one of them writes its next token",
+# A mark and what it means.
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "free": (".", "free"),
+    "cached": ("~", "free, holds K/V that a prompt may begin with"),
+    "own": (" ", "of one sequence"),
+    "shared": ("+", "of several sequences"),
+    "copy": ("!", "of several, copied when one of them writes its next token"),
 }
-_MARKS: dict[Kind, str] = {"free": ".", "cached": "~", "own": " ", "shared": "+", "copy": "!"}
 _CELL, _LINE = 22, 18  # pixels
 _LONGEST_ID = 200  # characters of a request's id or a namespace that are shown
 
@@ -68,14 +68,14 @@ class CachePicture:
     def text(self, columns: int = 32) -> str:
         """For a terminal: a cell is the letter of the first sequence that holds the block, and a mark."""
         _check_columns(columns)
-        cells = [(self._letter(cell) + _MARKS[cell.kind])[:2].rjust(2) for cell in self.cells]
+        letters = [self.sequences[cell.holders[0]].letter if cell.holders else "" for cell in self.cells]
+        cells = [(letter + _KINDS[cell.kind][0]).rjust(2) for letter, cell in zip(letters, self.cells, strict=True)]
         rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
         width = len(str(len(cells)))
         grid = [f"{1 + columns * index:{width}}  {' '.join(row)}".rstrip() for index, row in enumerate(rows)]
         legend = [
-            f"{'a' if kind in ('own', 'shared', 'copy') else ''}{mark.strip()}".ljust(3)
-            + f" {self.count(kind):4}  {text}"
-            for (kind, text), mark in zip(_MEANINGS.items(), _MARKS.values(), strict=True)
+            f"{('a' * (kind in ('own', 'shared', 'copy')) + mark.strip()):3} {self.count(kind):4}  {meaning}"
+            for kind, (mark, meaning) in _KINDS.items()
         ]
         lines = [one_line(text) for text in (*map(_line, self.sequences), self.summary)]
         return "\n".join([*grid, "", *legend, "", *lines])
@@ -98,13 +98,10 @@ class CachePicture:
             f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
         )
 
-    def _letter(self, cell: BlockCell) -> str:
-        return self.sequences[cell.holders[0]].letter if cell.holders else ""
-
     def _svg_cell(self, cell: BlockCell, row: int, column: int) -> str:
         x, y, size = 2 + column * _CELL, 2 + row * _CELL, _CELL - 3
         names = ", ".join(one_line(self.sequences[index].request_id, _LONGEST_ID) for index in cell.holders)
-        title = f"block {cell.block}: {_MEANINGS[cell.kind]}{f' ({names})' if names else ''}"
+        title = f"block {cell.block}: {_KINDS[cell.kind][1]}{f' ({names})' if names else ''}"
         background = "#cfd8e6" if cell.kind == "cached" else "#f4f4f4"
         dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
         stripes, width = [], size / max(len(cell.holders), 1)
@@ -149,7 +146,7 @@ def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
         cells.append(BlockCell(block, kind, found, filled.get(block, 0) / block_size))
     lines = [
         SequenceLine(
-            letter=_LETTERS[index] if index < len(_LETTERS) else "?",
+            letter=_LETTERS[index : index + 1] or "?",
             request_id=handle.request_id,
             namespace=handle.namespace,
             num_tokens=handle.num_tokens,

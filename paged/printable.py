@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Callable
+from unicodedata import category
 
 # Joiners shape scripts and emoji and steer nothing; all other format characters hide or reorder what is around them.
 _HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
@@ -14,7 +13,7 @@ _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 def printable(text: str) -> str:
     """The text with `\\x1b`, `\\u202e` and so on for all that steers a terminal, but for newlines and tabs."""
-    return _escaped(text, lambda char: char not in "\n\t" and _steers(char))
+    return _escaped(text, but_for=_HARMLESS + "\n\t")
 
 
 def one_line(value: object, limit: int = 2000) -> str:
@@ -27,24 +26,17 @@ def one_line(value: object, limit: int = 2000) -> str:
         text = f"<{type(value).__name__} that raises {type(error).__name__}>"
     if len(text) > limit:
         text = f"{text[: limit // 2]} ... {text[len(text) - limit // 2 :]}"
-    return _escaped(text, _steers)
+    return _escaped(text)
 
 
 def xml_text(value: object, limit: int = 500) -> str:
     """As `one_line`, of characters that XML allows; markup is left for the writer to escape."""
-    return _escaped(one_line(value, limit), lambda char: char in "\ufffe\uffff")
+    return _escaped(one_line(value, limit), also="\ufffe\uffff")
 
 
-def _steers(char: str) -> bool:
-    return char not in _HARMLESS and unicodedata.category(char) in _STEERING
-
-
-def _escaped(text: str, is_escaped: Callable[[str], bool]) -> str:
+def _escaped(text: str, *, but_for: str = _HARMLESS, also: str = "") -> str:
+    """Characters as Python writes them: \\n, \\x1b, \\u202e, \\U000e0001."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escape(char) if is_escaped(char) else char for char in text)
-
-
-def _escape(char: str) -> str:
-    """As Python writes it: \\n, \\x1b, \\u202e, \\U000e0001."""
-    return ascii(char)[1:-1]
+    is_escaped = {char: char in also or (char not in but_for and category(char) in _STEERING) for char in set(text)}
+    return "".join(ascii(char)[1:-1] if is_escaped[char] else char for char in text)
