@@ -6,7 +6,6 @@ import torch
 
 from paged.kernels.common.checks import (
     check_device,
-    check_is_tensor,
     check_last_dim_contiguous,
     check_tensor,
     check_writable,
@@ -195,8 +194,6 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
 
 
 def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
-    check_is_tensor("x", x)
-    check_is_tensor("out", out)
     dtype, device, in_features = weights.a.dtype, weights.a.device, weights.a.shape[3]
     check_tensor("x", x, ("num_rows", in_features), (dtype,), device)
     check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)

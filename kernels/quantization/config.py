@@ -80,13 +80,11 @@ def linear_tile(shape: LinearShape, device: Device) -> LinearTile:
         tile = LinearTile(
             64 if shape.num_rows <= 64 or fills_memory else 128, 128, block_k, 1, 8, 3, shape.element_size > 1
         )
-    tile = _fitting(tile, device.arch)
-    return replace(tile, num_splits=_num_splits(shape, tile, device))
-
-
-def _num_splits(shape: LinearShape, tile: LinearTile, device: Device) -> int:
-    """Pieces of the input, until there are two programs an SM, as far as each is two steps long."""
-    max_splits = _MAX_SPLITS_FEW if shape.num_rows <= _FEW_ROWS else _MAX_SPLITS_MANY
+    if device.arch not in LARGE_SHARED_MEMORY and device.arch != "sm_80":
+        # Where a program has 99 KB (consumer chips) or 64 KB (CDNA3).
+        tile = replace(tile, num_stages=min(tile.num_stages, 2))
+    # Pieces of the input, until there are two programs an SM, as far as each is two steps long.
+    max_splits = _MAX_SPLITS_FEW if is_few else _MAX_SPLITS_MANY
     programs = -(-shape.num_rows // tile.block_m) * -(-shape.out_features // tile.block_n)
     num_splits = 1
     while (
@@ -95,11 +93,4 @@ def _num_splits(shape: LinearShape, tile: LinearTile, device: Device) -> int:
         and shape.in_features >= 4 * num_splits * tile.block_k
     ):
         num_splits *= 2
-    return num_splits
-
-
-def _fitting(tile: LinearTile, arch: str) -> LinearTile:
-    """The tile as `arch` can hold it: two stages where a program has 99 KB (consumer chips) or 64 KB (CDNA3)."""
-    if arch in LARGE_SHARED_MEMORY or arch == "sm_80":
-        return tile
-    return replace(tile, num_stages=min(tile.num_stages, 2))
+    return replace(tile, num_splits=num_splits)

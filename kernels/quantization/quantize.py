@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.packed.packing import E2M1, MXFP4_GROUP, NVFP4_GROUP, pack_codes
+from paged.kernels.common.packed.packing import E2M1, E2M1_GROUPS, pack_codes
 from paged.kernels.common.scalars import as_int, shown
 from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
 
@@ -43,20 +43,18 @@ def quantize(
     group_size = as_int("group_size", group_size, -1)
     if form not in _LARGEST:
         raise InvalidInputError(f"form: {shown(form)}, expected one of {sorted(_LARGEST)}")
-    if not symmetric and form not in ("int8", "int4"):
+    is_whole = form in ("int8", "int4")
+    if not symmetric and not is_whole:
         raise InvalidInputError(f"symmetric: False with {form}, expected int8 or int4")
     rows, columns = weight.shape
-    height = 1
-    if form in ("mxfp4", "nvfp4"):
-        width = MXFP4_GROUP if form == "mxfp4" else NVFP4_GROUP
-    elif group_size == 0:
-        height, width = rows, columns
-    else:
-        width = columns if group_size == -1 else group_size
-        height = FP8_BLOCK if form == "e4m3" and width == FP8_BLOCK else 1
+    height, width = 1, E2M1_GROUPS.get(form) or (group_size if group_size > 0 else columns)
+    if group_size == 0 and form not in E2M1_GROUPS:
+        height = rows
+    elif form == "e4m3" and width == FP8_BLOCK:
+        height = FP8_BLOCK
     if form == "e4m3" and group_size not in (-1, 0, FP8_BLOCK):
         raise InvalidInputError(f"group_size: {group_size}, expected -1, 0 or {FP8_BLOCK} with e4m3")
-    if form in ("int8", "int4") and columns % width:
+    if is_whole and columns % width:
         raise InvalidInputError(f"group_size: {group_size}, expected a divisor of {columns} columns")
     padded = functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
     groups = padded.view(len(padded) // height, height, -1, width)
@@ -64,7 +62,7 @@ def quantize(
     spread = scale[:, None, :, None] * (1.0 if tensor_scale is None else tensor_scale)
     codes = _codes(groups / torch.where(spread > 0, spread, 1.0), form, zero_point)
     codes = codes.reshape(padded.shape)[:rows, :columns].contiguous()
-    if form in ("int8", "int4") or (form == "e4m3" and height != FP8_BLOCK):
+    if is_whole or (form == "e4m3" and height != FP8_BLOCK):
         shape = () if group_size == 0 else (rows,) if width == columns else (rows, columns // width)
         scale = scale.reshape(shape)
         zero_point = None if zero_point is None else zero_point.reshape(shape)
@@ -75,7 +73,7 @@ def quantize(
     if quantizes_input is None:
         quantizes_input = form == "e4m3" or (form == "int8" and symmetric and scale.dim() < 2)
     return QuantizedWeight(
-        pack_codes(codes) if form in ("int4", "mxfp4", "nvfp4") else codes,
+        codes if form in ("e4m3", "int8") else pack_codes(codes),
         scale,
         columns,
         zero_point,
@@ -111,7 +109,7 @@ def _codes(values: torch.Tensor, form: str, zero_point: torch.Tensor | None) -> 
     """The codes of weights divided by their scale."""
     if form == "e4m3":
         return values.to(torch.float8_e4m3fn)
-    if form in ("mxfp4", "nvfp4"):
+    if form in E2M1_GROUPS:
         middles = torch.tensor(E2M1, device=values.device)
         code = torch.bucketize(values.abs(), (middles[1:] + middles[:-1]) / 2)
         return (code + 8 * values.signbit()).to(torch.uint8)

@@ -46,8 +46,7 @@ def from_compressed_tensors(
     """
     per_word = _codes_a_word(num_bits)
     device = weight_packed.device
-    check_shape("weight_packed", weight_packed, ("out_features", -(-in_features // per_word)))
-    check_dtype("weight_packed", weight_packed, torch.int32)
+    check_tensor("weight_packed", weight_packed, ("out_features", -(-in_features // per_word)), (torch.int32,))
     rows = len(weight_packed)
     check_tensor("weight_scale", weight_scale, (rows, "groups"), FLOAT_DTYPES, device)
     codes = _unpack(weight_packed, num_bits)[:, :in_features]
@@ -90,8 +89,7 @@ def from_gptq(
     per_word = _codes_a_word(num_bits)
     if format_version not in (1, 2):
         raise InvalidInputError(f"format_version: {format_version}, expected 1 or 2")
-    check_shape("qweight", qweight, ("packed_rows", "out_features"))
-    check_dtype("qweight", qweight, torch.int32)
+    check_tensor("qweight", qweight, ("packed_rows", "out_features"), (torch.int32,))
     rows = qweight.shape[1]
     check_tensor("scales", scales, ("groups", rows), FLOAT_DTYPES, qweight.device)
     zeros = None
@@ -117,8 +115,7 @@ def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
         InvalidInputError: shapes or dtypes do not fit.
         UnsupportedError: groups of a size that `QuantizedWeight` does not take.
     """
-    check_shape("qweight", qweight, ("in_features", "out_features / 8"))
-    check_dtype("qweight", qweight, torch.int32)
+    check_tensor("qweight", qweight, ("in_features", "out_features / 8"), (torch.int32,))
     words = qweight.shape[1]
     check_tensor("scales", scales, ("groups", 8 * words), FLOAT_DTYPES, qweight.device)
     check_tensor("qzeros", qzeros, (scales.shape[0], words), (torch.int32,), qweight.device)
@@ -175,14 +172,15 @@ def from_nvfp4(
     codes, columns = _e2m1_codes("weight", weight)
     expected = (len(codes), columns // NVFP4_GROUP)
     check_tensor("weight_scale", weight_scale, expected, (torch.float8_e4m3fn,), codes.device)
-    given = weight_global_scale if weight_scale_2 is None else weight_scale_2
-    if given is None or (weight_global_scale is not None and weight_scale_2 is not None):
+    given = {"weight_global_scale": weight_global_scale, "weight_scale_2": weight_scale_2}
+    scales = [(name, scale) for name, scale in given.items() if scale is not None]
+    if len(scales) != 1:
         raise InvalidInputError("weight_global_scale, weight_scale_2: expected one of them")
-    name = "weight_global_scale" if weight_scale_2 is None else "weight_scale_2"
-    check_dtype(name, given, torch.float32)
-    if given.numel() != 1:
-        raise InvalidInputError(f"{name}: shape {list(given.shape)}, expected one value")
-    scale = given.reshape(()) if weight_scale_2 is not None else given.reshape(()).reciprocal()
+    ((name, scale),) = scales
+    check_dtype(name, scale, torch.float32)
+    if scale.numel() != 1:
+        raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected one value")
+    scale = scale.reshape(()) if name == "weight_scale_2" else scale.reshape(()).reciprocal()
     return QuantizedWeight(pack_codes(codes), _columns_together(weight_scale), columns, tensor_scale=scale)
 
 
@@ -210,16 +208,12 @@ def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _columns_together(scale: torch.Tensor) -> torch.Tensor:
-    """The same [rows, groups], with the rows of a group side by side in memory, as a step reads them."""
-    return scale.T.contiguous().T
+    """The same [rows] or [rows, groups], with the rows of a group side by side in memory, as a step reads them."""
+    return scale.T.contiguous().T if scale.dim() == 2 else scale.contiguous()
 
 
 def _from_codes(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zeros: torch.Tensor | None,
-    g_idx: torch.Tensor | None,
-    num_bits: int,
+    codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None, num_bits: int
 ) -> QuantizedWeight:
     """Codes [rows, columns], scale and zeros [rows, groups], all numbered from 0, and the group of each column."""
     columns, num_groups = codes.shape[1], scale.shape[1]
@@ -230,8 +224,9 @@ def _from_codes(
         if not torch.equal(g_idx, in_order.int()):
             order = g_idx.argsort(stable=True)
             if not torch.equal(g_idx[order], in_order.int()):
-                size = f"{columns} / {num_groups} columns"
-                raise InvalidInputError(f"g_idx: expected each of {num_groups} groups for {size}")
+                raise InvalidInputError(
+                    f"g_idx: expected each of {num_groups} groups for {columns} / {num_groups} columns"
+                )
             codes, order = codes[:, order], order.int()
     if num_groups == 1:
         scale, zeros = scale[:, 0], None if zeros is None else zeros[:, 0]
@@ -240,9 +235,5 @@ def _from_codes(
     else:
         values, first = (codes - 128).to(torch.int8).contiguous(), 128
     if zeros is not None:
-        zeros = (
-            _columns_together((zeros - first).to(torch.int8)) if zeros.dim() == 2 else (zeros - first).to(torch.int8)
-        )
-    return QuantizedWeight(
-        values, _columns_together(scale) if scale.dim() == 2 else scale.contiguous(), columns, zeros, input_order=order
-    )
+        zeros = _columns_together((zeros - first).to(torch.int8))
+    return QuantizedWeight(values, _columns_together(scale), columns, zeros, input_order=order)

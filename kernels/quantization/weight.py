@@ -68,12 +68,18 @@ class QuantizedWeight:
         check_shape("values", self.values, ("out_features", columns))
         check_contiguous("values", self.values)
         check_is_tensor("scale", self.scale)
-        device = self.values.device
-        check_tensor("scale", self.scale, self._scale_shape(), self._scale_dtypes(), device)
-        if self.format in ("int8", "int4") and self.scale.dim() == 2:
-            self._check_groups()
+        device, is_whole = self.values.device, self.format in ("int8", "int4")
+        dtypes = (torch.float32,) if self.format == "e4m3" else FLOAT_DTYPES
+        narrow = (*E8M0, torch.float8_e4m3fn) if self.is_packed else ()
+        check_tensor("scale", self.scale, self._scale_shape(), (*dtypes, *narrow), device)
+        if is_whole and self.scale.dim() == 2:
+            num_groups = self.scale.shape[1]
+            if num_groups == 0 or self.in_features % num_groups:
+                raise InvalidInputError(f"scale: {num_groups} groups, expected a divisor of {self.in_features} columns")
+            if num_groups > 1 and self.group[1] % 32:
+                raise UnsupportedError(f"scale: groups of {self.group[1]} columns, expected a multiple of 32")
         if self.zero_point is not None:
-            if self.format not in ("int8", "int4"):
+            if not is_whole:
                 raise InvalidInputError(f"zero_point: given with {self.format} weights, expected None")
             check_tensor("zero_point", self.zero_point, self.scale.shape, (torch.int8,), device)
         for name, scalar in (("tensor_scale", self.tensor_scale), ("input_scale", self.input_scale)):
@@ -109,11 +115,6 @@ class QuantizedWeight:
             return FP8_BLOCK, FP8_BLOCK
         return 1, E2M1_GROUPS.get(self.format) or self.in_features // self.scale.shape[1]
 
-    def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        if not self.is_packed:
-            return FLOAT_DTYPES if self.format == "int8" else (torch.float32,)
-        return (*FLOAT_DTYPES, *E8M0, torch.float8_e4m3fn)
-
     def _scale_shape(self) -> tuple[int | str, ...]:
         rows, columns = self.out_features, self.in_features
         if self.format in E2M1_GROUPS:
@@ -121,13 +122,6 @@ class QuantizedWeight:
         if self.scale.dim() < 2:
             return (rows,)[: self.scale.dim()]
         return (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)) if self.format == "e4m3" else (rows, "groups")
-
-    def _check_groups(self) -> None:
-        num_groups = self.scale.shape[1]
-        if num_groups == 0 or self.in_features % num_groups:
-            raise InvalidInputError(f"scale: {num_groups} groups, expected a divisor of {self.in_features} columns")
-        if num_groups > 1 and self.group[1] % 32:
-            raise UnsupportedError(f"scale: groups of {self.group[1]} columns, expected a multiple of 32")
 
     def _check_input(self) -> None:
         if not self.quantizes_input:
