@@ -10,20 +10,19 @@ Its continuous batching keeps K and V in pages of its own; layers with full atte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.activations import SiLUActivation
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
-from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import generic
 
 from paged.errors import UnsupportedError
 from paged.interop.flash_attention import flash_attn_varlen_func
-from paged.interop.transformers_experts import read_experts
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
@@ -35,6 +34,10 @@ NAME = "paged_triton"
 # The modules of continuous batching that ask whether an implementation needs masks, and admit others than "sdpa" and
 # "paged|eager" only where their name says "flash".
 _ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
+# gpt-oss's gate, clamped and with one added to the other half, by whose it is, and whether the two halves alternate.
+_CLAMPED_GATES = {"GptOssExperts._apply_gate": True, "OpenAIPrivacyFilterExperts._apply_gate": False}
+# What `fused_moe`'s "swiglu_oai" has built in.
+_CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 def register() -> None:
@@ -65,20 +68,12 @@ def _needs_no_mask(
     return bool(generic.is_flash_attention_requested(config, requested_attention_implementation, version))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What the layers of one kind share in one forward."""
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    plan: AttentionPlan
-
-
 class PagedTritonAttention:
     """An attention function of transformers for continuous batching."""
 
     def __init__(self) -> None:
-        # By the step's write index and whether a graph is being captured: what was made before is no part of the graph.
+        # Block table and plan, by the step's write index and whether a graph is being captured: what was made before is
+        # no part of the graph.
         self._steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     # As transformers' own paged functions: its cache hands out views of one tensor.
@@ -110,9 +105,9 @@ class PagedTritonAttention:
             UnsupportedError: no paged cache, a mask, a position bias, dropout, new keys by block table, or heads of
                 other sizes than the cache's.
         """
-        paged_cache = kwargs.get("cache")
+        paged_cache, table = kwargs.get("cache"), kwargs.get("block_table")
         refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
-        for name, given in {**refused, "block_table": kwargs.get("block_table")}.items():
+        for name, given in {**refused, "block_table": table}.items():
             if given is not None:
                 raise UnsupportedError(f"{name}: {NAME} takes none")
         if paged_cache is None:
@@ -131,9 +126,8 @@ class PagedTritonAttention:
         narrowest = 1 if allocator.supports_block_table else head_dim
         if key.shape[1::2] != (heads, head_dim) or not narrowest <= v_head_dim <= head_dim:
             shapes = f"key: shape {list(key.shape)}, value: shape {list(value.shape)}"
-            raise UnsupportedError(
-                f"{shapes}; in this layer the cache of generate_batch has {heads} heads of {head_dim}"
-            )
+            expected = f"in this layer the cache of generate_batch has {heads} heads of {head_dim}"
+            raise UnsupportedError(f"{shapes}; {expected}")
         if not allocator.supports_block_table:
             # A window's cache is a ring, whose oldest keys the new ones replace before they have been read.
             key, value = paged_cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
@@ -153,46 +147,39 @@ class PagedTritonAttention:
         v_cache = v_cache[..., :v_head_dim]
         write_index = kwargs["write_index"][allocator.index]
         reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
-        step = self._step(allocator, write_index, kwargs)
+        block_table, plan = self._step(allocator, write_index, kwargs)
         bound_for(paged_attention, *list(options.values())[1:], *layout(k_cache, v_cache, s_aux))(
             q,
             k_cache,
             v_cache,
-            block_table=step.block_table,
+            block_table=block_table,
             cu_seqlens_q=kwargs["cu_seq_lens_q"],
-            seq_lens=step.seq_lens,
+            seq_lens=plan.seq_lens,
             sinks=s_aux,
-            plan=step.plan,
+            plan=plan,
             out=out,
             **options,
         )
         return out.unsqueeze(0), None
 
-    def _step(self, allocator: Any, write_index: torch.Tensor, kwargs: dict[str, Any]) -> _Step:
+    def _step(
+        self, allocator: Any, write_index: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, AttentionPlan]:
         """The block table from the index of every token to read, of which each page holds a run from its first slot.
 
         The index is empty where nothing was cached before: the tokens to read are those just written.
         """
-        steps: dict[bool, _Step] = self._steps.setdefault(write_index, {})
+        steps: dict[bool, tuple[torch.Tensor, AttentionPlan]] = self._steps.setdefault(write_index, {})
         capturing = write_index.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing not in steps:
             read_index = kwargs["read_index"][allocator.index]
             index = read_index if read_index.numel() else write_index
-            page_size, cu_seqlens_k = allocator.tokens_per_page, kwargs["cu_seq_lens_k"][allocator.layer_type]
-            max_seqlen_k = kwargs["max_length_k"][allocator.layer_type]
-            first_tokens = torch.arange(0, max_seqlen_k, page_size, device=index.device)
+            cu_seqlens_k, longest = (kwargs[name][allocator.layer_type] for name in ("cu_seq_lens_k", "max_length_k"))
+            first_tokens = torch.arange(0, longest, allocator.tokens_per_page, device=index.device)
             slots = (cu_seqlens_k[:-1, None] + first_tokens).clamp_(max=index.shape[0] - 1)
-            seq_lens = cu_seqlens_k.diff()
-            steps[capturing] = _Step(
-                block_table=(index[slots] // page_size).to(torch.int32),
-                seq_lens=seq_lens,
-                plan=AttentionPlan(
-                    kwargs["cu_seq_lens_q"],
-                    seq_lens,
-                    max_seqlen_q=kwargs["max_length_q"],
-                    max_seqlen_k=max_seqlen_k,
-                ),
-            )
+            lengths = {"max_seqlen_q": kwargs["max_length_q"], "max_seqlen_k": longest}
+            plan = AttentionPlan(kwargs["cu_seq_lens_q"], cu_seqlens_k.diff(), **lengths)
+            steps[capturing] = (index[slots] // allocator.tokens_per_page).to(torch.int32), plan
         return steps[capturing]
 
 
@@ -202,14 +189,53 @@ def fused_experts_forward(
     """An experts function of transformers on `fused_moe`; without gradients.
 
     Raises:
-        UnsupportedError: a gradient is asked for, or as in `read_experts`.
+        UnsupportedError: a gradient is asked for, or as in `_read_experts`.
     """
-    experts = read_experts(self)
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or self.gate_up_proj.requires_grad):
-        raise UnsupportedError(f"{NAME} has no gradients: run under torch.no_grad()")
-    return fused_moe(
-        hidden_states,
-        topk_weights=top_k_weights.float().contiguous(),
-        topk_ids=top_k_index.to(torch.int32).contiguous(),
-        **experts,
-    )
+    weights, ids = top_k_weights.float().contiguous(), top_k_index.to(torch.int32).contiguous()
+    return fused_moe(hidden_states, topk_weights=weights, topk_ids=ids, **_read_experts(self))
+
+
+def _read_experts(experts: Any) -> dict[str, Any]:
+    """The weights, biases and activation of a module of experts, by the names that `fused_moe` has for them.
+
+    Weights stored as [num_experts, in, out] are written anew in memory, once, so that the rows of each output stand
+    together; the parameter keeps its shape and values.
+
+    Raises:
+        UnsupportedError: experts that are no gated SiLU or gpt-oss MLPs, or whose weights stand in another order.
+    """
+    gate = type(experts)._apply_gate
+    interleaved = _CLAMPED_GATES.get(gate.__qualname__)
+    expected = {"has_gate": True, "has_post_expert_norm": False, "is_concatenated": not interleaved}
+    for name, value in (expected if interleaved is None else expected | _CLAMPED).items():
+        if getattr(experts, name) != value:
+            raise UnsupportedError(f"{name}: {getattr(experts, name)}, expected experts where it is {value}")
+    if interleaved is None and gate is not _default_apply_gate:
+        raise UnsupportedError(f"_apply_gate: {type(experts).__name__}'s own, expected act_fn(gate) * up or gpt-oss's")
+    if interleaved is None and not isinstance(experts.act_fn, torch.nn.SiLU | SiLUActivation):
+        raise UnsupportedError(f"act_fn: {experts.act_fn}, expected SiLU")
+    w1, w2 = experts.gate_up_proj, experts.down_proj
+    if experts.is_transposed:
+        if w1.shape[-1] != 2 * w2.shape[-2]:
+            shapes = f"{list(w1.shape)} and {list(w2.shape)}"
+            raise UnsupportedError(f"is_transposed: True, with weights {shapes} that are not")
+        w1, w2 = _transposed(w1), _transposed(w2)
+    return {
+        "w1": w1,
+        "w2": w2,
+        "w1_bias": experts.gate_up_proj_bias if experts.has_bias else None,
+        "w2_bias": experts.down_proj_bias if experts.has_bias else None,
+        "activation": "silu" if interleaved is None else "swiglu_oai",
+        "interleaved": bool(interleaved),
+    }
+
+
+def _transposed(weight: torch.Tensor) -> torch.Tensor:
+    """[num_experts, out, in] with contiguous rows."""
+    if weight.stride(-2) == 1:
+        return weight.mT
+    # What is made in a graph is the graph's.
+    if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return weight.mT.contiguous()
+    weight.data = weight.data.mT.contiguous().mT
+    return weight.mT
