@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 # Backends' interface changes between minor versions of vLLM, the meaning of an argument with it.
-BACKENDS = {version: f"paged.interop.vllm_engine.v{version.replace('.', '_')}.Backend" for version in ("0.32", "0.33")}
+VERSIONS = ("0.32", "0.33")
+BACKEND = "paged.interop.vllm_engine.backend.PagedBackend"
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register this version's backend as `AttentionBackendEnum.CUSTOM`; nothing is chosen by that.
+    """Register the backend as `AttentionBackendEnum.CUSTOM`; nothing is chosen by that.
 
     vLLM calls it in each of its processes, whichever backend is in use, so where it cannot register it logs a warning
-    that says why and leaves vLLM as it was: with a version that BACKENDS does not name, or where CUSTOM is another
+    that says why and leaves vLLM as it was: with a version that VERSIONS does not name, or where CUSTOM is another
     plug-in's. Choosing CUSTOM then ends in vLLM's own error, or in that plug-in's backend.
     """
     import vllm
 
-    backend = BACKENDS.get(".".join(vllm.__version__.split(".")[:2]))
-    if backend is None:
-        known = " or ".join(BACKENDS)
+    if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
+        known = " or ".join(VERSIONS)
         _LOGGER.warning("paged attention is not registered: vLLM is %s, expected %s", vllm.__version__, known)
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
-    if custom.is_overridden() and custom.get_path() != backend:
+    if custom.is_overridden() and custom.get_path() != BACKEND:
         _LOGGER.warning(
-            "%s is not registered: CUSTOM is %s; VLLM_PLUGINS=paged loads no other plug-in", backend, custom.get_path()
+            "%s is not registered: CUSTOM is %s; VLLM_PLUGINS=paged loads no other plug-in", BACKEND, custom.get_path()
         )
         return
-    from paged.interop.vllm_cpu_platform import offer_custom
+    register_backend(custom, BACKEND)
+    _offer_on_cpu(custom)
 
-    register_backend(custom, backend)
-    offer_custom()
+
+def _offer_on_cpu(custom: Any) -> None:
+    """Wrap the CPU platform's choice of a backend, once: it knows its own alone, and takes one of them instead of
+    CUSTOM. For that it now answers as vLLM's GPU platforms do, with its path, or why not; others stay as they are."""
+    from vllm import platforms
+
+    platform = type(platforms.current_platform)
+    given = platform.get_attn_backend_cls
+    if not platforms.current_platform.is_cpu() or hasattr(given, "offers_custom"):
+        return
+
+    def get_attn_backend_cls(cls: Any, backend: Any, config: Any, *others: Any, **named: Any) -> Any:
+        if backend is not custom:
+            return given(backend, config, *others, **named)
+        reasons = backend.get_class().validate_configuration(device_capability=None, **config._asdict())
+        if reasons:
+            raise ValueError(f"Selected backend {backend} is not valid for this configuration. Reason: {reasons}")
+        return backend.get_path()
+
+    get_attn_backend_cls.offers_custom = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

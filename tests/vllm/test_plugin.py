@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 
+import vllm.platforms
 import vllm.plugins
 from vllm.config import AttentionConfig, CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms.cpu import CpuPlatform
@@ -19,7 +20,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 
-from paged.interop import vllm_cpu_platform, vllm_plugin
+from paged.interop import vllm_plugin
 from paged.interop.vllm_engine.backend import PagedBackend, PagedImpl
 from paged.interop.vllm_engine.metadata import PagedMetadataBuilder
 
@@ -49,7 +50,7 @@ def test_vllm_loads_the_installed_entry_point(monkeypatch: pytest.MonkeyPatch) -
         CUSTOM.get_class()
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
     vllm.plugins.load_general_plugins()
-    assert CUSTOM.get_path() == vllm_plugin.BACKENDS[".".join(vllm.__version__.split(".")[:2])]
+    assert CUSTOM.get_path() == vllm_plugin.BACKEND
     assert issubclass(CUSTOM.get_class(), PagedBackend)
 
 
@@ -74,10 +75,10 @@ def test_another_version_is_warned_of_and_left_alone(
 
 
 @pytest.mark.parametrize("version", ["0.32.1", "0.33.0", "0.33.1.dev7+g1234", "0.33.2+cu130"])
-def test_builds_of_a_version_get_its_backend(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_of_a_version_get_the_backend(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     vllm_plugin.register()
-    assert CUSTOM.get_path() == vllm_plugin.BACKENDS[version[:4]]
+    assert CUSTOM.get_path() == vllm_plugin.BACKEND
     assert issubclass(CUSTOM.get_class(), PagedBackend)
 
 
@@ -94,7 +95,7 @@ def test_cpu_platform_gives_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     assert vars(CpuPlatform)["get_attn_backend_cls"] is own
     assert _choose_on_cpu(CUSTOM) == AttentionBackendEnum.CPU_ATTN.get_path()
 
-    monkeypatch.setattr(vllm_cpu_platform, "current_platform", CpuPlatform())
+    monkeypatch.setattr(vllm.platforms, "current_platform", CpuPlatform())
     vllm_plugin.register()
     wrapped = vars(CpuPlatform)["get_attn_backend_cls"]
     vllm_plugin.register()

@@ -35,51 +35,19 @@ class PagedBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[PagedImpl]:
-        return PagedImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[PagedMetadataBuilder]:
-        return PagedMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(8)]
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return 1 <= head_size <= MAX_HEAD_DIM
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        """The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4; None is a CPU."""
-        return capability is None or bool(capability >= DeviceCapability(8, 0))
+    # Of vLLM 0.33: layers may write the cache in a fused operation and then call `forward` without key and value.
+    supports_kv_cache_update_bypass = True
+    get_name = staticmethod(lambda: "CUSTOM")
+    get_impl_cls = staticmethod(lambda: PagedImpl)
+    get_builder_cls = staticmethod(lambda: PagedMetadataBuilder)
+    get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(8)])
+    supports_head_size = classmethod(lambda cls, head_size: 1 <= head_size <= MAX_HEAD_DIM)
+    supports_sink = supports_sliding_window = supports_non_causal = classmethod(lambda cls: True)
+    supports_per_head_quant_scales = supports_batch_invariance = supports_sink
+    # The kernels are compiled for sm_80 and later, and for gfx942, which says 9.4; None is a CPU.
+    supports_compute_capability = classmethod(
+        lambda cls, capability: capability is None or capability >= DeviceCapability(8, 0)
+    )
 
     @classmethod
     def supports_combination(
@@ -218,9 +186,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Write key [at least num_tokens, num_kv_heads, head_dim] and value [..., v_head_dim] to slot_mapping int64
         [num_tokens]."""
         caches = self._caches(kv_cache, value.shape[-1])
-        reshape_and_cache_flash(
-            key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
-        )  # fmt: skip
+        scales = layer._k_scale, layer._v_scale
+        reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
     def _caches(self, kv_cache: torch.Tensor, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in a layer's cache: [num_blocks, block_size, num_kv_heads, head_dim], [..., v_head_dim]."""

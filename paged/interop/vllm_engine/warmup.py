@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,17 +15,8 @@ from paged.interop.vllm_engine.metadata import PagedMetadata
 from paged.kernels.attention.config import step_sizes
 from paged.kernels.common.compilation import run_compiled, serving_begins
 
-
-class LayerStep(NamedTuple):
-    """A step of one layer over nothing but padding: so many rows, whose tiles are found for `max_seq_len` keys.
-
-    by_flag: whether each sequence says if it is causal.
-    """
-
-    layer: Any
-    num_tokens: int
-    max_seq_len: int
-    by_flag: bool
+# A layer, a number of rows, the keys that tiles are found for, and whether each sequence says if it is causal.
+LayerStep = tuple[Any, int, int, bool]
 
 
 class AttentionWarmup(VllmJitKernel[LayerStep]):
@@ -47,7 +38,7 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
         longest = vllm_config.scheduler_config.max_num_batched_tokens
         return [
-            LayerStep(layer, num_tokens, vllm_config.model_config.max_model_len, by_flag)
+            (layer, num_tokens, vllm_config.model_config.max_model_len, by_flag)
             for layer in layers
             if layer.kv_cache.numel() and layer.impl.dcp_world_size == 1  # it runs, by itself
             for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest)
@@ -60,30 +51,30 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
     def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
         """Compile several kernels at once, and launch them; from here on a compilation is what PAGED_JIT says."""
         steps = list(compile_keys)
-        bar = partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank())
-        run_compiled(partial(_run_all, steps), bar)
+
+        def run() -> None:
+            for step in steps:
+                _run(*step)
+
+        run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank()))
         serving_begins()
 
 
-def _run_all(steps: Iterable[LayerStep]) -> None:
-    for step in steps:
-        _run(step)
-
-
-def _run(step: LayerStep) -> None:
-    """Write and attend to rows that lie in one projection's output, by themselves, or with values alone in one."""
-    layer, device, rows = step.layer, step.layer.kv_cache.device, step.num_tokens
+def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
+    """Write and attend to nothing but padding: rows that lie in one projection's output, by themselves, or with values
+    alone in one."""
+    device = layer.kv_cache.device
     none = torch.zeros(2, dtype=torch.int32, device=device)  # offsets: there is no query, so that all rows are padding
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
     metadata = PagedMetadata(
         num_actual_tokens=rows,
         max_query_len=rows,
         query_start_loc=none,
-        max_seq_len=step.max_seq_len,
+        max_seq_len=max_seq_len,
         seq_lens=none[:1],
         block_table=none[:1, None],
         slot_mapping=slots,
-        causal=none[:1] if step.by_flag else True,
+        causal=none[:1] if by_flag else True,
     )
     heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
     sizes = layer.head_size, layer.head_size, layer.head_size_v
