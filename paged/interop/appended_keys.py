@@ -30,13 +30,14 @@ class NewKeys(NamedTuple):
 
 def read_new_keys(args: Arguments, batch: Batch) -> NewKeys | None:
     """[batch, seqlen_new, num_kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new."""
-    if args.has("key") != args.has("value"):
+    if ("key" in args) != ("value" in args):
         raise InvalidInputError("key, value: one of them is None, expected both or none")
     num_seqs, device = batch.num_seqs, batch.k_cache.device
     offsets = lengths(args, "cu_seqlens_k_new", num_seqs + 1, device)
-    if not args.has("key"):
+    if "key" not in args:
         return None  # with offsets, too: SGLang gives those of all its keys, which FlashAttention 3 leaves unread
-    args.need("seq_lens")
+    if "seq_lens" not in args:
+        raise InvalidInputError(f"cache_seqlens: None, expected one: {args.function} needs it")
     key, value = args.tensor("key"), args.tensor("value")
     rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
     check_tensor("key", key, (*rows, *batch.k_cache.shape[2:]), FLOAT_DTYPES, device)
@@ -69,7 +70,7 @@ def rotate(args: Arguments, batch: Batch, new: NewKeys | None, *, in_order: bool
     if batch.num_seqs == 0:
         return batch, new
     table, starts = torch.cat([cos, sin], 1).float(), (batch.seq_lens if starts is None else starts).long()
-    if args.has("cu_seqlens_q"):
+    if "cu_seqlens_q" in args:
         seqs, steps = _packed_steps(batch.cu_seqlens_q, len(batch.q))
     else:
         seqs, steps = _steps(batch.num_seqs, batch.max_seqlen_q, table.device)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.checks import check_is_tensor, refuse_gradients
+from paged.kernels.common.checks import refuse_gradients
 from paged.kernels.common.scalars import as_bool, as_float, as_index, as_int, shown
 
 R = TypeVar("R")
@@ -65,8 +65,8 @@ def as_flag(name: str, value: Any, default: bool = False) -> bool:
     return bool(number) if number in (0, 1) else as_bool(name, value)
 
 
-class Arguments:
-    """The arguments of one call.
+class Arguments(dict[str, Any]):
+    """The arguments of one call that are not None.
 
     Keys are the names that `paged_attention` and `reshape_and_cache` have for a thing, or FlashAttention's where they
     have none. Errors name the key; `names` has the caller's own for it.
@@ -79,9 +79,9 @@ class Arguments:
             UnsupportedError: an argument that cannot be honoured, by name, with a value that asks for something.
             InvalidInputError: the same thing twice under two names.
         """
+        super().__init__()
         self.function = function
         self.adds_keys = function == "flash_attn_with_kvcache"
-        self._values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         honoured = _CACHED_ATTENTION if self.adds_keys else _ATTENTION
         for name, value in given.items():
@@ -92,68 +92,58 @@ class Arguments:
                 if name not in _HINTS and value is not None and value is not False and not (is_number and value == off):
                     raise UnsupportedError(f"{name}: {shown(value)}, {function} here takes only None, False or {off}")
                 continue
-            before = self._values.get(key)
-            if before is not None and before is not False:
-                if value is None or value is False:
-                    continue
+            if self.get(key, False) is False:
+                self.put(key, value, name)
+            elif value is not None and value is not False:
                 raise InvalidInputError(f"{self.names[key]}, {name}: both given, expected one of them")
-            self.put(key, value, name)
 
     def put(self, key: str, value: Any, name: str) -> None:
         """Derive `key` from the caller's argument `name`."""
-        self._values[key], self.names[key] = value, name
-
-    def value(self, key: str) -> Any:
-        return self._values.get(key)
-
-    def has(self, key: str) -> bool:
-        return self._values.get(key) is not None
-
-    def need(self, key: str) -> Any:
-        value = self._values.get(key)
-        if value is None:
-            raise InvalidInputError(f"{key}: None, expected one: {self.function} needs it")
-        return value
+        self.names[key] = name
+        if value is not None:
+            self[key] = value
 
     def tensor(self, key: str) -> torch.Tensor:
-        value = self.need(key)
-        check_is_tensor(key, value)
-        return value  # type: ignore[no-any-return]
+        if key not in self:
+            raise InvalidInputError(f"{key}: None, expected one: {self.function} needs it")
+        value = self[key]
+        if not isinstance(value, torch.Tensor):
+            raise InvalidInputError(f"{key}: {shown(value)}, expected a tensor")
+        if value.layout != torch.strided or value.is_nested:
+            raise InvalidInputError(f"{key}: a sparse or nested tensor, expected a dense one")
+        return value
 
     def optional_tensor(self, key: str) -> torch.Tensor | None:
-        return self.tensor(key) if self.has(key) else None
+        return self.tensor(key) if key in self else None
 
     def refuse_gradients(self) -> None:
         """Raise UnsupportedError for the first tensor that a gradient would have to reach."""
-        for key, value in self._values.items():
+        for key, value in self.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 refuse_gradients(f"{key}: requires a gradient, {self.function} here", value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return as_flag(key, self._values.get(key), default)
+        return as_flag(key, self.get(key), default)
 
     def integer(self, key: str) -> int | None:
         """An integer of any library, 0 or more."""
-        value = self._values.get(key)
-        return None if value is None else as_int(key, value)
+        return as_int(key, self[key]) if key in self else None
 
     def softmax_scale(self) -> float | None:
-        value = self._values.get("softmax_scale")
-        return None if value is None else as_float("softmax_scale", value, 0.0, LARGEST_SCALE)
+        return as_float("softmax_scale", self["softmax_scale"], 0.0, LARGEST_SCALE) if "softmax_scale" in self else None
 
     def softcap(self) -> float:
         """0 where there is none; FlashAttention takes every negative one for none too."""
-        value = self._values.get("softcap")
-        softcap = 0.0 if value is None else as_float("softcap", value, -math.inf, _LARGEST_SOFTCAP)
+        softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, _LARGEST_SOFTCAP)
         if 0.0 < softcap < _SMALLEST_SOFTCAP:
             raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least {_SMALLEST_SOFTCAP}")
         return max(softcap, 0.0)
 
     def window(self) -> tuple[int, int]:
         """(left, right); None, a negative edge and an edge of None stand for no limit."""
-        given = self._values.get("window_size")
+        given = self.get("window_size", (None, None))
         try:
-            left, right = (None, None) if given is None else given
+            left, right = given
         except Exception as error:
             raise InvalidInputError(f"window_size: {shown(given)}, expected two integers, (left, right)") from error
         edges = [-1 if edge is None else max(as_int("window_size", edge, None), -1) for edge in (left, right)]

@@ -42,7 +42,8 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     new = read_new_keys(args, batch)
     args.refuse_gradients()
     check_lengths(batch, 0 if new is None else new.counts)
-    num_seqs, device, is_8_bit = batch.num_seqs, batch.q.device, batch.q.dtype == torch.float8_e4m3fn
+    num_seqs, device = batch.num_seqs, batch.q.device
+    dtype = torch.bfloat16 if batch.q.dtype == torch.float8_e4m3fn else batch.q.dtype  # all values of which it has
     num_q_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
     options: dict[str, Any] = {
         "softmax_scale": args.softmax_scale(),
@@ -56,7 +57,7 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
     q_scale, k_scale, v_scale = (_row_for_all(args, f"{x}_scale", num_seqs, num_kv_heads) for x in "qkv")
-    if q_scale is not None and not is_8_bit:
+    if q_scale is not None and dtype == batch.q.dtype:
         raise UnsupportedError(f"q_scale: q is {batch.q.dtype}, not float8_e4m3fn")
     rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
@@ -64,12 +65,13 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         "v_scale": v_scale,
     }
     has_lse, has_probs = args.flag("return_lse"), args.flag("return_attn_probs")
-    given_out, out = _outputs(args, batch, torch.bfloat16 if is_8_bit else batch.q.dtype)
+    given_out, out = _outputs(args, batch, dtype)
     used = lengths(args, "seqused_q", num_seqs, device)
     if used is not None:
         check_within("seqused_q", used, 0, batch.cu_seqlens_q.diff(), "the queries of each sequence")
-    if args.has("cache_leftpad") and args.tensor("cache_leftpad").dtype.is_floating_point:
-        raise UnsupportedError(f"cache_leftpad: a float dtype, {args.function} here takes int32")
+    padding = args.optional_tensor("cache_leftpad")
+    if padding is not None and padding.dtype.is_floating_point:
+        raise UnsupportedError(f"cache_leftpad: dtype {padding.dtype}, {args.function} here takes int32")
     padding = lengths(args, "cache_leftpad", num_seqs, device)
     if padding is not None:
         check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
@@ -82,15 +84,14 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch = append(batch, new, k_scale, v_scale)
     if padding is not None:
         batch = in_tokens._replace(q=batch.q, seq_lens=(batch.seq_lens - padding).clamp_(min=0))
-    if is_8_bit:  # whose values are all of bfloat16's
-        batch = batch._replace(q=batch.q.to(torch.bfloat16))
+    batch = batch._replace(q=batch.q.to(dtype))
     if used is not None:
         batch, rows = _with_unused_queries(batch, rows, used)
     lse = _fill(out, batch, rows, options, has_lse or has_probs)
     if given_out is not None and given_out.data_ptr() != out.data_ptr():
         given_out.copy_(out.view(given_out.shape))
     shape = args.tensor("q").shape[:-1]
-    if lse is not None and not args.has("cu_seqlens_q"):
+    if lse is not None and "cu_seqlens_q" not in args:
         lse = lse.unflatten(1, shape[:2]).transpose(0, 1)
     return out.view(*shape, out.shape[-1]) if given_out is None else given_out, lse
 
@@ -102,7 +103,7 @@ def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.T
         check_tensor("out", given, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
         if any(size > 1 and step == 0 for size, step in zip(given.shape, given.stride(), strict=True)):
             raise InvalidInputError(f"out: strides {given.stride()}, expected memory for every element")
-        rows = given if args.has("cu_seqlens_q") else given.flatten(0, 1)
+        rows = given if "cu_seqlens_q" in args else given.flatten(0, 1)
         if rows.data_ptr() == given.data_ptr() and rows.stride(-1) == 1:
             return given, rows
     return given, torch.empty(*batch.q.shape[:2], v_head_dim, dtype=dtype, device=batch.q.device)

@@ -54,7 +54,7 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 def unpack(args: Arguments) -> None:
     """Put q, k and v for a caller's packed qkv or kv, and both offsets for its one."""
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
-        if args.has(name):
+        if name in args:
             packed, num_q_heads = args.tensor(name), args.integer("num_heads_q")
             if num_q_heads is not None and packed.dim() == 4:
                 num_kv_heads, odd = divmod(packed.shape[-2] - num_q_heads, 2)
@@ -69,7 +69,7 @@ def unpack(args: Arguments) -> None:
                 parts = packed.unbind(-3)
             for key, part in zip(keys, parts, strict=True):
                 args.put(key, part, name)
-    if args.has("cu_seqlens"):
+    if "cu_seqlens" in args:
         for key in "cu_seqlens_q", "cu_seqlens_k":
             args.put(key, args.tensor("cu_seqlens"), "cu_seqlens")
         for key in "max_seqlen_q", "max_seqlen_k":
@@ -85,7 +85,7 @@ def read_batch(args: Arguments) -> Batch:
     q = args.tensor("q")
     check_dtype("q", q, *FLOAT_DTYPES, torch.float8_e4m3fn)
     max_seqlen_q, max_seqlen_k = args.integer("max_seqlen_q"), args.integer("max_seqlen_k")
-    if args.has("cu_seqlens_q"):
+    if "cu_seqlens_q" in args:
         cu_seqlens_q = args.tensor("cu_seqlens_q")
         if q.dim() == 4:
             raise UnsupportedError("cu_seqlens_q: q has 4 axes, expected 3, sequence after sequence")
@@ -129,7 +129,7 @@ def read_batch(args: Arguments) -> Batch:
         if longest == 0:  # no keys at all: blocks of a token that no table names
             k, v, table = *(x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v)), table[:, :0]
     seq_lens = _seq_lens(args, num_seqs, longest, offsets, q.device)
-    if not args.has("block_table") and offsets is not None and is_readable(seq_lens):
+    if "block_table" not in args and offsets is not None and is_readable(seq_lens):
         check_offsets("cu_seqlens_k", offsets, len(k))
         check_within("seq_lens", seq_lens, 0, offsets.diff(), "the keys of each sequence in cu_seqlens_k")
         if num_seqs and (most := int(seq_lens.max())) > longest:
@@ -195,15 +195,15 @@ def _check_shapes(
     args: Arguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs: int, *, is_packed: bool
 ) -> None:
     num_q_heads, head_dim = q.shape[1:]
-    is_paged = args.has("block_table")
-    if k.dim() == 3 and args.has("cu_seqlens_q") and not is_packed and not is_paged:
+    is_paged = "block_table" in args
+    if k.dim() == 3 and "cu_seqlens_q" in args and not is_packed and not is_paged:
         raise InvalidInputError("cu_seqlens_k: None, expected one for k_cache of 3 axes")
     rows: tuple[int | str, ...] = (num_seqs, "seqlen_k")
     if is_paged:
         rows = "num_blocks", "block_size"
     elif is_packed:
         rows = ("total_k",)
-    elif args.has("cache_batch_idx") or (args.adds_keys and k.dim() == 4 and k.shape[0] > num_seqs):
+    elif "cache_batch_idx" in args or (args.adds_keys and k.dim() == 4 and k.shape[0] > num_seqs):
         rows = "batch_cache", "seqlen_cache"  # whose first rows are the sequences' where none are picked
     dtypes = q.dtype, torch.float8_e4m3fn
     check_tensor("k_cache", k, (*rows, "num_kv_heads", head_dim), dtypes, q.device)
@@ -217,7 +217,7 @@ def _check_shapes(
     if not is_packed:
         for name, x in (("k_cache", k), ("v_cache", v)):
             check_last_dim_contiguous(name, x)
-        if k.shape[1] == 0 and (is_paged or args.has("key")):
+        if k.shape[1] == 0 and (is_paged or "key" in args):
             raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
 
 
@@ -225,7 +225,7 @@ def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
     """How many keys of each sequence count: so many, one number for all, those between the offsets, or all."""
-    given = args.value("seq_lens")
+    given = args.get("seq_lens")
     if args.names.get("seq_lens") == "cache_seqlens" and given is not None and getattr(given, "ndim", 0) == 0:
         length = as_int("cache_seqlens", given)
         if length > max_seqlen:
