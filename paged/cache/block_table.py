@@ -46,6 +46,16 @@ class BlockTables:
         self._last = []
         state.row = -1
 
+    def recount(self, states: list[SequenceState]) -> None:
+        """Give these sequences rows, and no others."""
+        live = set(map(id, states))
+        for owner in self._owners:
+            if owner is not None and id(owner) not in live:
+                self.remove(owner)
+        for state in states:
+            if state.row < 0:
+                self.add(state)
+
     def owns(self, states: list[SequenceState]) -> bool:
         """Whether all of them have rows here, and none is given twice."""
         if states != self._last:

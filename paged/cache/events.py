@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import RLock
 
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 
@@ -50,8 +50,8 @@ CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 
 
 class Notifier:
-    """The cache's lock as a context manager, and what happens when a holder leaves it: by an exception, all that `undo`
-    knows of since it came is taken back; otherwise callbacks are told, once the outermost leaves.
+    """The cache's lock as a context manager, and what happens when a holder leaves it: by an exception, all that
+    `rollback` has kept since it came is put back; otherwise callbacks are told, once the outermost leaves.
 
     Every listener hears of everything in order: a call that ends while a delivery is under way adds to it. An
     error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
@@ -61,9 +61,9 @@ class Notifier:
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
         self._lock = RLock()
         self._depth = 0
-        # Of each call within a call, as one that a caller's own code makes: where undo log and events stood.
+        # Of each call within a call, as one that a caller's own code makes: where it began, and how many events there were.
         self._marks: list[tuple[tuple[int, int], int]] = []
-        self.undo = UndoLog()
+        self.rollback = Rollback()
         self._events: list[CacheEvent] = []
         self._pressure = pressure
         self._last_pressure = MemoryPressure.LOW
@@ -99,7 +99,7 @@ class Notifier:
         self._lock.acquire()
         self._depth += 1
         if self._depth > 1:
-            self._marks.append((self.undo.mark, len(self._events)))
+            self._marks.append((self.rollback.mark, len(self._events)))
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         deliver = False
@@ -107,9 +107,8 @@ class Notifier:
             if self._depth == 1:
                 if exc_type is not None:
                     self._events.clear()
-                    self.undo.undo()
-                else:
-                    self.undo.clear()
+                    self.rollback.put_back()
+                self.rollback.forget()
                 self._queue()
                 deliver = bool(self._calls) and not self._is_delivering
                 self._is_delivering |= deliver
@@ -117,7 +116,7 @@ class Notifier:
                 mark, num_events = self._marks.pop()
                 if exc_type is not None:
                     del self._events[num_events:]
-                    self.undo.undo_to(mark)
+                    self.rollback.put_back(mark)
         finally:
             self._depth -= 1
             self._lock.release()

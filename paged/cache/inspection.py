@@ -33,17 +33,17 @@ class KvInspection:
         with self.guard:
             state = self.sequences.state(handle)
             end = position + len(key)
-            undo = self.guard.undo
+            rollback = self.guard.rollback
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
             self.window.check_seen(state, self.tensors.table_of(layer), position, end)
             self.slots.make_exclusive([(state, position, end)])
-            state.remember(undo)
+            rollback.keep_fields(state)
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 state.settle()
             if len(key):  # what is written here need not be the K/V of the ids at these positions
-                state.chain.cut(position, position // self.tensors.block_size, undo)
-            self.tensors.write(layer, state.blocks, position, key, value, undo)
+                state.chain.cut(position, position // self.tensors.block_size, rollback)
+            self.tensors.write(layer, state.blocks, position, key, value, rollback)
             readable = max(state.num_tokens, state.num_written)
             if position <= readable:
                 state.num_written = max(readable, end)

@@ -1,14 +1,33 @@
-"""Whether all that the cache counts agrees."""
+"""What follows from the live sequences and open reservations: counted again, and compared with what the cache counts."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.prefix_cache import PrefixCache
-from paged.cache.slot_reservation import KvSlotReservation
 from paged.errors import PagedError
+
+
+def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[int]]:
+    """References of blocks on the device and on the host."""
+    states = [handle._state for handle in sequences.handles.values()]
+    reservations = {state.reservation for state in states if state.reservation is not None}
+    on_device = [*(state.blocks for state in states), *(reservation.kept_blocks for reservation in reservations)]
+    references = Counter(chain.from_iterable(on_device))
+    del references[0]
+    return references, Counter(chain.from_iterable((state.host_blocks or {}).values() for state in states))
+
+
+def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
+    """Make all agree with the sequences and published blocks, which a call that failed has put back."""
+    sequences.recount()
+    prefixes.index.recount()
+    references, host_references = _count_references(sequences)
+    prefixes.pool.recount(references)
+    host_pool.recount(host_references)
 
 
 def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
@@ -17,16 +36,9 @@ def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: 
     Raises:
         PagedError: names the first contradiction.
     """
-    references: Counter[int] = Counter()
-    host_references: Counter[int] = Counter()
-    reservations: set[KvSlotReservation] = set()
     for handle in sequences.handles.values():
         state = sequences.state(handle, may_be_swapped=True)
         held = [block for block in state.blocks if block]
-        references.update(held)
-        host_references.update((state.host_blocks or {}).values())
-        if state.reservation is not None:
-            reservations.add(state.reservation)
         if len(set(held)) != len(held):
             raise PagedError(f"{state.request_id!r} holds a block twice: {state.blocks}")
         if not state.num_cached_tokens <= state.num_tokens <= handle.capacity:
@@ -34,8 +46,7 @@ def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: 
                 f"{state.request_id!r}: {state.num_cached_tokens} cached of {state.num_tokens} tokens, "
                 f"capacity {handle.capacity}"
             )
-    for reservation in reservations:
-        references.update(reservation.kept_blocks)
+    references, host_references = _count_references(sequences)
     prefixes.pool.check(references)
     host_pool.check(host_references)
     prefixes.index.check()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache.block_table import BlockTables
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError, PagedError, SequenceTooLongError, StaleHandleError
@@ -30,40 +30,32 @@ _HANDLE_TYPES = {KvCacheHandle}
 class LiveSequences:
     """handles: of all sequences by name, oldest first. tables: their block ids."""
 
-    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
+    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self.handles: dict[SeqId, KvCacheHandle] = {}
         self.tables = BlockTables(len(config.tables))
         self._pool = pool
-        self._undo = undo
+        self._rollback = rollback
         self._config = config
         self._max_seq_len = config.max_seq_len
 
     def add(self, state: SequenceState) -> KvCacheHandle:
         """The handle of a new sequence."""
         handle = KvCacheHandle(state, self._pool, self._config)
-        self._undo.add((self._forget, state))
+        self._rollback.keep_absence(self.handles, (state.request_id,))
         self.tables.add(state)
         self.handles[state.request_id] = handle
         return handle
 
     def remove(self, state: SequenceState) -> None:
-        """Forget a sequence; its handle says so from now on."""
-        state.remember(self._undo)
-        self._undo.add((self._bring_back, state))
+        """Forget a sequence that is being changed; its handle says so from now on."""
+        self._rollback.keep((self.handles.__setitem__, state.request_id, self.handles[state.request_id]))
         state.is_valid = False
         self.tables.remove(state)
         del self.handles[state.request_id]  # last, as the order of sequences is not brought back
 
-    def _forget(self, state: SequenceState) -> None:
-        """Undo `add`, as far as it was done."""
-        self.handles.pop(state.request_id, None)
-        if state.row >= 0:
-            self.tables.remove(state)
-
-    def _bring_back(self, state: SequenceState) -> None:
-        """Undo `remove`, as far as it was done."""
-        if state.row < 0:
-            self.tables.add(state)
+    def recount(self) -> None:
+        """Give every sequence in `handles` a row, and no other."""
+        self.tables.recount([handle._state for handle in self.handles.values()])
 
     def new_name(self, request_id: object) -> SeqId:
         """The name of a sequence to come; InvalidInputError if one has it, or it can be none."""

@@ -13,7 +13,7 @@ import torch
 from paged.batch import KvSlotRequest, UnifiedBatchItem
 from paged.cache.events import CacheEvent, MemoryPressure, Notifier
 from paged.cache.inspection import KvInspection
-from paged.cache.integrity import check_integrity
+from paged.cache.integrity import check_integrity, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
 from paged.cache.prefix.chain import TokenChain, pack
@@ -50,13 +50,14 @@ class PagedKvCacheManager:
         self.config = config
         self._tensors = KvCacheTensors(config)  # first: where there is no memory for it, there is nothing to count
         self._guard = Notifier(self._measure_pressure)
-        self._undo = self._guard.undo
+        rollback = self._guard.rollback
+        rollback.recount = self._recount
         self._prefixes = PrefixCache(config, self._guard)
         self._pool = self._prefixes.pool
-        self._window = SlidingWindow(config, self._pool, self._undo)
+        self._window = SlidingWindow(config, self._pool, rollback)
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window)
         self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
-        self._sequences = LiveSequences(config, self._pool, self._undo)
+        self._sequences = LiveSequences(config, self._pool, rollback)
         self._handles = self._sequences.handles
         self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)
 
@@ -118,11 +119,11 @@ class PagedKvCacheManager:
             state = self._sequences.state(handle)
             target = state.num_tokens + num_tokens
             self._sequences.check_length(target)
-            with self._slots.reserve([state], [target]) as reservation:
-                written = max(state.num_tokens, state.num_written)
-                self._prefixes.overwrite(state.blocks)
-                self._tensors.clear(state.blocks, written, max(written, target))
-                reservation.commit()
+            reservation = self._slots.reserve([state], [target])
+            written = max(state.num_tokens, state.num_written)
+            self._prefixes.overwrite(state.blocks)
+            self._tensors.clear(state.blocks, written, max(written, target))
+            reservation.commit()
 
     def advance(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """`num_tokens` more positions now hold valid K/V.
@@ -140,8 +141,7 @@ class PagedKvCacheManager:
                 raise InvalidInputError(f"num_tokens: length {target}, expected at most the capacity {handle.capacity}")
             self._sequences.check_length(target)
             self._window.check_room(state, target)
-            state.remember(self._undo)
-            state.settle()
+            state.begin_change(self._guard.rollback)
             state.num_tokens = target
             self._window.drop_unseen([state])
 
@@ -182,14 +182,13 @@ class PagedKvCacheManager:
             if num_tokens > state.num_tokens:
                 raise InvalidInputError(f"num_tokens: {num_tokens}, expected at most the length {state.num_tokens}")
             self._window.check_rollback(state, num_tokens)
-            state.remember(self._undo)
-            state.settle()
+            state.begin_change(self._guard.rollback)
             kept = self.config.blocks_for(num_tokens)
             dropped, state.blocks = state.blocks[kept:], state.blocks[:kept]
             self._pool.release(dropped)
             state.num_tokens = state.num_written = num_tokens
             state.num_cached_tokens = min(state.num_cached_tokens, num_tokens)
-            state.chain.cut(num_tokens, num_tokens // self.config.block_size, self._undo)
+            state.chain.cut(num_tokens, num_tokens // self.config.block_size, self._guard.rollback)
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
         """A second sequence with the same tokens, over the same blocks until either writes to one.
@@ -200,8 +199,7 @@ class PagedKvCacheManager:
         with self._guard:
             source = self._sequences.state(handle)
             request_id = self._sequences.new_name(request_id)
-            source.remember(self._undo)
-            source.settle()
+            source.begin_change(self._guard.rollback)
             blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
             self._pool.share([block for block in blocks if block])
             forked = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
@@ -218,8 +216,7 @@ class PagedKvCacheManager:
             if isinstance(handle, KvCacheHandle) and not handle.is_valid:
                 return
             state = self._sequences.state(handle, may_be_swapped=True)
-            state.remember(self._undo)
-            state.settle()
+            state.begin_change(self._guard.rollback)
             self._pool.release(state.blocks)
             self._swap.discard(state)
             state.blocks, state.chain = (), TokenChain()
@@ -463,6 +460,9 @@ class PagedKvCacheManager:
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)
+
+    def _recount(self) -> None:
+        recount(self._sequences, self._prefixes, self._swap.pool)
 
     def _measure_pressure(self) -> MemoryPressure:
         available = self._pool.num_free / self._pool.num_blocks

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from paged.cache.blocks.pool import BlockPool
+from paged.cache.blocks.rollback import Fields
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.prefix.chain import forget_new_ids, pack
+from paged.cache.prefix.chain import TokenChain, pack
 from paged.cache.prefix.index import PrefixIndex
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
@@ -22,17 +23,19 @@ class PrefixCache:
     holds.
     """
 
+    fields = Fields("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
+
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
-        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.undo, are_needed)
-        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.undo)
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.prefix_hash, guard.rollback, are_needed)
+        self.pool = BlockPool(config.num_blocks, self.index.published, self._forget_evicted, guard.rollback)
         if self.index.other_tables is not None:
             self.index.other_tables.on_withdrawn = self.pool.unpublished
         self.num_hits = 0
         self.num_misses = 0
         self.num_hit_tokens = 0
         self.num_evictions = 0
-        self._guard = guard
+        self._guard, self._rollback = guard, guard.rollback
         self._block_size, self._tables = config.block_size, config.tables
         self._num_whole = config.num_whole
         self._is_enabled = config.enable_prefix_cache
@@ -75,9 +78,9 @@ class PrefixCache:
         self.pool.share(held)
         state.blocks = (*blocks, *self.allocate(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
-        chain.cut(length, length // self._block_size, self._guard.undo)
+        chain.cut(length, length // self._block_size, self._rollback)
         state.chain = chain
-        self._remember_counts()
+        self._rollback.keep_fields(self)
         self.num_hits += length > 0
         self.num_misses += length == 0
         self.num_hit_tokens += length
@@ -116,14 +119,14 @@ class PrefixCache:
             raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
         if len(given) % self._block_size:  # a last, partial block; the others are checked when published
             pack(given[-(len(given) % self._block_size) :])
-        self._guard.undo.add((forget_new_ids, [state.chain], [num_known]))
+        self._rollback.keep_end(known, num_known)
         known += given[num_known:]
         self.publish(state)
 
     def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:
         """`token_ids` are those at the last positions of each; nothing happens where earlier ones are not all known."""
         chains = [state.chain for state in states]
-        self._guard.undo.add((forget_new_ids, chains, [len(chain.ids) for chain in chains]))
+        self._rollback.keep((_cut_ids, chains, [len(chain.ids) for chain in chains]))
         for state, chain, ids in zip(states, chains, token_ids, strict=True):
             if len(chain.ids) + len(ids) == state.num_tokens:
                 chain.ids += ids
@@ -175,8 +178,7 @@ class PrefixCache:
             first = table.first_seen_block(num_tokens, self._block_size) if index else 0
             if 0 in shared[first * num_tables + index :: num_tables]:
                 raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
-        taker.remember(self._guard.undo)
-        taker.settle()
+        taker.begin_change(self._rollback)
         self.pool.share([block for block in shared if block])
         self.pool.release(dropped)
         taker.blocks = shared + taker.blocks[end:]
@@ -197,13 +199,13 @@ class PrefixCache:
         for block in published:
             self.pool.unpublished(block)
         for state in states:
-            state.chain.withdraw(0, self._guard.undo)
+            state.chain.withdraw(0, self._rollback)
         if self._guard.has_event_listeners:
             self._guard.add(CacheCleared())
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """K/V are about to be written to `blocks`: those that a failed call had evicted before stay evicted."""
-        self._guard.undo.add_after((self._drop_cached, blocks))
+        self._rollback.keep_call(self._drop_cached, blocks)
 
     def _drop_cached(self, blocks: Sequence[int]) -> None:
         evicted = [block for block in blocks if block in self.index.published and not self.pool.ref_count(block)]
@@ -211,16 +213,13 @@ class PrefixCache:
         for block in evicted:
             self.pool.unpublished(block)
 
-    def _remember_counts(self) -> None:
-        counts = self.num_hits, self.num_misses, self.num_hit_tokens, self.num_evictions
-        self._guard.undo.add((self._set_counts, *counts))
-
-    def _set_counts(self, num_hits: int, num_misses: int, num_hit_tokens: int, num_evictions: int) -> None:
-        self.num_hits, self.num_misses = num_hits, num_misses
-        self.num_hit_tokens, self.num_evictions = num_hit_tokens, num_evictions
-
     def _forget_evicted(self, blocks: list[int]) -> None:
-        self._remember_counts()
+        self._rollback.keep_fields(self)
         num_cached = self.pool.num_cached
         self.withdraw(blocks)
         self.num_evictions += len(blocks) + num_cached - self.pool.num_cached  # with what is of no use without them
+
+
+def _cut_ids(chains: Iterable[TokenChain], lengths: Iterable[int]) -> None:
+    for chain, length in zip(chains, lengths, strict=True):
+        del chain.ids[length:]

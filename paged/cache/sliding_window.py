@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
@@ -14,12 +14,12 @@ from paged.errors import InvalidInputError
 class SlidingWindow:
     """Gives back what is out of later tokens' reach; where the cache has no window, nothing is."""
 
-    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, undo: UndoLog) -> None:
+    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self._block_size, self._tables = config.block_size, config.tables
         self._windows = [pair for pair in enumerate(config.tables) if pair[1].sliding_window is not None]
         # Of each: how far behind a sequence's end tokens are kept, and where its block -1 would stand in `blocks`.
         self._reaches = [(table.reach, index - len(config.tables)) for index, table in self._windows]
-        self._undo = undo
+        self._rollback = rollback
         self._pool = pool
 
     def drop_unseen(self, states: Sequence[SequenceState]) -> None:
@@ -42,7 +42,7 @@ class SlidingWindow:
             while last >= 0 and blocks[last]:  # before the last one that is gone all are
                 dropped.append(last)
                 last -= step
-        state.remember(self._undo)
+        self._rollback.keep_fields(state)
         kept = list(blocks)
         for position in dropped:
             kept[position] = 0

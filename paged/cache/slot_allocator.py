@@ -166,18 +166,18 @@ class KvSlotAllocator:
                 used += len(replaced) + fresh
                 blocks += taken[used - fresh : used]
                 grown.append((state, tuple(blocks), undo))
-        log = self._guard.undo
+        rollback = self._guard.rollback
         if pairs:
             self._prefixes.overwrite(taken)
             self._tensors.copy(pairs)
-            log.add((setattr, self, "num_copies", self.num_copies))
+            rollback.keep((setattr, self, "num_copies", self.num_copies))
         for state, replaced, stale, _ in needs:
             if replaced or stale:
                 self._prefixes.withdraw([state.blocks[index] for index in stale])
                 # A copy is not published, and neither is what will change: the chain goes on from before them.
-                state.chain.withdraw(min([*replaced, *stale]) // self._num_tables, log)
+                state.chain.withdraw(min([*replaced, *stale]) // self._num_tables, rollback)
         for state, new_blocks, _ in grown:
-            state.remember(log)
+            rollback.keep_fields(state)
             state.blocks = new_blocks
         self.num_copies += len(pairs)
         return {state.request_id: undo for state, _, undo in grown}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import sub
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Fields, Rollback
 from paged.cache.events import Notifier
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.errors import InvalidInputError
@@ -31,6 +31,17 @@ class SequenceState:
     row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks that stand there.
     """
 
+    fields: ClassVar[Fields] = Fields(
+        "blocks",
+        "num_tokens",
+        "num_cached_tokens",
+        "num_written",
+        "is_valid",
+        "reservation",
+        "chain",
+        "host_blocks",
+    )
+
     request_id: SeqId
     namespace: Hashable
     blocks: tuple[int, ...] = ()
@@ -44,23 +55,10 @@ class SequenceState:
     row: int = -1
     row_blocks: tuple[int, ...] = ()
 
-    def remember(self, undo: UndoLog) -> None:
-        """How to bring all of this back, but for the chain's lists and the row, whose own methods see to them."""
-        written = self.num_tokens, self.num_cached_tokens, self.num_written
-        undo.add((self._restore, self.blocks, written, self.is_valid, self.reservation, self.chain, self.host_blocks))
-
-    def _restore(
-        self,
-        blocks: tuple[int, ...],
-        written: tuple[int, int, int],
-        is_valid: bool,
-        reservation: KvSlotReservation | None,
-        chain: TokenChain,
-        host_blocks: dict[int, int] | None,
-    ) -> None:
-        self.num_tokens, self.num_cached_tokens, self.num_written = written
-        self.blocks, self.is_valid, self.reservation = blocks, is_valid, reservation
-        self.chain, self.host_blocks = chain, host_blocks
+    def begin_change(self, rollback: Rollback) -> None:
+        """Before a call changes it: take it out of the open reservation it is in, as it stands."""
+        rollback.keep_fields(self)
+        self.settle()
 
     def settle(self) -> None:
         """Take the sequence out of the open reservation it is in, as it stands."""
@@ -107,7 +105,7 @@ class KvSlotReservation:
         self._is_open = True
         self._is_whole = True
         self._starts = [state.num_tokens for state in states]
-        guard.undo.add((self._abandon,))
+        guard.rollback.keep((self._abandon,))
         for state, target in zip(states, targets, strict=True):
             if target > state.num_tokens:
                 state.reservation = self
@@ -146,15 +144,14 @@ class KvSlotReservation:
         with self._guard:
             if not self._is_open:
                 raise InvalidInputError("commit: the reservation is closed")
-            grown, starts, targets = self._states, self._starts, self._targets
+            grown, targets = self._states, self._targets
             if not self._is_whole:
                 is_ours = [state.reservation is self for state in self._states]
-                grown, starts = list(compress(grown, is_ours)), list(compress(starts, is_ours))
-                targets = list(compress(targets, is_ours))
+                grown, targets = list(compress(grown, is_ours)), list(compress(targets, is_ours))
                 new_ids = None if new_ids is None else list(compress(new_ids, is_ours))
-            self._guard.undo.add((self._set_lengths, grown, starts))
-            self._set_lengths(grown, targets)
             self._close()
+            for state, target in zip(grown, targets, strict=True):
+                state.num_tokens = target
             self._on_commit(grown, new_ids)
 
     def rollback(self) -> None:
@@ -166,39 +163,46 @@ class KvSlotReservation:
                 undo = self._undo.get(state.request_id) if state.reservation is self else None
                 if undo is None:
                     continue
-                state.remember(self._guard.undo)
+                self._guard.rollback.keep_fields(state)
                 blocks = list(state.blocks)
                 dropped = blocks[undo.num_blocks :]
                 for index, original in undo.replaced.items():
                     dropped.append(blocks[index])
                     blocks[index] = original
-                self._guard.undo.add((setattr, undo, "replaced", undo.replaced))
-                undo.replaced = {}
                 state.blocks = tuple(blocks[: undo.num_blocks])
                 state.num_written = undo.num_written
                 self._pool.release(dropped)
-            self._close()
+            self._close(is_released=False)
 
     def settle(self, state: SequenceState) -> None:
         """Leave one sequence as it stands: its room stays, and so does its length."""
-        self._guard.undo.add((self._reopen, [state], self._undo.copy(), self._is_whole))
+        self._keep([state], [state.num_tokens])
         state.reservation = None
         self._is_whole = False
-        undo = self._undo.pop(state.request_id, None)
-        if undo is not None:
-            self._pool.release(list(undo.replaced.values()))
+        if state.request_id in self._undo:
+            self._undo = self._undo.copy()
+            self._pool.release(list(self._undo.pop(state.request_id).replaced.values()))
 
-    def _close(self) -> None:
-        if self._is_open:
-            ours = self._states if self._is_whole else [one for one in self._states if one.reservation is self]
-            self._guard.undo.add((self._reopen, ours, self._undo, self._is_whole))
-            for state in ours:
-                state.reservation = None
-            for undo in self._undo.values():
-                if undo.replaced:  # seldom, and 16 calls that release nothing are 2 % of a decode step of 256 sequences
-                    self._pool.release(list(undo.replaced.values()))
-            self._undo = {}
-            self._is_open = self._is_whole = False
+    def _close(self, *, is_released: bool = True) -> None:
+        """is_released: whether the blocks that copies replaced are given back."""
+        if not self._is_open:
+            return
+        ours, starts = self._states, self._starts
+        if not self._is_whole:
+            ours = [state for state in self._states if state.reservation is self]
+            starts = [state.num_tokens for state in ours]
+        self._keep(ours, starts)
+        for state in ours:
+            state.reservation = None
+        for undo in self._undo.values() if is_released else ():
+            if undo.replaced:  # seldom, and 16 calls that release nothing are 2 % of a decode step of 256 sequences
+                self._pool.release(list(undo.replaced.values()))
+        self._undo = {}
+        self._is_open = self._is_whole = False
+
+    def _keep(self, states: Sequence[SequenceState], lengths: Sequence[int]) -> None:
+        """Before `states`, of these lengths, leave the reservation."""
+        self._guard.rollback.keep((self._reopen, states, lengths, self._undo, self._is_whole))
 
     def _new_ids(self, token_ids: Iterable[Iterable[int]]) -> list[list[int]]:
         """`token_ids` as lists, once they are known to fit."""
@@ -223,23 +227,19 @@ class KvSlotReservation:
         return rows
 
     def _abandon(self) -> None:
-        """Undo: it was never made."""
+        """It was never made."""
         self._undo = {}
         self._is_open = self._is_whole = False
         for state in self._states:
             if state.reservation is self:
                 state.reservation = None
 
-    def _reopen(self, states: Iterable[SequenceState], undo: dict[SeqId, Undo], is_whole: bool) -> None:
-        """Undo: it is open, and holds `states` again."""
-        for state in states:
-            state.reservation = self
-        self._undo, self._is_open, self._is_whole = undo, True, is_whole
-
-    @staticmethod
-    def _set_lengths(states: Iterable[SequenceState], lengths: Iterable[int]) -> None:
+    def _reopen(
+        self, states: Iterable[SequenceState], lengths: Iterable[int], undo: dict[SeqId, Undo], is_whole: bool
+    ) -> None:
         for state, length in zip(states, lengths, strict=True):
-            state.num_tokens = length
+            state.reservation, state.num_tokens = self, length
+        self._undo, self._is_open, self._is_whole = undo, True, is_whole
 
     def __enter__(self) -> KvSlotReservation:
         return self

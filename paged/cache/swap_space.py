@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paged.cache.blocks.pool import BlockPool
+from paged.cache.blocks.rollback import Fields
 from paged.cache.events import Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix_cache import PrefixCache
@@ -16,11 +17,13 @@ class SwapSpace:
     num_sequences: swapped out at present; num_blocks_out, num_blocks_in: moved since the start.
     """
 
+    fields = Fields("num_sequences", "num_blocks_out", "num_blocks_in")
+
     def __init__(
         self, config: PagedKvCacheConfig, guard: Notifier, prefixes: PrefixCache, tensors: KvCacheTensors
     ) -> None:
-        self.pool = BlockPool(config.num_swap_blocks, undo=guard.undo)
-        self._undo = guard.undo
+        self.pool = BlockPool(config.num_swap_blocks, rollback=guard.rollback)
+        self._rollback = guard.rollback
         self.num_sequences = 0
         self.num_blocks_out = 0
         self.num_blocks_in = 0
@@ -42,8 +45,8 @@ class SwapSpace:
         moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
         host_blocks = self.pool.allocate(len(moved))
         self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
-        self._remember(state)
-        state.settle()
+        self._rollback.keep_fields(self)
+        state.begin_change(self._rollback)
         blocks = list(state.blocks[:kept])
         dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
         for i in moved:
@@ -67,7 +70,8 @@ class SwapSpace:
         taken = pool.allocate(len(moved))
         self._prefixes.overwrite(taken)
         self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
-        self._remember(state)
+        self._rollback.keep_fields(self)
+        state.begin_change(self._rollback)
         blocks = list(state.blocks)
         for i, block in zip(moved, taken, strict=True):
             blocks[i] = block
@@ -75,20 +79,13 @@ class SwapSpace:
         self.discard(state)
         self.num_blocks_in += len(moved)
         # What it had published may have been evicted meanwhile.
-        state.chain.withdraw(min(moved, default=len(blocks)), self._undo)
+        state.chain.withdraw(min(moved, default=len(blocks)), self._rollback)
         self._prefixes.publish(state)
 
     def discard(self, state: SequenceState) -> None:
-        """Give up a sequence's host blocks; nothing happens to one that is not swapped out."""
+        """Give up the host blocks of a sequence that is being changed, if it is swapped out."""
         if state.host_blocks is not None:
-            self._remember(state)
+            self._rollback.keep_fields(self)
             self.pool.release(list(state.host_blocks.values()))
             state.host_blocks = None
             self.num_sequences -= 1
-
-    def _remember(self, state: SequenceState) -> None:
-        state.remember(self._undo)
-        self._undo.add((self._set_counts, self.num_sequences, self.num_blocks_out, self.num_blocks_in))
-
-    def _set_counts(self, num_sequences: int, num_blocks_out: int, num_blocks_in: int) -> None:
-        self.num_sequences, self.num_blocks_out, self.num_blocks_in = num_sequences, num_blocks_out, num_blocks_in

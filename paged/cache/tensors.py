@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.cache.groups import CacheGroup
 from paged.cache.host_blocks import HostBlocks
 from paged.cache.kv_cache import PagedKvCacheConfig
@@ -167,7 +167,7 @@ class KvCacheTensors:
         return key, value
 
     def write(
-        self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor, undo: UndoLog
+        self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor, rollback: Rollback
     ) -> None:
         """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, from position `start` of
         the sequence in `blocks` on.
@@ -179,7 +179,7 @@ class KvCacheTensors:
         for cache, rows in zip(map(_bytes, caches), written, strict=True):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
             rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
-            undo.add((cache.index_put_, index, cache[index]))
+            rollback.keep((cache.index_put_, index, cache[index]))
             cache.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

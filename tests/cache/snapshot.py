@@ -12,7 +12,7 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
     manager.check_integrity()
     prefixes, pool, index = manager._prefixes, manager._pool, manager._prefixes.index
     held = {block for handle in manager.handles() for block in handle.blocks} | set(index.published)
-    host, roots = manager._swap.pool, index._roots
+    host = manager._swap.pool
     return {
         "handles": [(handle.cache_id, handle, _state(handle)) for handle in manager.handles()],
         "free": (list(pool._free), list(pool._cached), dict(pool._extra_references)),
@@ -20,9 +20,10 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
         "published": (dict(index._hash_of), dict(index._block_of)),
         "other_tables": index.other_tables and (dict(index.other_tables.locations), index.other_tables._rows.tolist()),
         "serials": {block: int(index._serials[block]) for block in index.published},
-        "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in roots._by_namespace.items()},
-        "roots by serial": {serial: one.namespace for serial, one in roots._by_serial.items()},
-        "roots by block": {block: one.namespace for block, one in roots._of_block.items()},
+        "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in index._roots.items()},
+        "roots by block": {
+            block: (name, root.serial) for block, (name, root) in index._root_of.items() if name in index._roots
+        },
         "counts": (prefixes.num_hits, prefixes.num_misses, prefixes.num_evictions, manager._slots.num_copies),
         "rows": sum(owner is not None for owner in manager._sequences.tables._owners),
         "K/V": {

@@ -8,7 +8,7 @@ from itertools import count as count_from
 from itertools import islice
 
 from paged.cache.blocks.ages import BlockAges
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.errors import OutOfBlocksError, PagedError
 
 
@@ -27,15 +27,15 @@ class BlockPool:
         num_blocks: int,
         published: Set[int] = frozenset(),
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
-        undo: UndoLog | None = None,
+        rollback: Rollback | None = None,
     ) -> None:
-        """undo: where every change says first how to take it back; None where changes are final."""
+        """rollback: None where changes are final."""
         self.num_blocks = num_blocks
         self.num_refused = 0
         self.ages = BlockAges()
         self._published = published
         self._on_evict = on_evict
-        self._undo = UndoLog(is_kept=False) if undo is None else undo
+        self._rollback = Rollback(is_kept=False) if rollback is None else rollback
         self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
         # Free and published, least recently used first, each with a number that rises in that order.
@@ -80,9 +80,9 @@ class BlockPool:
             self.evict(count - len(free))
         split = len(free) - count
         blocks = free[split:]
-        self._undo.add((self._set_free, split, blocks.copy()))
-        blocks.reverse()
+        self._rollback.keep((list.__setitem__, free, slice(split, None), blocks))
         del free[split:]
+        blocks = blocks[::-1]
         self.ages.taken(blocks)
         return blocks
 
@@ -99,13 +99,12 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of `blocks`, which are in use or cached."""
         cached, extra = self._cached, self._extra_references
-        revived = {block: cached[block] for block in blocks if block in cached}
-        more = [block for block in blocks if block not in revived] if revived else blocks
-        self._undo.add((self._unshare, revived, {block: extra.get(block, 0) for block in more}))
-        for block in revived:
-            del cached[block]
-        for block in more:
-            extra[block] = extra.get(block, 0) + 1
+        revived = [block for block in blocks if block in cached] if cached else []
+        self._keep_cached(revived)
+        deque(map(cached.__delitem__, revived), maxlen=0)
+        if len(revived) < len(blocks):
+            for block in set(blocks).difference(revived):
+                extra[block] = extra.get(block, 0) + 1
         if revived:
             self.ages.revived(revived)
 
@@ -118,17 +117,15 @@ class BlockPool:
             blocks = [block for block in blocks if block]
         extra, published = self._extra_references, self._published
         freed = blocks[::-1]
-        shared: dict[int, int] = {}
         if extra and not extra.keys().isdisjoint(freed):
-            shared = {block: extra[block] for block in blocks if block in extra}
+            shared = extra.keys() & freed
             freed = [block for block in freed if block not in shared]
+            for block in shared:
+                if extra[block] == 1:
+                    del extra[block]
+                else:
+                    extra[block] -= 1
         cached = [block for block in freed if block in published] if published else ()
-        self._undo.add((self._take_back, len(self._free), cached, shared))
-        for block, count in shared.items():
-            if count == 1:
-                del extra[block]
-            else:
-                extra[block] = count - 1
         for block, tick in zip(cached, self._ticks, strict=False):  # half the time of OrderedDict.update
             self._cached[block] = tick
         if len(cached) < len(freed):
@@ -138,57 +135,35 @@ class BlockPool:
     def evict(self, count: int) -> int:
         """Withdraw up to `count` cached blocks, least recently used first; how many there were."""
         count = min(count, len(self._cached))
-        if count <= 0:
-            return 0
-        blocks = list(islice(self._cached, count))
-        ticks = list(map(self._cached.__getitem__, blocks))
-        self._undo.add((self._cache_again, len(self._free), blocks, ticks))
-        self._on_evict(blocks)
-        deque(map(self._cached.pop, blocks), maxlen=0)  # half the time of popitem
-        self._free += blocks
+        if count > 0:
+            blocks = list(islice(self._cached, count))
+            self._keep_cached(blocks)
+            self._on_evict(blocks)
+            deque(map(self._cached.__delitem__, blocks), maxlen=0)  # half the time of popitem
+            self._free += blocks
         return count
 
     def unpublished(self, block: int) -> None:
         """`block` is no longer published: if it is free, nothing keeps it from being reused first."""
         if block in self._cached:
-            self._undo.add((self._cache_again, len(self._free), [block], [self._cached[block]]))
+            self._keep_cached([block])
             del self._cached[block]
             self._free.append(block)
 
-    def _set_free(self, start: int, blocks: list[int]) -> None:
-        """Undo: from `start` on, the free blocks were these."""
-        self._free[start:] = blocks
+    def _keep_cached(self, blocks: Sequence[int]) -> None:
+        cached = self._cached
+        self._rollback.keep((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
 
-    def _cache_again(self, num_free: int, blocks: Sequence[int], ticks: Sequence[int]) -> None:
-        """Undo `evict` and `unpublished`: so many blocks were free, and these cached, with these numbers."""
-        del self._free[num_free:]
-        self._restore_cached(dict(zip(blocks, ticks, strict=True)))
-
-    def _restore_cached(self, ticks: dict[int, int]) -> None:
-        """Undo: these blocks were cached, with these numbers."""
-        self._cached.update(ticks)
-        for block in sorted(self._cached, key=self._cached.__getitem__):
-            self._cached.move_to_end(block)
-
-    def _set_extra(self, counts: dict[int, int]) -> None:
-        for block, count in counts.items():
-            if count:
-                self._extra_references[block] = count
+    def recount(self, references: Mapping[int, int]) -> None:
+        """Count again: these references are held. Free blocks are in the order in which they were before."""
+        published, cached = self._published, self._cached
+        self._extra_references = {block: count - 1 for block, count in references.items() if count > 1}
+        self._free[:] = [block for block in self._free if block not in references and block not in published]
+        for block in sorted(cached, key=cached.__getitem__):
+            if block in references or block not in published:
+                del cached[block]
             else:
-                self._extra_references.pop(block, None)
-
-    def _unshare(self, revived: dict[int, int], counts: dict[int, int]) -> None:
-        """Undo `share`: these were cached, and these had so many references more than one."""
-        self._set_extra(counts)
-        if revived:
-            self._restore_cached(revived)
-
-    def _take_back(self, num_free: int, cached: Iterable[int], shared: dict[int, int]) -> None:
-        """Undo `release`: so many blocks were free, these were not cached, these had so many references more."""
-        del self._free[num_free:]
-        for block in cached:
-            self._cached.pop(block, None)
-        self._set_extra(shared)
+                cached.move_to_end(block)
 
     def check(self, references: Mapping[int, int]) -> None:
         """Compare with the references that the holders of blocks count.
@@ -211,3 +186,7 @@ class BlockPool:
                 raise PagedError(f"block {block} is free and shared")
             if block in free and (block in self._cached) != (block in self._published):
                 raise PagedError(f"block {block} is free; cached: {block in self._cached}, published otherwise")
+
+
+def _update(mapping: dict[int, int], keys: Sequence[int], values: Sequence[int]) -> None:
+    mapping.update(zip(keys, values, strict=True))

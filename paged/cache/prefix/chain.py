@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.errors import InvalidInputError
 
 Hash = int | bytes
@@ -33,35 +32,16 @@ class TokenChain:
         """What is known of the first `num_tokens` positions, and published of the first `num_blocks` blocks."""
         return TokenChain(self.ids[:num_tokens], self.hashes[:num_blocks], self.serials[:num_blocks])
 
-    def cut(self, num_tokens: int, num_blocks: int, undo: UndoLog) -> None:
+    def cut(self, num_tokens: int, num_blocks: int, rollback: Rollback) -> None:
         """Keep what `copy` would copy."""
-        tails = self.ids[num_tokens:], self.hashes[num_blocks:], self.serials[num_blocks:]
-        undo.add((self._restore, num_tokens, num_blocks, *tails))
-        del self.ids[num_tokens:]
-        del self.hashes[num_blocks:], self.serials[num_blocks:]
+        for items, end in ((self.ids, num_tokens), (self.hashes, num_blocks), (self.serials, num_blocks)):
+            if len(items) > end:
+                rollback.keep_end(items, end)
+                del items[end:]
 
-    def withdraw(self, num_blocks: int, undo: UndoLog) -> None:
+    def withdraw(self, num_blocks: int, rollback: Rollback) -> None:
         """No more than the first `num_blocks` blocks are published."""
-        self.cut(len(self.ids), num_blocks, undo)
-
-    def publish(self, hashes: Sequence[Hash], serials: Sequence[int], undo: UndoLog) -> None:
-        """The next full blocks lead to these publications."""
-        undo.add((self._restore, len(self.ids), len(self.serials), (), (), ()))
-        self.hashes += hashes
-        self.serials += serials
-
-    def _restore(
-        self, num_tokens: int, num_blocks: int, ids: Sequence[int], hashes: Sequence[Hash], serials: Sequence[int]
-    ) -> None:
-        self.ids[num_tokens:] = ids
-        self.hashes[num_blocks:] = hashes
-        self.serials[num_blocks:] = serials
-
-
-def forget_new_ids(chains: Sequence[TokenChain], lengths: Sequence[int]) -> None:
-    """Undo what was appended to the ids of these chains, which were so long."""
-    for chain, length in zip(chains, lengths, strict=True):
-        del chain.ids[length:]
+        self.cut(len(self.ids), num_blocks, rollback)
 
 
 def pack(token_ids: list[int]) -> TokenArray:

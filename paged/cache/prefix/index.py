@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, KeysView, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
 from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
 from paged.cache.prefix.other_tables import Either, OtherTables
-from paged.cache.prefix.roots import Root, Roots
 from paged.errors import PagedError
 
 # A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
 # Most prompts miss the first block or find nearly all; 256 blocks hashed in vain take 50 us.
 _LOOKUP_GROWTH = 256
+
+
+@dataclass(eq=False, slots=True)
+class _Root:
+    """What the first published blocks of a namespace follow; without one it is dropped."""
+
+    hash: Hash
+    serial: int
+    num_blocks: int = 0
 
 
 class PrefixIndex:
@@ -32,14 +41,11 @@ class PrefixIndex:
         num_blocks: int,
         block_size: int,
         algorithm: str,
-        undo: UndoLog | None = None,
+        rollback: Rollback | None = None,
         are_needed: Sequence[bool] = (),
     ) -> None:
-        """undo: where every change says first how to take it back; None where changes are final.
-
-        are_needed: see `OtherTables`.
-        """
-        self._undo = UndoLog(is_kept=False) if undo is None else undo
+        """rollback: None where changes are final. are_needed: see `OtherTables`."""
+        self._rollback = Rollback(is_kept=False) if rollback is None else rollback
         self._block_size = block_size
         self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
         self._block_of: dict[Hash, int] = {}
@@ -49,8 +55,10 @@ class PrefixIndex:
         self._serials = np.zeros(num_blocks + 1, np.int64)
         self._parents = np.zeros(num_blocks + 1, np.int64)
         self._last_serial = 0
-        self._roots = Roots(self._undo)
-        self.other_tables = OtherTables(num_blocks, are_needed, self._undo) if are_needed else None
+        self._roots: dict[Hashable, _Root] = {}
+        # The namespace and root of each published block that follows one.
+        self._root_of: dict[int, tuple[Hashable, _Root]] = {}
+        self.other_tables = OtherTables(num_blocks, are_needed, self._rollback) if are_needed else None
 
     @property
     def published(self) -> Set[int]:
@@ -67,12 +75,15 @@ class PrefixIndex:
     @property
     def namespaces(self) -> KeysView[Hashable]:
         """Those in which a prompt can begin with a published block; a view that changes with the index."""
-        return self._roots.namespaces
+        return self._roots.keys()
 
     def forget_root(self, namespace: Hashable) -> None:
         """Let nothing published so far be found in a namespace. A later root has a number of its own, so that chains
         from this one never match, though their hashes may."""
-        self._roots.forget(namespace)
+        root = self._roots.get(namespace)
+        if root is not None:
+            self._rollback.keep((self._roots.__setitem__, namespace, root))
+            del self._roots[namespace]
 
     def root_hash(self, namespace: Hashable) -> Hash:
         """What the first block of a namespace follows."""
@@ -137,30 +148,32 @@ class PrefixIndex:
             return []
         first = len(chain.serials)
         tokens = self._pack(chain.ids, first, first + len(blocks))
+        root = None
         if first:
             previous_hash, previous = chain.hashes[-1], chain.serials[-1]
         else:
-            root = self._roots.get(namespace) or Root(namespace, self._chain.root(namespace), self._next_serial())
-            self._roots.add(root)
+            root = self._roots.get(namespace) or _Root(self._chain.root(namespace), self._next_serial())
             previous_hash, previous = root.hash, root.serial
         hashes = self._chain.extend(previous_hash, tokens)
         serials: Sequence[int]
         displaced: list[tuple[int, Hash]] = []
+        present: list[int] = []
         if len(blocks) > FEW_BLOCKS and self._hash_of.keys().isdisjoint(blocks):
             # One pass looks up and enters. `_publish_each` knows what was entered here by its not having a hash yet.
-            self._undo.add((self._remove, blocks, hashes))
+            self._rollback.keep_absence(self._hash_of, blocks)
             present = list(map(self._block_of.setdefault, hashes, blocks))
-            if present == list(blocks):
-                serials = self._publish_new(blocks, tokens, hashes, previous)
-            else:
-                serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
+        if present == list(blocks):
+            serials = self._publish_new(blocks, tokens, hashes, previous)
         else:
             serials, displaced = self._publish_each(blocks, tokens, hashes, previous)
-        if not first:
-            self._roots.drop_unused(root)
-        chain.publish(hashes[: len(serials)], serials, self._undo)
+        if root is not None:
+            self._follow(root, namespace, blocks[0])
+        self._rollback.keep_end(chain.hashes, first)
+        self._rollback.keep_end(chain.serials, first)
+        chain.hashes += hashes[: len(serials)]
+        chain.serials += serials
         if self.other_tables is not None:
-            for hash_, row in zip(hashes[: len(serials)], others, strict=False):
+            for hash_, row in zip(chain.hashes[first:], others, strict=False):
                 block = self._block_of[hash_]
                 for other, column in self.other_tables.missing(block, row):
                     if other in self.other_tables.locations:  # with what it held before
@@ -179,7 +192,6 @@ class PrefixIndex:
         self._tokens[ids], self._serials[ids] = tokens, serials
         self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
         self._hash_of.update(zip(blocks, hashes, strict=True))
-        self._roots.follow(blocks[0], previous)
         return range(first, first + len(blocks))
 
     def _publish_each(
@@ -210,10 +222,9 @@ class PrefixIndex:
             # a whole prompt is withdrawn while its last token is computed.
             is_same = self._parents[block] == previous and (self._tokens[block] == row).all()
             serial = int(self._serials[block]) if is_same else self._next_serial()
-            self._undo.add((self._remove, (block,), (hash_,)))
+            self._rollback.keep_absence(self._hash_of, (block,))
             self._block_of[hash_], self._hash_of[block] = block, hash_
             self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
-            self._roots.follow(block, previous)
             previous = serial
             serials.append(previous)
         for block, hash_ in zip(blocks[len(serials) :], hashes[len(serials) :], strict=True):
@@ -226,7 +237,17 @@ class PrefixIndex:
     def _is_findable(self, block: int) -> bool:
         """Whether what a published block follows is there: a root, or another published block. Slow."""
         parent = int(self._parents[block])
-        return self._roots.has(parent) or bool((self._serials[list(self._hash_of)] == parent).any())
+        is_first = any(root.serial == parent for root in self._roots.values())
+        return is_first or bool((self._serials[list(self._hash_of)] == parent).any())
+
+    def _follow(self, root: _Root, namespace: Hashable, block: int) -> None:
+        """Note that `block` follows a root, where it was published behind that."""
+        if block in self._hash_of and block not in self._root_of and self._parents[block] == root.serial:
+            if not root.num_blocks:
+                self._rollback.keep_absence(self._roots, (namespace,))
+                self._roots[namespace] = root
+            self._root_of[block] = namespace, root
+            root.num_blocks += 1
 
     def check(self) -> None:
         """Both directions of the index say the same.
@@ -249,23 +270,33 @@ class PrefixIndex:
         if self.other_tables is not None:
             blocks = self.other_tables.withdraw(blocks)
         hashes = list(map(self._hash_of.__getitem__, blocks))
-        self._undo.add((self._restore, blocks, hashes))
+        self._rollback.keep((self._publish_again, blocks, hashes))
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
         deque(map(self._block_of.__delitem__, hashes), maxlen=0)
-        self._roots.withdraw(blocks)
+        if not self._root_of.keys().isdisjoint(blocks):
+            for block in self._root_of.keys() & blocks:
+                namespace, root = self._root_of.pop(block)
+                root.num_blocks -= 1
+                if not root.num_blocks and self._roots.get(namespace) is root:
+                    self.forget_root(namespace)
         return list(zip(blocks, hashes, strict=True))
 
-    def _remove(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
-        """Undo what was published, as far as it was."""
-        for block, hash_ in zip(blocks, hashes, strict=True):
-            self._hash_of.pop(block, None)
-            if self._block_of.get(hash_) == block:
-                del self._block_of[hash_]
-
-    def _restore(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
-        """Undo `forget`."""
+    def _publish_again(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
         self._hash_of.update(zip(blocks, hashes, strict=True))
-        self._block_of.update(zip(hashes, blocks, strict=True))
+
+    def recount(self) -> None:
+        """See what follows from the published blocks and the roots, as far as those were put back."""
+        self._block_of = {hash_: block for block, hash_ in self._hash_of.items()}
+        roots = {root.serial: (namespace, root) for namespace, root in self._roots.items()}
+        blocks = list(self._hash_of)
+        parents = zip(blocks, self._parents[blocks].tolist(), strict=True)
+        self._root_of = {block: roots[parent] for block, parent in parents if parent in roots}
+        for _, root in roots.values():
+            root.num_blocks = 0
+        for _, root in self._root_of.values():
+            root.num_blocks += 1
+        if self.other_tables is not None:
+            self.other_tables.recount()
 
     def _pack(self, token_ids: list[int], first: int, last: int) -> TokenArray:
         """Blocks `first` up to `last`, [n, block_size]."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.blocks.undo_log import UndoLog
+from paged.cache.blocks.rollback import Rollback
 from paged.errors import PagedError
 
 _Location = tuple[int, int]
@@ -22,11 +22,11 @@ class OtherTables:
     on_withdrawn: told of every block that is no longer published because another is not.
     """
 
-    def __init__(self, num_blocks: int, are_needed: Sequence[bool], undo: UndoLog) -> None:
+    def __init__(self, num_blocks: int, are_needed: Sequence[bool], rollback: Rollback) -> None:
         """are_needed: whether each further table sees everything."""
         self.on_withdrawn: Callable[[int], None] = lambda block: None
         self._are_needed = are_needed
-        self._undo = undo
+        self._rollback = rollback
         self._rows = np.zeros((num_blocks + 1, len(are_needed)), np.int32)
         self.locations: dict[int, _Location] = {}
 
@@ -46,7 +46,7 @@ class OtherTables:
 
     def add(self, other: int, block: int, column: int) -> None:
         """Publish `other`, which is not, beside `block`."""
-        self._undo.add((self._remove, {other: (block, column)}))
+        self._rollback.keep_absence(self.locations, (other,))
         self._rows[block, column] = other
         self.locations[other] = block, column
 
@@ -62,8 +62,10 @@ class OtherTables:
         if firsts:
             gone.update(block for block in self.of(list(firsts)).ravel().tolist() if block)
         locations = {block: self.locations[block] for block in gone}
-        self._undo.add((self._restore, locations))
-        self._remove(locations)
+        self._rollback.keep((self.locations.update, locations))
+        for block, location in locations.items():
+            del self.locations[block]
+            self._rows[location] = 0
         for block in (*firsts, *gone):
             if block not in given:
                 self.on_withdrawn(block)
@@ -84,16 +86,11 @@ class OtherTables:
             if not all(block for block, needed in zip(self._rows[first], self._are_needed, strict=True) if needed):
                 raise PagedError(f"block {first} is published without those that belong to it")
 
-    def _remove(self, locations: dict[int, _Location]) -> None:
-        for block, location in locations.items():
-            if self.locations.pop(block, None) is not None:
-                self._rows[location] = 0
-
-    def _restore(self, locations: dict[int, _Location]) -> None:
-        """Undo `withdraw`."""
-        for block, location in locations.items():
+    def recount(self) -> None:
+        """See what follows from `locations`, which were put back."""
+        self._rows[:] = 0
+        for block, location in self.locations.items():
             self._rows[location] = block
-        self.locations.update(locations)
 
 
 class Either(Set[int]):

@@ -32,17 +32,16 @@ def test_namespaces_never_share(cache: Cache, x: Hashable, y: Hashable) -> None:
 
 
 def test_a_namespace_without_blocks_costs_nothing(cache: Cache) -> None:
-    roots = cache.manager._prefixes.index._roots
+    index = cache.manager._prefixes.index
     for tenant in range(50):
         cache.free(cache.run("a", range(9), f"tenant {tenant}"))
         # Of 12 blocks, two are published a tenant.
-        assert len(roots._by_namespace) == len(roots._by_serial) == len(roots._of_block) <= 6
+        assert len(index._roots) == len(index._root_of) <= 6
     assert (cache.found(range(9), "tenant 49"), cache.found(range(9), "tenant 0")) == (8, 0)
     assert "tenant 49" in cache.manager.namespaces()
     cache.manager.evict(12)
     assert cache.manager.namespaces() == ()
-    assert not roots._by_serial
-    assert not roots._of_block
+    assert not index._root_of
     cache.free(cache.run("a", range(3), "nothing full"))
     assert cache.manager.namespaces() == ()
     assert cache.run("a", range(9), "tenant 0").num_cached_tokens == 0
@@ -92,4 +91,4 @@ def test_namespaces_that_change_their_mind(does: str, cache: Cache) -> None:
         manager.free(handle)
     manager.clear_prefix_cache()
     manager.check_integrity()
-    assert not manager._prefixes.index._roots.namespaces
+    assert not manager._prefixes.index._roots
