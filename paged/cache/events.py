@@ -61,7 +61,7 @@ class Notifier:
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
         self._lock = RLock()
         self._depth = 0
-        # Of each call within a call, as one that a caller's own code makes: where it began, and how many events there were.
+        # Of each call within a call, as one that a caller's own code makes: where it began in `rollback` and in events.
         self._marks: list[tuple[tuple[int, int], int]] = []
         self.rollback = Rollback()
         self._events: list[CacheEvent] = []

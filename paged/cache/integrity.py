@@ -1,4 +1,4 @@
-"""What follows from the live sequences and open reservations: counted again, and compared with what the cache counts."""
+"""What follows from the live sequences and open reservations, counted again, and compared with what is counted."""
 
 from __future__ import annotations
 

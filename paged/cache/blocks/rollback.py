@@ -69,7 +69,7 @@ class Rollback:
             self._after.clear()
 
     def put_back(self, mark: tuple[int, int] = (0, 0)) -> None:
-        """The call that began at `mark` has failed. What cannot be put back is a change of the outer call from here on."""
+        """The call that began at `mark` has failed. What cannot be put back is a change of the outer call from now on."""
         num_kept, num_after = mark
         if len(self._kept) == num_kept:
             return
