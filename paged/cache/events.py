@@ -62,7 +62,7 @@ class Notifier:
         self._lock = RLock()
         self._depth = 0
         # Of each call within a call, as one that a caller's own code makes: where it began in `rollback` and in events.
-        self._marks: list[tuple[tuple[int, int], int]] = []
+        self._marks: list[tuple[int, int]] = []
         self.rollback = Rollback()
         self._events: list[CacheEvent] = []
         self._pressure = pressure
@@ -99,7 +99,7 @@ class Notifier:
         self._lock.acquire()
         self._depth += 1
         if self._depth > 1:
-            self._marks.append((self.rollback.mark, len(self._events)))
+            self._marks.append((len(self.rollback), len(self._events)))
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         deliver = False
@@ -108,7 +108,7 @@ class Notifier:
                 if exc_type is not None:
                     self._events.clear()
                     self.rollback.put_back()
-                self.rollback.forget()
+                self.rollback.clear()
                 self._queue()
                 deliver = bool(self._calls) and not self._is_delivering
                 self._is_delivering |= deliver

@@ -38,7 +38,7 @@ class KvInspection:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
             self.window.check_seen(state, self.tensors.table_of(layer), position, end)
             self.slots.make_exclusive([(state, position, end)])
-            rollback.keep_fields(state)
+            state.keep(rollback)
             if position < state.num_tokens:  # a rollback must not bring back what stood here
                 state.settle()
             if len(key):  # what is written here need not be the K/V of the ids at these positions

@@ -48,7 +48,7 @@ class LiveSequences:
 
     def remove(self, state: SequenceState) -> None:
         """Forget a sequence that is being changed; its handle says so from now on."""
-        self._rollback.keep((self.handles.__setitem__, state.request_id, self.handles[state.request_id]))
+        self._rollback.append((self.handles.__setitem__, state.request_id, self.handles[state.request_id]))
         state.is_valid = False
         self.tables.remove(state)
         del self.handles[state.request_id]  # last, as the order of sequences is not brought back

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.rollback import Fields
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared, Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix.chain import TokenChain, pack
@@ -17,13 +16,13 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.seq_id import given_namespace
 
+_COUNTS = ("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
+
 
 class PrefixCache:
     """A pool and the index of its published blocks. Every change of the index is told to `guard`, whose lock the caller
     holds.
     """
-
-    fields = Fields("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
 
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
@@ -80,7 +79,7 @@ class PrefixCache:
         state.num_tokens = state.num_cached_tokens = state.num_written = length
         chain.cut(length, length // self._block_size, self._rollback)
         state.chain = chain
-        self._rollback.keep_fields(self)
+        self._rollback.keep_fields(self, _COUNTS)
         self.num_hits += length > 0
         self.num_misses += length == 0
         self.num_hit_tokens += length
@@ -126,7 +125,7 @@ class PrefixCache:
     def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:
         """`token_ids` are those at the last positions of each; nothing happens where earlier ones are not all known."""
         chains = [state.chain for state in states]
-        self._rollback.keep((_cut_ids, chains, [len(chain.ids) for chain in chains]))
+        self._rollback.append((_cut_ids, chains, [len(chain.ids) for chain in chains]))
         for state, chain, ids in zip(states, chains, token_ids, strict=True):
             if len(chain.ids) + len(ids) == state.num_tokens:
                 chain.ids += ids
@@ -205,7 +204,7 @@ class PrefixCache:
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """K/V are about to be written to `blocks`: those that a failed call had evicted before stay evicted."""
-        self._rollback.keep_call(self._drop_cached, blocks)
+        self._rollback.keep_lost(self._drop_cached, blocks)
 
     def _drop_cached(self, blocks: Sequence[int]) -> None:
         evicted = [block for block in blocks if block in self.index.published and not self.pool.ref_count(block)]
@@ -214,7 +213,7 @@ class PrefixCache:
             self.pool.unpublished(block)
 
     def _forget_evicted(self, blocks: list[int]) -> None:
-        self._rollback.keep_fields(self)
+        self._rollback.keep_fields(self, _COUNTS)
         num_cached = self.pool.num_cached
         self.withdraw(blocks)
         self.num_evictions += len(blocks) + num_cached - self.pool.num_cached  # with what is of no use without them

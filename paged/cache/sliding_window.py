@@ -42,7 +42,7 @@ class SlidingWindow:
             while last >= 0 and blocks[last]:  # before the last one that is gone all are
                 dropped.append(last)
                 last -= step
-        self._rollback.keep_fields(state)
+        state.keep(self._rollback)
         kept = list(blocks)
         for position in dropped:
             kept[position] = 0

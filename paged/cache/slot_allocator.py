@@ -46,8 +46,7 @@ class KvSlotAllocator:
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
         """Raise OutOfBlocksError unless there is room for every sequence up to its target length; nothing is taken."""
-        spans = [(state, state.num_tokens, target) for state, target in zip(states, targets, strict=True)]
-        self._pool.require(_blocks_needed(self._needs(spans)))
+        self._pool.require(_blocks_needed(self._needs(_spans(states, targets))))
 
     def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> KvSlotReservation:
         """Room for every sequence up to its target length, for all of them or for none.
@@ -90,7 +89,7 @@ class KvSlotAllocator:
             self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
-        """The spans from each sequence's length to its target that cannot be written yet.
+        """All spans from a sequence's length to its target that cannot be written yet, and perhaps others.
 
         Only the blocks that the length lies in can be shared or published: those after it hold no tokens.
         """
@@ -108,16 +107,11 @@ class KvSlotAllocator:
                     written += blocks[start // block_size * num_tables : -(-target // block_size) * num_tables]
         if self._are_writable(written):
             return without_room
-        spans = [(state, state.num_tokens, target) for state, target in zip(states, targets, strict=True)]
-        return [span for span in spans if not self._is_ready(*span)]
+        return _spans(states, targets)
 
     def _are_writable(self, blocks: Sequence[int]) -> bool:
         """Whether all are there, and none is shared or published."""
         return 0 not in blocks and self._pool.shared.isdisjoint(blocks) and self._index.published.isdisjoint(blocks)
-
-    def _is_ready(self, state: SequenceState, start: int, target: int) -> bool:
-        first, end = start // self._block_size * self._num_tables, -(-target // self._block_size) * self._num_tables
-        return end <= len(state.blocks) and self._are_writable(state.blocks[first:end])
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
         """What must change before the spans can be written; sequences that are ready are left out."""
@@ -170,14 +164,14 @@ class KvSlotAllocator:
         if pairs:
             self._prefixes.overwrite(taken)
             self._tensors.copy(pairs)
-            rollback.keep((setattr, self, "num_copies", self.num_copies))
+            rollback.append((setattr, self, "num_copies", self.num_copies))
         for state, replaced, stale, _ in needs:
             if replaced or stale:
                 self._prefixes.withdraw([state.blocks[index] for index in stale])
                 # A copy is not published, and neither is what will change: the chain goes on from before them.
                 state.chain.withdraw(min([*replaced, *stale]) // self._num_tables, rollback)
         for state, new_blocks, _ in grown:
-            rollback.keep_fields(state)
+            state.keep(rollback)
             state.blocks = new_blocks
         self.num_copies += len(pairs)
         return {state.request_id: undo for state, _, undo in grown}
@@ -187,6 +181,10 @@ class KvSlotAllocator:
         if token_ids is not None and self._is_publishing:
             self._prefixes.append(states, token_ids)
         self._window.drop_unseen(states)
+
+
+def _spans(states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
+    return [(state, state.num_tokens, target) for state, target in zip(states, targets, strict=True)]
 
 
 def _blocks_needed(needs: Iterable[_Need]) -> int:

@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import sub
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.rollback import Fields, Rollback
+from paged.cache.blocks.rollback import Rollback
 from paged.cache.events import Notifier
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
 from paged.seq_id import SeqId
 from paged.token_ids import as_token_ids
+
+_KEPT = (
+    *("blocks", "num_tokens", "num_cached_tokens", "num_written"),
+    *("is_valid", "reservation", "chain", "host_blocks"),
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -31,17 +36,6 @@ class SequenceState:
     row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks that stand there.
     """
 
-    fields: ClassVar[Fields] = Fields(
-        "blocks",
-        "num_tokens",
-        "num_cached_tokens",
-        "num_written",
-        "is_valid",
-        "reservation",
-        "chain",
-        "host_blocks",
-    )
-
     request_id: SeqId
     namespace: Hashable
     blocks: tuple[int, ...] = ()
@@ -55,9 +49,13 @@ class SequenceState:
     row: int = -1
     row_blocks: tuple[int, ...] = ()
 
+    def keep(self, rollback: Rollback) -> None:
+        """Before a call changes any of this but the chain's lists, which see to themselves, and the row."""
+        rollback.keep_fields(self, _KEPT)
+
     def begin_change(self, rollback: Rollback) -> None:
         """Before a call changes it: take it out of the open reservation it is in, as it stands."""
-        rollback.keep_fields(self)
+        self.keep(rollback)
         self.settle()
 
     def settle(self) -> None:
@@ -105,7 +103,7 @@ class KvSlotReservation:
         self._is_open = True
         self._is_whole = True
         self._starts = [state.num_tokens for state in states]
-        guard.rollback.keep((self._abandon,))
+        guard.rollback.append((self._abandon,))
         for state, target in zip(states, targets, strict=True):
             if target > state.num_tokens:
                 state.reservation = self
@@ -163,7 +161,7 @@ class KvSlotReservation:
                 undo = self._undo.get(state.request_id) if state.reservation is self else None
                 if undo is None:
                     continue
-                self._guard.rollback.keep_fields(state)
+                state.keep(self._guard.rollback)
                 blocks = list(state.blocks)
                 dropped = blocks[undo.num_blocks :]
                 for index, original in undo.replaced.items():
@@ -202,7 +200,7 @@ class KvSlotReservation:
 
     def _keep(self, states: Sequence[SequenceState], lengths: Sequence[int]) -> None:
         """Before `states`, of these lengths, leave the reservation."""
-        self._guard.rollback.keep((self._reopen, states, lengths, self._undo, self._is_whole))
+        self._guard.rollback.append((self._reopen, states, lengths, self._undo, self._is_whole))
 
     def _new_ids(self, token_ids: Iterable[Iterable[int]]) -> list[list[int]]:
         """`token_ids` as lists, once they are known to fit."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from paged.cache.blocks.pool import BlockPool
-from paged.cache.blocks.rollback import Fields
 from paged.cache.events import Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tensors import KvCacheTensors
+
+_COUNTS = ("num_sequences", "num_blocks_out", "num_blocks_in")
 
 
 class SwapSpace:
@@ -16,8 +17,6 @@ class SwapSpace:
 
     num_sequences: swapped out at present; num_blocks_out, num_blocks_in: moved since the start.
     """
-
-    fields = Fields("num_sequences", "num_blocks_out", "num_blocks_in")
 
     def __init__(
         self, config: PagedKvCacheConfig, guard: Notifier, prefixes: PrefixCache, tensors: KvCacheTensors
@@ -45,7 +44,7 @@ class SwapSpace:
         moved = [i for i, block in enumerate(state.blocks[:kept]) if block and block not in pool.shared]
         host_blocks = self.pool.allocate(len(moved))
         self._tensors.swap_out([(state.blocks[i], host) for i, host in zip(moved, host_blocks, strict=True)])
-        self._rollback.keep_fields(self)
+        self._rollback.keep_fields(self, _COUNTS)
         state.begin_change(self._rollback)
         blocks = list(state.blocks[:kept])
         dropped = [*state.blocks[kept:], *(blocks[i] for i in moved)]
@@ -70,7 +69,7 @@ class SwapSpace:
         taken = pool.allocate(len(moved))
         self._prefixes.overwrite(taken)
         self._tensors.swap_in(list(zip(host_blocks, taken, strict=True)))
-        self._rollback.keep_fields(self)
+        self._rollback.keep_fields(self, _COUNTS)
         state.begin_change(self._rollback)
         blocks = list(state.blocks)
         for i, block in zip(moved, taken, strict=True):
@@ -85,7 +84,7 @@ class SwapSpace:
     def discard(self, state: SequenceState) -> None:
         """Give up the host blocks of a sequence that is being changed, if it is swapped out."""
         if state.host_blocks is not None:
-            self._rollback.keep_fields(self)
+            self._rollback.keep_fields(self, _COUNTS)
             self.pool.release(list(state.host_blocks.values()))
             state.host_blocks = None
             self.num_sequences -= 1

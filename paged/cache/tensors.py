@@ -179,7 +179,7 @@ class KvCacheTensors:
         for cache, rows in zip(map(_bytes, caches), written, strict=True):
             # contiguous() keeps the strides of expanded rows without an element, and view refuses those.
             rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
-            rollback.keep((cache.index_put_, index, cache[index]))
+            rollback.append((cache.index_put_, index, cache[index]))
             cache.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

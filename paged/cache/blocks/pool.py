@@ -29,13 +29,12 @@ class BlockPool:
         on_evict: Callable[[list[int]], None] = lambda blocks: None,
         rollback: Rollback | None = None,
     ) -> None:
-        """rollback: None where changes are final."""
         self.num_blocks = num_blocks
         self.num_refused = 0
         self.ages = BlockAges()
         self._published = published
         self._on_evict = on_evict
-        self._rollback = Rollback(is_kept=False) if rollback is None else rollback
+        self._rollback = Rollback() if rollback is None else rollback
         self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
         # Free and published, least recently used first, each with a number that rises in that order.
@@ -80,7 +79,7 @@ class BlockPool:
             self.evict(count - len(free))
         split = len(free) - count
         blocks = free[split:]
-        self._rollback.keep((list.__setitem__, free, slice(split, None), blocks))
+        self._rollback.append((list.__setitem__, free, slice(split, None), blocks))
         del free[split:]
         blocks = blocks[::-1]
         self.ages.taken(blocks)
@@ -152,7 +151,7 @@ class BlockPool:
 
     def _keep_cached(self, blocks: Sequence[int]) -> None:
         cached = self._cached
-        self._rollback.keep((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
+        self._rollback.append((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
 
     def recount(self, references: Mapping[int, int]) -> None:
         """Count again: these references are held. Free blocks are in the order in which they were before."""

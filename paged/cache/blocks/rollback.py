@@ -2,83 +2,59 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 
-class Fields:
-    """The fields of a class that calls change, two or more: its attribute `fields`."""
+class Rollback(list[Sequence[Any]]):
+    """What nothing else tells of the time before a call: what sequences were like, what was published, and the order of
+    free blocks. The rest, as reference counts, follows from that, and `recount` counts it again.
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
-        self.of: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
-
-    def put_back(self, owner: object, values: Sequence[Any]) -> None:
-        for name, value in zip(self.names, values, strict=True):
-            setattr(owner, name, value)
-
-
-class Rollback:
-    """What nothing else tells: what sequences were like, what was published, and the order of free blocks. The rest,
-    as reference counts, follows from that, and `recount` counts it again.
-
-    Whatever changes any of it says before that something was kept, as else nothing is put back.
-
-    keep: a function and its arguments, which puts back what is about to change, whether it then changes or not.
-    recount: called when all is put back.
+    Whatever is about to change any of it says before what there is: appends a function and its arguments that put it
+    back, whether it then changed or not. Without an entry nothing is put back, so one that matters comes first.
     """
 
-    __slots__ = ("_after", "_kept", "keep", "recount")
-
-    def __init__(self, *, is_kept: bool = True) -> None:
-        """is_kept: False where changes are final."""
-        self._kept: deque[Sequence[Any]] = deque(maxlen=None if is_kept else 0)
-        self._after: list[Sequence[Any]] = []
-        self.keep: Callable[[Sequence[Any]], None] = self._kept.append
+    def __init__(self) -> None:
+        super().__init__()
         self.recount: Callable[[], None] = lambda: None
 
-    def keep_fields(self, owner: Any) -> None:
-        """What `owner.fields` of it are."""
-        fields: Fields = owner.fields
-        self.keep((fields.put_back, owner, fields.of(owner)))
+    def keep_fields(self, owner: object, names: Sequence[str]) -> None:
+        """What two or more fields of an object are."""
+        self.append((_set_fields, owner, names, attrgetter(*names)(owner)))
 
     def keep_end(self, items: list[Any], start: int) -> None:
         """What stands in a list from `start` on, and that nothing follows."""
-        self.keep((list.__setitem__, items, slice(start, None), items[start:]))
+        self.append((list.__setitem__, items, slice(start, None), items[start:]))
 
     def keep_absence(self, mapping: dict[Any, Any], keys: Iterable[Any]) -> None:
         """That a dictionary has none of `keys`."""
-        self.keep((_remove, mapping, keys))
+        self.append((_remove, mapping, keys))
 
-    def keep_call(self, function: Callable[..., None], *args: Any) -> None:
-        """Call this when all is put back: it says what cannot be."""
-        self._after.append((function, *args))
+    def keep_lost(self, function: Callable[[Any], None], argument: Any) -> None:
+        """What cannot be put back: this is called when all else is, also if a call around this one fails later."""
+        self.append((None, function, argument))
 
-    @property
-    def mark(self) -> tuple[int, int]:
-        """Where a call within the call begins."""
-        return len(self._kept), len(self._after)
-
-    def forget(self) -> None:
-        """The call has succeeded."""
-        if self._kept:
-            self._kept.clear()
-        if self._after:
-            self._after.clear()
-
-    def put_back(self, mark: tuple[int, int] = (0, 0)) -> None:
-        """The call that began at `mark` has failed. What cannot be put back is a change of the outer call from now on."""
-        num_kept, num_after = mark
-        if len(self._kept) == num_kept:
+    def put_back(self, start: int = 0) -> None:
+        """The call that began with so many entries has failed."""
+        if len(self) == start:
             return
-        while len(self._kept) > num_kept:
-            function, *args = self._kept.pop()
-            function(*args)
+        lost = []
+        while len(self) > start:
+            function, *arguments = self.pop()
+            if function is None:
+                lost.append(arguments)
+            else:
+                function(*arguments)
         self.recount()
-        for function, *args in self._after[num_after:]:
-            function(*args)
+        for function, argument in reversed(lost):
+            self.keep_lost(function, argument)
+            function(argument)
+
+
+def _set_fields(owner: object, names: Sequence[str], values: Sequence[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
+        setattr(owner, name, value)
 
 
 def _remove(mapping: dict[Any, Any], keys: Iterable[Any]) -> None:

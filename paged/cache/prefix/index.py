@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, KeysView, Sequence, Set
+from collections.abc import Hashable, KeysView, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import numpy as np
 from paged.cache.blocks.rollback import Rollback
 from paged.cache.prefix.chain import Hash, TokenArray, TokenChain, pack
 from paged.cache.prefix.chain_hash import FEW_BLOCKS, ChainHash, Sha256Chain
-from paged.cache.prefix.other_tables import Either, OtherTables
+from paged.cache.prefix.other_tables import OtherTables
 from paged.errors import PagedError
 
 # A look-up hashes one block, then this many times more in every round, and ends with the round that misses a block.
@@ -44,10 +44,12 @@ class PrefixIndex:
         rollback: Rollback | None = None,
         are_needed: Sequence[bool] = (),
     ) -> None:
-        """rollback: None where changes are final. are_needed: see `OtherTables`."""
-        self._rollback = Rollback(is_kept=False) if rollback is None else rollback
+        """are_needed: see `OtherTables`."""
+        self._rollback = Rollback() if rollback is None else rollback
         self._block_size = block_size
         self._chain: ChainHash | Sha256Chain = ChainHash(block_size) if algorithm == "fast" else Sha256Chain()
+        # Blocks of all tables; the object stays the same.
+        self.published: set[int] = set()
         self._block_of: dict[Hash, int] = {}
         self._hash_of: dict[int, Hash] = {}
         # What was published with each block; rows of blocks that are not published are stale.
@@ -58,13 +60,7 @@ class PrefixIndex:
         self._roots: dict[Hashable, _Root] = {}
         # The namespace and root of each published block that follows one.
         self._root_of: dict[int, tuple[Hashable, _Root]] = {}
-        self.other_tables = OtherTables(num_blocks, are_needed, self._rollback) if are_needed else None
-
-    @property
-    def published(self) -> Set[int]:
-        """The published blocks; a view that changes with the index."""
-        ours = self._hash_of.keys()
-        return ours if self.other_tables is None else Either(ours, self.other_tables.locations.keys())
+        self.other_tables = OtherTables(num_blocks, are_needed, self.published, self._rollback) if are_needed else None
 
     def hash_of(self, block: int) -> Hash:
         """The hash under which `block` is published."""
@@ -82,7 +78,7 @@ class PrefixIndex:
         from this one never match, though their hashes may."""
         root = self._roots.get(namespace)
         if root is not None:
-            self._rollback.keep((self._roots.__setitem__, namespace, root))
+            self._rollback.append((self._roots.__setitem__, namespace, root))
             del self._roots[namespace]
 
     def root_hash(self, namespace: Hashable) -> Hash:
@@ -192,6 +188,7 @@ class PrefixIndex:
         self._tokens[ids], self._serials[ids] = tokens, serials
         self._parents[ids[1:]], self._parents[blocks[0]] = serials[:-1], previous
         self._hash_of.update(zip(blocks, hashes, strict=True))
+        self.published.update(blocks)
         return range(first, first + len(blocks))
 
     def _publish_each(
@@ -224,6 +221,7 @@ class PrefixIndex:
             serial = int(self._serials[block]) if is_same else self._next_serial()
             self._rollback.keep_absence(self._hash_of, (block,))
             self._block_of[hash_], self._hash_of[block] = block, hash_
+            self.published.add(block)
             self._tokens[block], self._parents[block], self._serials[block] = row, previous, serial
             previous = serial
             serials.append(previous)
@@ -270,9 +268,10 @@ class PrefixIndex:
         if self.other_tables is not None:
             blocks = self.other_tables.withdraw(blocks)
         hashes = list(map(self._hash_of.__getitem__, blocks))
-        self._rollback.keep((self._publish_again, blocks, hashes))
+        self._rollback.append((self._publish_again, blocks, hashes))
         deque(map(self._hash_of.__delitem__, blocks), maxlen=0)
         deque(map(self._block_of.__delitem__, hashes), maxlen=0)
+        self.published.difference_update(blocks)
         if not self._root_of.keys().isdisjoint(blocks):
             for block in self._root_of.keys() & blocks:
                 namespace, root = self._root_of.pop(block)
@@ -286,6 +285,8 @@ class PrefixIndex:
 
     def recount(self) -> None:
         """See what follows from the published blocks and the roots, as far as those were put back."""
+        self.published.clear()
+        self.published.update(self._hash_of)
         self._block_of = {hash_: block for block, hash_ in self._hash_of.items()}
         roots = {root.serial: (namespace, root) for namespace, root in self._roots.items()}
         blocks = list(self._hash_of)
