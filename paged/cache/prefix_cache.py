@@ -112,14 +112,14 @@ class PrefixCache:
         Raises:
             InvalidInputError: they are not those the sequence was given before, or one is not an integer of 32 bits.
         """
-        known, given = state.chain.ids, token_ids[: state.num_tokens]
+        known, num_given = state.chain.ids, min(len(token_ids), state.num_tokens)
         num_known = len(known)
-        if given[:num_known] != known[: len(given)]:
+        if token_ids[: min(num_known, num_given)] != known[:num_given]:
             raise InvalidInputError(f"token_ids: not those that {state.request_id!r} was given before")
-        if len(given) % self._block_size:  # a last, partial block; the others are checked when published
-            pack(given[-(len(given) % self._block_size) :])
+        # A last, partial block; the others are checked when published.
+        pack(token_ids[num_given - num_given % self._block_size : num_given])
         self._rollback.keep_end(known, num_known)
-        known += given[num_known:]
+        known += token_ids[num_known:num_given]
         self.publish(state)
 
     def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from paged.cache.events import Notifier
 from paged.cache.kv_cache import PagedKvCacheConfig
@@ -145,36 +146,32 @@ class KvSlotAllocator:
         needs = self._needs(spans)
         if not needs:
             return {}
-        taken = self._pool.allocate(_blocks_needed(needs))
-        used = 0
+        rollback, num_tables = self._guard.rollback, self._num_tables
+        new_blocks = self._pool.allocate(_blocks_needed(needs))
+        taken = iter(new_blocks)
+        undo: dict[SeqId, Undo] = {}
         pairs: list[tuple[int, int]] = []
-        grown: list[tuple[SequenceState, tuple[int, ...], Undo]] = []
-        for state, replaced, _, fresh in needs:
-            if replaced or fresh:
-                undo = Undo(len(state.blocks), state.num_written, {index: state.blocks[index] for index in replaced})
-                blocks = list(state.blocks)
-                for index, new in zip(replaced, taken[used:], strict=False):
-                    if blocks[index]:
-                        pairs.append((blocks[index], new))
-                    blocks[index] = new
-                used += len(replaced) + fresh
-                blocks += taken[used - fresh : used]
-                grown.append((state, tuple(blocks), undo))
-        rollback = self._guard.rollback
-        if pairs:
-            self._prefixes.overwrite(taken)
-            self._tensors.copy(pairs)
-            rollback.append((setattr, self, "num_copies", self.num_copies))
-        for state, replaced, stale, _ in needs:
+        for state, replaced, stale, fresh in needs:
             if replaced or stale:
                 self._prefixes.withdraw([state.blocks[index] for index in stale])
                 # A copy is not published, and neither is what will change: the chain goes on from before them.
-                state.chain.withdraw(min([*replaced, *stale]) // self._num_tables, rollback)
-        for state, new_blocks, _ in grown:
-            state.keep(rollback)
-            state.blocks = new_blocks
-        self.num_copies += len(pairs)
-        return {state.request_id: undo for state, _, undo in grown}
+                state.chain.withdraw(min([*replaced, *stale]) // num_tables, rollback)
+            if replaced or fresh:
+                originals = {index: state.blocks[index] for index in replaced}
+                undo[state.request_id] = Undo(len(state.blocks), state.num_written, originals)
+                blocks = list(state.blocks)
+                for index, new in zip(replaced, taken, strict=False):
+                    if blocks[index]:
+                        pairs.append((blocks[index], new))
+                    blocks[index] = new
+                state.keep(rollback)
+                state.blocks = (*blocks, *islice(taken, fresh))
+        if pairs:
+            self._prefixes.overwrite(new_blocks)
+            self._tensors.copy(pairs)
+            rollback.append((setattr, self, "num_copies", self.num_copies))
+            self.num_copies += len(pairs)
+        return undo
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
         """After a reservation was committed: publish first, as blocks behind the window are given back then."""

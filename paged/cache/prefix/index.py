@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, KeysView, Sequence
+from collections.abc import Hashable, Iterable, KeysView, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -261,7 +261,7 @@ class PrefixIndex:
         if self.other_tables is not None:
             self.other_tables.check(self._hash_of.keys())
 
-    def forget(self, blocks: Sequence[int]) -> list[tuple[int, Hash]]:
+    def forget(self, blocks: Sequence[int]) -> Iterable[tuple[int, Hash]]:
         """Withdraw the publications of `blocks`, and what is of no use without them; the first table's, with their
         hashes.
         """
@@ -278,7 +278,7 @@ class PrefixIndex:
                 root.num_blocks -= 1
                 if not root.num_blocks and self._roots.get(namespace) is root:
                     self.forget_root(namespace)
-        return list(zip(blocks, hashes, strict=True))
+        return zip(blocks, hashes, strict=True)
 
     def _publish_again(self, blocks: Sequence[int], hashes: Sequence[Hash]) -> None:
         self._hash_of.update(zip(blocks, hashes, strict=True))
