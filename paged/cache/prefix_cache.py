@@ -198,7 +198,7 @@ class PrefixCache:
         for block in published:
             self.pool.unpublished(block)
         for state in states:
-            state.chain.withdraw(0, self._rollback)
+            state.chain.cut(len(state.chain.ids), 0, self._rollback)
         if self._guard.has_event_listeners:
             self._guard.add(CacheCleared())
 

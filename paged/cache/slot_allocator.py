@@ -155,7 +155,7 @@ class KvSlotAllocator:
             if replaced or stale:
                 self._prefixes.withdraw([state.blocks[index] for index in stale])
                 # A copy is not published, and neither is what will change: the chain goes on from before them.
-                state.chain.withdraw(min([*replaced, *stale]) // num_tables, rollback)
+                state.chain.cut(len(state.chain.ids), min([*replaced, *stale]) // num_tables, rollback)
             if replaced or fresh:
                 originals = {index: state.blocks[index] for index in replaced}
                 undo[state.request_id] = Undo(len(state.blocks), state.num_written, originals)

@@ -18,10 +18,7 @@ from paged.kernels.common.scalars import shown
 from paged.seq_id import SeqId
 from paged.token_ids import as_token_ids
 
-_KEPT = (
-    *("blocks", "num_tokens", "num_cached_tokens", "num_written"),
-    *("is_valid", "reservation", "chain", "host_blocks"),
-)
+_KEPT = "blocks num_tokens num_cached_tokens num_written is_valid reservation chain host_blocks".split()
 
 
 @dataclass(eq=False, slots=True)
@@ -56,10 +53,6 @@ class SequenceState:
     def begin_change(self, rollback: Rollback) -> None:
         """Before a call changes it: take it out of the open reservation it is in, as it stands."""
         self.keep(rollback)
-        self.settle()
-
-    def settle(self) -> None:
-        """Take the sequence out of the open reservation it is in, as it stands."""
         if self.reservation is not None:
             self.reservation.settle(self)
 

@@ -78,7 +78,7 @@ class SwapSpace:
         self.discard(state)
         self.num_blocks_in += len(moved)
         # What it had published may have been evicted meanwhile.
-        state.chain.withdraw(min(moved, default=len(blocks)), self._rollback)
+        state.chain.cut(len(state.chain.ids), min(moved, default=len(blocks)), self._rollback)
         self._prefixes.publish(state)
 
     def discard(self, state: SequenceState) -> None:

@@ -39,10 +39,6 @@ class TokenChain:
                 rollback.keep_end(items, end)
                 del items[end:]
 
-    def withdraw(self, num_blocks: int, rollback: Rollback) -> None:
-        """No more than the first `num_blocks` blocks are published."""
-        self.cut(len(self.ids), num_blocks, rollback)
-
 
 def pack(token_ids: list[int]) -> TokenArray:
     """The ids as an array.
