@@ -23,7 +23,7 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
 
 def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
     """Make all agree with the sequences and published blocks, which a call that failed has put back."""
-    sequences.recount()
+    sequences.tables.recount([handle._state for handle in sequences.handles.values()])
     prefixes.index.recount()
     references, host_references = _count_references(sequences)
     prefixes.pool.recount(references)

@@ -53,10 +53,6 @@ class LiveSequences:
         self.tables.remove(state)
         del self.handles[state.request_id]  # last, as the order of sequences is not brought back
 
-    def recount(self) -> None:
-        """Give every sequence in `handles` a row, and no other."""
-        self.tables.recount([handle._state for handle in self.handles.values()])
-
     def new_name(self, request_id: object) -> SeqId:
         """The name of a sequence to come; InvalidInputError if one has it, or it can be none."""
         name = as_seq_id("request_id", request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -51,13 +52,13 @@ class PagedKvCacheManager:
         self._tensors = KvCacheTensors(config)  # first: where there is no memory for it, there is nothing to count
         self._guard = Notifier(self._measure_pressure)
         rollback = self._guard.rollback
-        rollback.recount = self._recount
         self._prefixes = PrefixCache(config, self._guard)
         self._pool = self._prefixes.pool
         self._window = SlidingWindow(config, self._pool, rollback)
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._window)
         self._swap = SwapSpace(config, self._guard, self._prefixes, self._tensors)
         self._sequences = LiveSequences(config, self._pool, rollback)
+        rollback.recount = partial(recount, self._sequences, self._prefixes, self._swap.pool)
         self._handles = self._sequences.handles
         self._inspection = KvInspection(self._guard, self._sequences, self._slots, self._tensors, self._window)
 
@@ -460,9 +461,6 @@ class PagedKvCacheManager:
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)
-
-    def _recount(self) -> None:
-        recount(self._sequences, self._prefixes, self._swap.pool)
 
     def _measure_pressure(self) -> MemoryPressure:
         available = self._pool.num_free / self._pool.num_blocks
