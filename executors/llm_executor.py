@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,9 +12,9 @@ import torch
 
 from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
-from paged.errors import InvalidInputError, UnsupportedError
-from paged.executors.isolation import describe, quietly, raise_exit
-from paged.executors.model_calls import ModelCacheHandle, is_verified, run_by_kind
+from paged.cache.manager import PagedKvCacheManager
+from paged.errors import UnsupportedError
+from paged.executors.adapted_model import AdaptedModel
 from paged.executors.parallel.driver import Driver
 from paged.executors.parallel.follower import follow, load_adapter
 from paged.executors.parallel.messages import Kind
@@ -29,11 +28,9 @@ from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
-from paged.models.parallel.ranks import ParallelConfig, Ranks
+from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
 from paged.seq_id import SeqId
-
-_LOG = logging.getLogger("paged")
 
 # Widest point of a decoder layer: hidden state and residual, then gate, up and their product, each about 4 wide.
 ACTIVATIONS_PER_HIDDEN = 14
@@ -58,24 +55,24 @@ class LlmExecutor(UnifiedExecutor):
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
         self.model = model
-        self.kv_manager = getattr(model, "kv_manager", None)
-        self._model_caches: dict[SeqId, ModelCacheHandle] = {}
-        self._is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
-        if self.kv_manager is None:
-            kv_bytes = 2 * info.num_kv_heads * info.head_dim * info.dtype.itemsize
+        if isinstance(model, PagedCausalLM):
+            self._lm: PagedCausalLM | AdaptedModel = model
+            sequences: PagedKvCacheManager | AdaptedModel = model.kv_manager
+            self.kv_manager = model.kv_manager
+            token_bytes = model.kv_manager.config.token_bytes(model.kv_manager.k_cache(0).dtype)
         else:
-            kv_bytes = -(-self.kv_manager.config.token_bytes(self.kv_manager.k_cache(0).dtype) // info.num_layers)
-        plain_bytes = info.num_parameters * info.dtype.itemsize
+            self._lm = sequences = AdaptedModel(model, info)
+            token_bytes = sequences.token_bytes
         self._memory = MemoryRequirements(
-            weight_bytes=model.parameter_bytes() if isinstance(model, PagedCausalLM) else plain_bytes,
-            kv_bytes_per_token_per_layer=kv_bytes,
+            weight_bytes=self._lm.parameter_bytes(),
+            kv_bytes_per_token_per_layer=-(-token_bytes // info.num_layers),
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
-        super().__init__(info)
-        self._ranks = model.ranks if isinstance(model, PagedCausalLM) else Ranks()
+        super().__init__(info, sequences, weight_bytes=self._memory.weight_bytes)
+        self._ranks = self._lm.ranks
         self._driver: Driver | None = None
-        if isinstance(model, PagedCausalLM) and model.ranks.size > 1 and model.ranks.rank == 0:
-            self._driver = Driver(model)
+        if self._ranks.size > 1 and self._ranks.rank == 0:
+            self._driver = Driver(cast(PagedCausalLM, model))
 
     @classmethod
     def from_pretrained(
@@ -144,7 +141,7 @@ class LlmExecutor(UnifiedExecutor):
         return ExecutorCapabilities(
             max_batch_size=None if self.kv_manager is None else self.kv_manager.stats().num_blocks,
             max_sequence_length=min(info.max_sequence_length, self.kv_capacity()),
-            supports_native_unified_decode=self._is_native,
+            supports_native_unified_decode=self.supports_native_unified_decode(),
             supports_chunked_prefill=True,
             supports_truncate=model.truncate_kv is not DecoderOnlyLLM.truncate_kv,
             supports_prefix_cache=self.kv_manager is not None and self.kv_manager.config.enable_prefix_cache,
@@ -154,7 +151,7 @@ class LlmExecutor(UnifiedExecutor):
         )
 
     def supports_native_unified_decode(self) -> bool:
-        return self._is_native
+        return isinstance(self._lm, PagedCausalLM) or self._lm.is_native
 
     def kv_capacity(self) -> int:
         return self.model.kv_capacity()
@@ -162,7 +159,7 @@ class LlmExecutor(UnifiedExecutor):
     def truncate_kv_for_cache_id(self, cache_id: SeqId, new_len: int) -> None:
         """`truncate_kv` by the sequence's id."""
         with self._call():
-            self._truncate(cache_id, new_len)
+            self._truncate(self._live_handle(cache_id), new_len)
 
     def cache_metrics_snapshot(self) -> Any | None:
         return self.model.cache_metrics_snapshot()
@@ -205,12 +202,8 @@ class LlmExecutor(UnifiedExecutor):
     def warmup(self) -> None:
         """Compile kernels and capture CUDA graphs; bars show how far it has come. On a CPU, order the weights as it
         multiplies them fastest. Sequences in the cache stay."""
-        with self._call(), warming_up():
-            if isinstance(self.model, PagedCausalLM):
-                with self._alike(Kind.PREPARE):
-                    self.model.prepare(tracked)
-            else:
-                self.model.prepare()
+        with self._call(), warming_up(), self._alike(Kind.PREPARE):
+            self._lm.prepare(tracked)
         super().warmup()
 
     def status(self) -> ExecutorStatus:
@@ -223,8 +216,7 @@ class LlmExecutor(UnifiedExecutor):
         super().shutdown()
         if self._driver is not None:
             self._driver.stop()
-        self.model.reset()
-        self._model_caches.clear()
+        self._lm.reset()
 
     def _adapters(self) -> LoraAdapters:
         if not isinstance(self.model, PagedCausalLM):
@@ -234,63 +226,10 @@ class LlmExecutor(UnifiedExecutor):
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         for item in items:
             if "lora_adapter" in item.metadata:
-                self.model.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
+                self._lm.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
 
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        return self.model.prepare_step(handles) if isinstance(self.model, PagedCausalLM) else None
+        return self._lm.prepare_step(handles)
 
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        # A model of another kind need not know VerifyLogits.
-        if self._is_native and (self.kv_manager is not None or not any(map(is_verified, items))):
-            try:
-                return self.model.unified_forward(items)
-            except UnsupportedError:
-                self._is_native = False
-        return run_by_kind(self.model, items)
-
-    def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
-        if self.kv_manager is None:
-            for item in items:
-                cache_id = cache_id_of(item)
-                self._model_caches.setdefault(cache_id, ModelCacheHandle(cache_id)).num_tokens += len(item.q_tokens)
-
-    def _roll_back(self, lengths: dict[SeqId, int | None]) -> None:
-        if self.kv_manager is not None:
-            super()._roll_back(lengths)
-            return
-        for cache_id, length in lengths.items():
-            try:
-                if length is not None:
-                    self.model.truncate_kv(cache_id, length)
-                    continue
-            except BaseException as error:
-                raise_exit(error)
-                # How many tokens it holds is unknown now, so it is given up: its handle says so.
-                _LOG.warning("sequence %r is given up: %s", cache_id, describe(error))
-            quietly(self._release, cache_id)
-
-    def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
-        if self.kv_manager is not None:
-            return self.kv_manager.get_handle(cache_id)
-        return cast("KvCacheHandle | None", self._model_caches.get(cache_id))
-
-    def _truncate(self, cache_id: SeqId, new_len: int) -> None:
-        length = self._live_handle(cache_id).num_tokens
-        if not 0 <= new_len <= length:
-            raise InvalidInputError(f"new_len: {new_len}, expected 0 to {length}, the length of {cache_id!r}")
-        self.model.truncate_kv(cache_id, new_len)
-        if self.kv_manager is None:
-            self._model_caches[cache_id].num_tokens = new_len
-
-    def _release(self, cache_id: SeqId) -> None:
-        handle = self._model_caches.pop(cache_id, None)
-        if handle is not None:
-            handle.is_valid = False
-        self.model.release(cache_id)
-
-    def _memory_bytes(self) -> int:
-        needed = self._memory
-        if self.kv_manager is not None:
-            return needed.weight_bytes + self.kv_manager.used_bytes
-        num_tokens = sum(handle.num_tokens for handle in self._model_caches.values())
-        return needed.weight_bytes + num_tokens * self._info.num_layers * needed.kv_bytes_per_token_per_layer
+        return self._lm.unified_forward(items)

@@ -22,7 +22,6 @@ from paged.kernels.cache.reshape_and_cache import reshape_and_cache
 from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.common.scalars import as_int, shown
 from paged.models.logits_policy import answer_items
-from paged.seq_id import SeqId
 from paged.step_preparer import StepPreparer
 
 
@@ -97,7 +96,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 max_sequence_length=min(config.max_sequence_length, kv_manager.config.max_seq_len or sys.maxsize),
                 dtype=cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32,
                 device=cache.device,
-            )
+            ),
+            kv_manager,
         )
         limits = {"vocab_size": config.vocab_size, "max_seq_len": self._info.max_sequence_length}
         self._preparer = StepPreparer(kv_manager, **limits)
@@ -177,17 +177,3 @@ class PagedAttentionExecutor(UnifiedExecutor):
         """logits[j mod vocab_size] += attention[j], as whole rows of vocab_size added up in order, float32."""
         padded = functional.pad(attention.float(), (0, -attention.shape[1] % self.config.vocab_size))
         return padded.view(-1, padded.shape[1] // self.config.vocab_size, self.config.vocab_size).sum(1)
-
-    def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
-        return self.kv_manager.get_handle(cache_id)
-
-    def _truncate(self, cache_id: SeqId, new_len: int) -> None:
-        self.kv_manager.truncate(self._live_handle(cache_id), new_len)
-
-    def _release(self, cache_id: SeqId) -> None:
-        handle = self._handle(cache_id)
-        if handle is not None:
-            self.kv_manager.free(handle)
-
-    def _memory_bytes(self) -> int:
-        return self.kv_manager.used_bytes

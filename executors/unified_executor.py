@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,28 +19,38 @@ from paged.batch import (
     UnifiedBatchItem,
 )
 from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, StaleHandleError, UnsupportedError
+from paged.executors.adapted_model import AdaptedModel
+from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.row_batches import cache_id_of, decode_items, prefill_items, results_mismatch, verify_item
 from paged.executors.status import ForwardWork, PromptProgress, WorkMeter
 from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
 from paged.forward_step import PreparedStep, validate_items
+from paged.kernels.common.scalars import as_int
 from paged.models.logits_policy import apply_policies
 from paged.seq_id import SeqId
 
 R = TypeVar("R")
+_LOG = logging.getLogger("paged")
 
 
 class UnifiedExecutor(ModelExecutor):
     """Every call that runs the model is one forward over the items of a batch; a subclass says how that is done.
 
     Caches go by their cache_id: the handle's where the caller gives one, else the item's seq_id.
+
+    sequences: where they live. weight_bytes: memory of the weights.
     """
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(
+        self, info: ModelInfo, sequences: PagedKvCacheManager | AdaptedModel, *, weight_bytes: int = 0
+    ) -> None:
         self._info = info
-        self._meter = WorkMeter(info.device, self._memory_bytes)
-        self._prompts = PromptProgress(lambda item: item.kv_cache or self._handle(item.seq_id))
+        self._sequences = sequences
+        self._meter = WorkMeter(info.device, lambda: weight_bytes + sequences.used_bytes)
+        self._prompts = PromptProgress(lambda item: item.kv_cache or sequences.get_handle(item.seq_id))
         self._expected: tuple[PreparedStep, ForwardWork] | None = None
 
     @abstractmethod
@@ -55,25 +66,6 @@ class UnifiedExecutor(ModelExecutor):
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
         """See `prepare_step`; the forward that it prepares uses it by itself."""
         return None
-
-    def _advance(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Count the tokens of a forward, for caches that do not count them themselves."""
-
-    @abstractmethod
-    def _handle(self, cache_id: SeqId) -> KvCacheHandle | None:
-        """The live handle of a cache."""
-
-    @abstractmethod
-    def _truncate(self, cache_id: SeqId, new_len: int) -> None:
-        """Roll a live cache back."""
-
-    @abstractmethod
-    def _release(self, cache_id: SeqId) -> None:
-        """Free a cache; one that does not exist is no error."""
-
-    @abstractmethod
-    def _memory_bytes(self) -> int:
-        """Bytes of weights and of the KV cache in use."""
 
     def info(self) -> ModelInfo:
         return self._info
@@ -175,11 +167,13 @@ class UnifiedExecutor(ModelExecutor):
     def truncate_kv(self, kv_cache: KvCacheHandle, new_len: int) -> None:
         with self._call():
             self._check_handle(kv_cache)
-            self._truncate(kv_cache.cache_id, new_len)
+            self._truncate(kv_cache, new_len)
 
     def release_cache(self, seq_id: SeqId) -> None:
         with self._call():
-            self._release(seq_id)
+            handle = self._sequences.get_handle(seq_id)
+            if handle is not None:
+                self._sequences.free(handle)
 
     def shutdown(self) -> None:
         self._meter.state = ExecutorState.SHUTDOWN
@@ -216,23 +210,15 @@ class UnifiedExecutor(ModelExecutor):
         is_checked: they are, and all their sequences exist.
         """
         new = set() if is_checked else self._check_items(items)
-        has_run = False
         try:
             self._choose_adapters(items)
-            has_run = True
             with self._meter.forward(work):
-                results = run()
-                self._advance(items)
-                return results
+                return run()
         except BaseException:
-            lengths = {cache_id_of(item): item.pos_offset for item in items}
-            self._roll_back(
-                {
-                    cache_id: None if cache_id in new else length
-                    for cache_id, length in lengths.items()
-                    if has_run or cache_id in new
-                }
-            )
+            for item in items:
+                handle = self._sequences.get_handle(cache_id_of(item))
+                if handle is not None:
+                    self._roll_back(handle, None if handle.cache_id in new else item.pos_offset)
             raise
 
     def _check_items(self, items: Sequence[UnifiedBatchItem]) -> set[SeqId]:
@@ -246,18 +232,33 @@ class UnifiedExecutor(ModelExecutor):
         lengths = {cache_id_of(item): item.pos_offset for item in items}
         if len(lengths) != len(items):
             raise InvalidInputError(f"items: {len(items)} for {len(lengths)} sequences, expected one each")
-        return {cache_id for cache_id, length in lengths.items() if length == 0 and self._handle(cache_id) is None}
+        return {
+            cache_id
+            for cache_id, length in lengths.items()
+            if length == 0 and self._sequences.get_handle(cache_id) is None
+        }
 
-    def _roll_back(self, lengths: dict[SeqId, int | None]) -> None:
-        """Bring caches back to the lengths they had; those with None did not exist."""
-        for cache_id, length in lengths.items():
-            if length is None:
-                self._release(cache_id)
-            elif self._live_handle(cache_id).num_tokens > length:
-                self._truncate(cache_id, length)
+    def _roll_back(self, handle: KvCacheHandle, length: int | None) -> None:
+        """Bring a cache back to the length it had, None where it did not exist."""
+        if length is not None:
+            try:
+                if handle.num_tokens > length:
+                    self._sequences.truncate(handle, length)
+                return
+            except BaseException as error:
+                raise_exit(error)
+                # How many tokens it holds is unknown now, so it is given up: its handle says so.
+                _LOG.warning("sequence %r is given up: %s", handle.cache_id, describe(error))
+        quietly(self._sequences.free, handle)
+
+    def _truncate(self, handle: KvCacheHandle, new_len: int) -> None:
+        length = handle.num_tokens
+        if not 0 <= as_int("new_len", new_len, low=None) <= length:
+            raise InvalidInputError(f"new_len: {new_len}, expected 0 to {length}, the length of {handle.cache_id!r}")
+        self._sequences.truncate(handle, new_len)
 
     def _length(self, item: UnifiedBatchItem) -> int:
-        handle = self._handle(cache_id_of(item))
+        handle = self._sequences.get_handle(cache_id_of(item))
         if item.kv_cache is not None and handle is not item.kv_cache:
             self._check_handle(item.kv_cache)
         return 0 if handle is None else handle.num_tokens
@@ -265,11 +266,11 @@ class UnifiedExecutor(ModelExecutor):
     def _check_handle(self, handle: KvCacheHandle) -> None:
         if not handle.is_valid:
             raise StaleHandleError(f"kv_cache: {handle!r} has been freed")
-        if self._handle(handle.cache_id) is not handle:
+        if self._sequences.get_handle(handle.cache_id) is not handle:
             raise InvalidInputError(f"kv_cache: {handle!r} belongs to another executor or manager")
 
     def _live_handle(self, cache_id: SeqId) -> KvCacheHandle:
-        handle = self._handle(cache_id)
+        handle = self._sequences.get_handle(cache_id)
         if handle is None:
             raise InvalidInputError(f"cache_id: {cache_id!r} has no cache")
         return handle

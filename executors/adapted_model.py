@@ -1,0 +1,123 @@
+"""Makes a `DecoderOnlyLLM` of others look like `PagedCausalLM`: one forward over any items, and a handle a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from paged.batch import UnifiedBatchItem, VerifyLogits
+from paged.cache.kv_cache import KvCacheHandle
+from paged.errors import PagedError, UnsupportedError
+from paged.executors.row_batches import cache_id_of, is_decode_step
+from paged.executors.types import ModelInfo
+from paged.models.base import DecoderOnlyLLM
+from paged.models.logits_policy import apply_policies
+from paged.models.parallel.ranks import Ranks
+from paged.seq_id import SeqId
+
+
+@dataclass(eq=False)
+class ModelCacheHandle:
+    """A sequence whose KV the model keeps: what the executor knows of it."""
+
+    cache_id: SeqId
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    is_valid: bool = True
+
+    @property
+    def request_id(self) -> SeqId:
+        """The same as `cache_id`."""
+        return self.cache_id
+
+
+class AdaptedModel:
+    """What `LlmExecutor` asks of `PagedCausalLM` and of its cache manager, by the calls that the model has.
+
+    is_native: whether the model's own `unified_forward` runs items, until it raises UnsupportedError.
+    """
+
+    def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
+        self.ranks = Ranks()
+        self.is_native = type(model).unified_forward is not DecoderOnlyLLM.unified_forward
+        self.token_bytes = 2 * info.num_layers * info.num_kv_heads * info.head_dim * info.dtype.itemsize
+        self._parameter_bytes = info.num_parameters * info.dtype.itemsize
+        self._model = model
+        self._handles: dict[SeqId, ModelCacheHandle] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the KV of all sequences."""
+        return self.token_bytes * sum(handle.num_tokens for handle in self._handles.values())
+
+    def parameter_bytes(self) -> int:
+        return self._parameter_bytes
+
+    def prepare(self, track: Callable[..., object]) -> None:
+        self._model.prepare()
+
+    def prepare_step(self, handles: Sequence[KvCacheHandle]) -> None:
+        return None
+
+    def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
+        self._start(cache_id)
+        self._model.set_lora_adapter_for_cache(cache_id, adapter)
+
+    def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        """Of a call that raised, too, all items count as run: the executor truncates or frees their sequences."""
+        try:
+            # A model of another kind need not know VerifyLogits.
+            if self.is_native and not any(isinstance(item.logits_policy, VerifyLogits) for item in items):
+                try:
+                    return self._model.unified_forward(items)
+                except UnsupportedError:
+                    self.is_native = False
+            return self._run_by_kind(items)
+        finally:
+            for item in items:
+                self._start(cache_id_of(item)).num_tokens = item.pos_offset + len(item.q_tokens)
+
+    def get_handle(self, cache_id: SeqId) -> KvCacheHandle | None:
+        return cast("KvCacheHandle | None", self._handles.get(cache_id))
+
+    def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
+        self._model.truncate_kv(handle.cache_id, num_tokens)
+        self._handles[handle.cache_id].num_tokens = num_tokens
+
+    def free(self, handle: KvCacheHandle) -> None:
+        self._handles.pop(handle.cache_id).is_valid = False
+        self._model.release(handle.cache_id)
+
+    def reset(self) -> None:
+        self._model.reset()
+        self._handles.clear()
+
+    def _start(self, cache_id: SeqId) -> ModelCacheHandle:
+        return self._handles.setdefault(cache_id, ModelCacheHandle(cache_id))
+
+    def _run_by_kind(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
+        """Run decode steps in one `decode_batch`, the others by a `prefill` or a `forward_verify` each."""
+        model, is_default = self._model, type(self._model).forward_verify is DecoderOnlyLLM.forward_verify
+        steps = [
+            (cache_id_of(item), item.q_tokens[0], item.pos_offset)
+            for item in items
+            if is_decode_step(item) and not isinstance(item.logits_policy, VerifyLogits)
+        ]
+        decoded: Sequence[torch.Tensor] | torch.Tensor = model.decode_batch(steps) if steps else []
+        if len(decoded) != len(steps):
+            raise PagedError(f"decode_batch gave {len(decoded)} rows of logits for {len(steps)} tokens")
+        decoded_rows = iter(decoded)
+        results: list[torch.Tensor | None] = []
+        for item in items:
+            if isinstance(item.logits_policy, VerifyLogits):
+                # The default decodes one by one and must be told the length; a model with its own keeps the length too.
+                start = {"start_pos": item.pos_offset} if is_default else {}
+                results.append(model.forward_verify(cache_id_of(item), item.q_tokens, **start))
+                continue
+            logits = next(decoded_rows) if is_decode_step(item) else model.prefill(cache_id_of(item), item.q_tokens)
+            is_wanted = item.is_final_chunk and logits is not None
+            results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
+        return results
