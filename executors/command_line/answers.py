@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paged.executors.command_line.prompts import Prompt
 from paged.printable import one_line
@@ -16,126 +15,92 @@ if TYPE_CHECKING:
     from paged.executors.requests.output import RequestOutput
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
-
-@dataclass(frozen=True)
-class Answer:
-    """One completion. `expected` and `correct` are None unless the task tells what is right; logprobs has, for every
-    token, log probabilities by token id, the chosen one first."""
-
-    prompt: str
-    prompt_tokens: int
-    adapter: str | None
-    text: str
-    new_tokens: int
-    finish_reason: str | None
-    expected: str | None
-    correct: bool | None
-    logprobs: list[dict[int, float]] | None
+# Of the engine's metrics.
+_COUNTS = "steps mixed_steps prefill_tokens decode_tokens draft_tokens accepted_tokens".split()
+Report = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A whole run. Tokens are those that went through the model, drafts included; blocks are of the KV cache, at the
-    most."""
-
-    prompts: int
-    correct: int | None
-    steps: int
-    mixed_steps: int
-    prefill_tokens: int
-    decode_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    seconds: float
-    tokens_per_second: float
-    peak_blocks: int
-    num_blocks: int
-    block_size: int
-
-
-def answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> list[Answer]:
-    """The completions of a request that has ended."""
+def answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> list[Report]:
+    """The completions of a request that has ended. `expected` and `correct` are None unless the task tells what is
+    right; `logprobs` has, for every token, log probabilities by token id, the chosen one first.
+    """
     return [
-        Answer(
-            prompt=prompt.text,
-            prompt_tokens=len(output.prompt_token_ids),
-            adapter=adapter,
-            text=one.text,
-            new_tokens=len(one.token_ids),
-            finish_reason=one.finish_reason,
-            expected=prompt.expected,
-            correct=None if prompt.expected is None else one.text.strip() == prompt.expected,
-            logprobs=one.logprobs,
-        )
+        {
+            "prompt": prompt.text,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "adapter": adapter,
+            "text": one.text,
+            "new_tokens": len(one.token_ids),
+            "finish_reason": one.finish_reason,
+            "expected": prompt.expected,
+            "correct": None if prompt.expected is None else one.text.strip() == prompt.expected,
+            "logprobs": one.logprobs,
+        }
         for one in output.outputs
     ]
 
 
-def summary_of(
-    answers: Sequence[Answer], engine: Engine, peak_blocks: int, seconds: float, num_prompts: int
-) -> Summary:
-    """What the engine measured in a run that has ended."""
+def summary_of(answers: Sequence[Report], engine: Engine, peak_blocks: int, seconds: float, num_prompts: int) -> Report:
+    """What the engine measured in a run that has ended. Tokens are those that went through the model, drafts included;
+    blocks are of the KV cache, at the most.
+    """
     metrics, manager = engine.metrics, engine.executor.kv_manager
     assert manager is not None
-    is_task = any(answer.expected is not None for answer in answers)
-    counts = {one.name: vars(metrics)[one.name] for one in fields(Summary) if one.name in vars(metrics)}
-    return Summary(
-        prompts=num_prompts,
-        correct=sum(bool(answer.correct) for answer in answers) if is_task else None,
-        seconds=seconds,
-        tokens_per_second=(metrics.prefill_tokens + metrics.decode_tokens) / seconds,
-        peak_blocks=peak_blocks,
-        num_blocks=manager.config.num_blocks,
-        block_size=manager.config.block_size,
-        **counts,
-    )
+    is_task = any(answer["expected"] is not None for answer in answers)
+    return {
+        "prompts": num_prompts,
+        "correct": sum(answer["correct"] for answer in answers) if is_task else None,
+        **{name: getattr(metrics, name) for name in _COUNTS},
+        "seconds": seconds,
+        "tokens_per_second": (metrics.prefill_tokens + metrics.decode_tokens) / seconds,
+        "peak_blocks": peak_blocks,
+        "num_blocks": manager.config.num_blocks,
+        "block_size": manager.config.block_size,
+    }
 
 
 def print_answers(
-    answers: Sequence[Answer],
-    summary: Summary,
-    executor: LlmExecutor,
-    tokenizer: ChatTokenizer,
-    *,
-    is_streamed: bool,
+    answers: Sequence[Report], summary: Report, executor: LlmExecutor, tokenizer: ChatTokenizer, *, is_streamed: bool
 ) -> None:
     """Answers on stdout; what was done on stderr where the text was streamed, so that it can be piped on."""
     if is_streamed:
         print()
         _print_logprobs(answers[0], tokenizer)
-    elif summary.correct is None:
+    elif summary["correct"] is None:
         for answer in answers:
-            adapter = "" if answer.adapter is None else f" [{answer.adapter}]"
-            print(f"--- {_short(answer.prompt)}{one_line(adapter)}\n{answer.text}")
+            adapter = "" if answer["adapter"] is None else f" [{answer['adapter']}]"
+            print(f"--- {_short(answer['prompt'])}{one_line(adapter)}\n{answer['text']}")
             _print_logprobs(answer, tokenizer)
     else:
         _print_task(answers)
-        print(f"{summary.correct} of {len(answers)} right")
+        print(f"{summary['correct']} of {len(answers)} right")
     info, stream = executor.info(), sys.stderr if is_streamed else sys.stdout
-    drafts = f", {summary.accepted_tokens} of {summary.draft_tokens} drafts right" if summary.draft_tokens else ""
+    drafts = ", {accepted_tokens} of {draft_tokens} drafts right" if summary["draft_tokens"] else ""
+    counts = (
+        "{prefill_tokens} prompt and {decode_tokens} decode tokens in {steps} forwards ({mixed_steps} mixed)"
+        f"{drafts}, {{seconds:.2f}} s, {{tokens_per_second:.0f}} tokens/s\n"
+        "KV cache: {peak_blocks} of {num_blocks} blocks used, {block_size} tokens each"
+    )
     print(
         f"{one_line(info.model_id)} ({info.model_type}, {info.num_parameters:,} parameters, {info.dtype}) "
-        f"on {info.device}: "
-        f"{summary.prefill_tokens} prompt and {summary.decode_tokens} decode tokens in {summary.steps} forwards "
-        f"({summary.mixed_steps} mixed){drafts}, {summary.seconds:.2f} s, {summary.tokens_per_second:.0f} tokens/s\n"
-        f"KV cache: {summary.peak_blocks} of {summary.num_blocks} blocks used, {summary.block_size} tokens each",
+        f"on {info.device}: {counts.format(**summary)}",
         file=stream,
     )
 
 
-def _print_task(answers: Sequence[Answer]) -> None:
+def _print_task(answers: Sequence[Report]) -> None:
     """A line an answer, with what is right."""
-    texts = [one_line(answer.text.strip()) for answer in answers]
+    texts = [one_line(answer["text"].strip()) for answer in answers]
     width = max([len(text) for text in texts] + [6])
     print(f"{'tokens':>6}  {'prompt':48}  {'answer':{width}}")
     for answer, text in zip(answers, texts, strict=True):
-        note = "right" if answer.correct else f"WRONG, expected {answer.expected}"
-        print(f"{answer.prompt_tokens:6}  {_short(answer.prompt):48}  {text:{width}}  {note}")
+        note = "right" if answer["correct"] else f"WRONG, expected {answer['expected']}"
+        print(f"{answer['prompt_tokens']:6}  {_short(answer['prompt']):48}  {text:{width}}  {note}")
 
 
-def _print_logprobs(answer: Answer, tokenizer: ChatTokenizer) -> None:
+def _print_logprobs(answer: Report, tokenizer: ChatTokenizer) -> None:
     """A line a token: the chosen one's log probability, then those of the best."""
-    for table in answer.logprobs or ():
+    for table in answer["logprobs"] or ():
         print("  " + "  ".join(f"{tokenizer.decode([token])!r} {value:.3f}" for token, value in table.items()))
 
 

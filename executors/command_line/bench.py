@@ -6,7 +6,7 @@ import argparse
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,8 +63,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UnsupportedError: the preset needs a GPU, or a package, that is not here.
     """
+    if args.preset is None and args.json:
+        print_json({name: asdict(preset) for name, preset in PRESETS.items()})
+        return 0
     if args.preset is None:
-        _list(as_json=args.json)
+        for name, preset in PRESETS.items():
+            print(f"{name:15} {preset.summary}{' (GPU)' if preset.needs_gpu else ''}")
+        print(f"{'all':15} {', '.join(_ALL)}, each in a process of its own, and a report")
         return 0
     if args.preset == "all":
         return _run_all(args.arguments)
@@ -78,25 +83,12 @@ def run(args: argparse.Namespace) -> int:
         module = importlib.import_module(f"paged.bench.{preset.module}")
     except ImportError as error:
         raise UnsupportedError(f"paged bench {args.preset} needs {error.name}, which is not installed") from error
-    return _with_name(f"paged bench {args.preset}", module.main, [*preset.arguments, *args.arguments])
-
-
-def _with_name(name: str, main: Callable[[list[str]], int | None], arguments: list[str]) -> int:
-    """Call it so that its help and its errors begin with `name`, which they take from the command line."""
-    before, sys.argv[0] = sys.argv[0], name
+    # Help and errors begin with the name of the command, which the parser takes from there.
+    before, sys.argv[0] = sys.argv[0], f"paged bench {args.preset}"
     try:
-        return main(arguments) or 0
+        return module.main([*preset.arguments, *args.arguments]) or 0
     finally:
         sys.argv[0] = before
-
-
-def _list(*, as_json: bool) -> None:
-    if as_json:
-        print_json({name: asdict(preset) for name, preset in PRESETS.items()})
-        return
-    for name, preset in PRESETS.items():
-        print(f"{name:15} {preset.summary}{' (GPU)' if preset.needs_gpu else ''}")
-    print(f"{'all':15} {', '.join(_ALL)}, each in a process of its own, and a report")
 
 
 def _run_all(arguments: Sequence[str]) -> int:

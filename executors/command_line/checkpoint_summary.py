@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import CheckpointError, PagedError
 from paged.executors.command_line.checkpoint_folder import missing_files
 from paged.models.families.llama import Llama
@@ -21,6 +21,9 @@ from paged.models.network_loader import meta_network
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, model_config
+
+# Parameters, their bytes, those of K and V of a token, and tokens that fit beside the weights.
+Needs = tuple[int, int, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,9 @@ def summarize(
         dtype = config.dtype if dtype is None else dtype
         cache_dtype = kv_cache_dtype or dtype
         config = replace(config, quantization=as_stored(config.quantization, stored))
-        parameters, weight_bytes = _loaded(network_class, config, dtype, Share())
-        cache = cache_config(config, block_size=block_size)
-        kv_bytes = cache.token_bytes(cache_dtype)
-        kv_tokens = _fitting(cache, cache_dtype, weight_bytes, device_bytes)
-        ranks = [_rank(network_class, config, share, dtype, cache_dtype, block_size, device_bytes) for share in spreads]
+        needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
+        parameters, weight_bytes, kv_bytes, kv_tokens = needs(Share())
+        ranks = [_rank(network_class, config, dtype, share, needs) for share in spreads]
     moe = next((one for one in config.moe if one is not None), None) if config is not None else None
     return CheckpointSummary(
         folder=str(folder),
@@ -150,38 +151,33 @@ def _config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig] | str:
 
 
 def _rank(
-    network_class: type[Llama],
-    config: DecoderConfig,
-    share: Share,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    block_size: int,
-    device_bytes: int | None,
+    network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share, needs: Callable[[Share], Needs]
 ) -> RankSummary:
     try:
-        cache = cache_config(share.config(config), block_size=block_size)
-        _, weight_bytes = _loaded(network_class, config, dtype, share)
+        _, weight_bytes, kv_bytes, kv_tokens = needs(share)
     except PagedError as error:
         return RankSummary(share.size, str(error), None, None, None, None)
     num_sums, counts = network_class.num_sums(config), {"last_sums": 0, "num_tokens": 1, "num_rows": 1}
     sent = step_bytes(config, num_sums=num_sums, size=share.size, itemsize=dtype.itemsize, **counts)
-    return RankSummary(
-        tensor_parallel_size=share.size,
-        reason=None,
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=cache.token_bytes(cache_dtype),
-        kv_tokens=_fitting(cache, cache_dtype, weight_bytes, device_bytes),
-        sent_bytes=round(ring_bytes(sent, share.size)),
-    )
+    return RankSummary(share.size, None, weight_bytes, kv_bytes, kv_tokens, round(ring_bytes(sent, share.size)))
 
 
-def _fitting(cache: PagedKvCacheConfig, dtype: torch.dtype, weight_bytes: int, device_bytes: int | None) -> int | None:
-    """Tokens that fit beside the weights."""
-    if device_bytes is None:
-        return None
-    left = int((device_bytes - weight_bytes) * GPU_FRACTION)
-    num_blocks = max(0, left // cache.block_bytes(dtype))
-    return replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks else 0
+def _needs(
+    network_class: type[Llama],
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    device_bytes: int | None,
+    share: Share,
+) -> Needs:
+    cache = cache_config(share.config(config), block_size=block_size)
+    parameters, weight_bytes = _loaded(network_class, config, dtype, share)
+    kv_tokens = None
+    if device_bytes is not None:
+        num_blocks = int((device_bytes - weight_bytes) * GPU_FRACTION) // cache.block_bytes(cache_dtype)
+        kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens if num_blocks > 0 else 0
+    return parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:

@@ -6,21 +6,19 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged.errors import InvalidInputError, PagedError, UnsupportedError
+from paged.errors import InvalidInputError, PagedError
 from paged.executors.command_line.answers import answers_of, print_answers, summary_of
 from paged.executors.command_line.checkpoint_folder import checkpoint_folder
-from paged.executors.command_line.generate_arguments import DESCRIPTION, add_arguments, lora_folders
+from paged.executors.command_line.cli import RECALL
 from paged.executors.command_line.prompts import Prompt, read_prompts
 from paged.executors.command_line.safe_output import native_stderr_dropped, print_json
 from paged.executors.progress import progress_bar
 
 if TYPE_CHECKING:
-    import torch
-
     from paged.executors.engine.engine import Engine
     from paged.executors.llm_executor import LlmExecutor
     from paged.executors.requests.output import RequestOutput
@@ -28,7 +26,85 @@ if TYPE_CHECKING:
     from paged.executors.speculation.proposer import Proposer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
-__all__ = ["DESCRIPTION", "add_arguments", "run"]
+DESCRIPTION = (
+    "Answers all prompts at once: chunked prefill and decode steps share a forward. One prompt streams its answer. "
+    "Without a model it takes the bundled recall checkpoint; without prompts that checkpoint's own task, and checks "
+    "the answers."
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which checkpoint, in which dtypes and blocks, and how to print."""
+    parser.add_argument(
+        "model", nargs="?", default=str(RECALL), help="folder in Hugging Face layout, or OWNER/NAME on the Hub"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8", "fp8_e5m2", "int8"],
+        default="auto",
+        help="auto: that of the weights",
+    )
+    parser.add_argument("--block-size", type=int, help="tokens a KV cache block; default: the device's")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to run, how to choose tokens, and how to run it."""
+    add_model_arguments(parser)
+
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    prompts.add_argument("--prompts", metavar="FILE", help="one prompt a line; - for stdin")
+    prompts.add_argument("--chat", action="store_true", help="prompts are a user's messages, by the chat template")
+    prompts.add_argument("--system", metavar="TEXT", help="with --chat: what comes before")
+    prompts.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="special tokens that are written in a prompt count as such; without it they are plain text",
+    )
+    prompts.add_argument("--count", type=int, default=16, help="recall prompts to make when none are given")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
+    sampling.add_argument("--max-new-tokens", "--max-tokens", type=int, default=32, metavar="N", dest="max_tokens")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the best token")
+    sampling.add_argument("--top-k", type=int, default=0, help="0 for all")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0, help="share of the best token's probability")
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
+    sampling.add_argument("--presence-penalty", type=float, default=0.0)
+    sampling.add_argument("--frequency-penalty", type=float, default=0.0)
+    sampling.add_argument("--seed", type=int, default=0, help="of sampling, and of the recall prompts")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end tokens")
+    sampling.add_argument("--logprobs", type=int, metavar="K", help="log probabilities of each token and the best K")
+
+    model = parser.add_argument_group("model and cache")
+    model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
+    model.add_argument("--num-blocks", type=int, help="KV cache blocks")
+    model.add_argument("--num-swap-blocks", type=int, default=0, help="blocks of host memory that may take a sequence")
+    model.add_argument("--max-seq-len", type=int, help="longest sequence; default: the model's own limit")
+    model.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="answer with this adapter; given several times, every prompt is answered with each",
+    )
+    model.add_argument("--max-lora-rank", type=int, default=64)
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--chunk-size", type=int, default=64, help="prompt tokens of one sequence a step")
+    engine.add_argument("--token-budget", type=int, default=256, help="tokens a step")
+    engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences that run at the same time")
+    engine.add_argument(
+        "--warmup",
+        action="store_true",
+        help="first compile kernels and capture CUDA graphs; on a CPU, pack the weights",
+    )
+    engine.add_argument("--speculate", type=int, metavar="N", help="N drafts a step, looked up in the text itself")
+    engine.add_argument("--draft", metavar="MODEL", help="a smaller checkpoint makes the drafts, 4 unless --speculate")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     from paged.executors.engine.engine import Engine
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
-    folders = lora_folders(args.lora)
+    folders = _lora_folders(args.lora)
     prompts = read_prompts(args)
     folder = checkpoint_folder(args.model)
     with native_stderr_dropped():
@@ -80,10 +156,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     summary = summary_of(answers, engine, peak_blocks, seconds, len(prompts))
     if args.json:
-        print_json({"answers": [asdict(answer) for answer in answers], "summary": asdict(summary)})
+        print_json({"answers": answers, "summary": summary})
     else:
         print_answers(answers, summary, executor, tokenizer, is_streamed=is_streamed)
-    return int(any(answer.correct is False for answer in answers))
+    return int(any(answer["correct"] is False for answer in answers))
 
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) -> list[int]:
@@ -101,15 +177,24 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{name: vars(args)[name] for name in names})
 
 
-def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
-    import torch
+def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
+    """Adapters by name, from NAME=FOLDER each."""
+    folders: dict[str, str] = {}
+    for argument in arguments:
+        name, _, folder = argument.partition("=")
+        if not name or not folder or name in folders:
+            raise InvalidInputError(f"--lora {argument}: expected NAME=FOLDER, each name once")
+        folders[name] = folder
+    return folders
 
+
+def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
     from paged.executors.llm_executor import LlmExecutor
 
     return LlmExecutor.from_pretrained(
         folder,
-        device=_device(args.device),
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        device=args.device,
+        dtype=args.dtype,
         num_blocks=args.num_blocks,
         block_size=args.block_size,
         max_seq_len=args.max_seq_len,
@@ -118,25 +203,6 @@ def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
         max_loras=max(len(args.lora), 1),
         max_lora_rank=args.max_lora_rank,
     )
-
-
-def _device(name: str | None) -> torch.device | None:
-    import torch
-
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidInputError(f"--device {name}: expected cpu, cuda, cuda:1, ...") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"--device {name}: the kernels run on cpu and cuda (ROCm's GPUs too)")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(f"--device {name}: torch sees no GPU here; `paged info` says more")
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if device.index is not None and device.index >= count:
-        raise InvalidInputError(f"--device {name}: there are {count}, counted from 0")
-    return device
 
 
 def _proposer(args: argparse.Namespace) -> Proposer | None:

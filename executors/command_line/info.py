@@ -7,7 +7,6 @@ import importlib
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +25,8 @@ _PACKAGES = (
 ).split()
 
 
-@dataclass(frozen=True)
-class Feature:
-    """Whether this machine has it, and why or what stands in."""
-
-    name: str
-    supported: bool
-    reason: str
+# A name, whether this machine has it, and why or what stands in.
+Feature = tuple[str, bool, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         "device": _device(device),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "backend": {"name": backend, "reason": reason},
-        "features": [asdict(feature) for feature in features],
+        "features": [dict(zip(("name", "supported", "reason"), feature, strict=True)) for feature in features],
     }
     if args.json:
         print_json(report)
@@ -61,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         for name, value in report[title].items():
             print(f"  {name:20} {'not installed' if value is None else one_line(value)}")
     print(f"backend\n  {backend}: {reason}\nsupported")
-    for feature in features:
-        print(f"  {'yes' if feature.supported else 'no':4} {feature.name:22} {one_line(feature.reason)}")
+    for name, supported, why in features:
+        print(f"  {'yes' if supported else 'no':4} {name:22} {one_line(why)}")
     return 0
 
 
@@ -138,14 +132,14 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     has_fp8 = on_gpu and has_native_e4m3(device)
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
     return [
-        Feature("bfloat16", has_bf16, bf16 if has_bf16 or not on_gpu else f"{arch} has no such matrix unit"),
-        Feature("fp8 KV cache", backend != "none", "e4m3, converted by the chip" if has_fp8 else "e4m3, by arithmetic"),
-        Feature("native fp8", has_fp8, arch if has_fp8 else no_gpu if not on_gpu else f"{arch}: from sm_89 on"),
-        Feature("TMA and wgmma", has_tma, arch if has_tma else no_gpu if not on_gpu else f"{arch}: from sm_90 on"),
-        Feature("CUDA graphs", on_gpu, "a step's launches can be captured" if on_gpu else no_gpu),
-        Feature("pinned swap memory", on_gpu, "" if on_gpu else "swapped blocks lie in plain host memory"),
+        ("bfloat16", has_bf16, bf16 if has_bf16 or not on_gpu else f"{arch} has no such matrix unit"),
+        ("fp8 KV cache", backend != "none", "e4m3, converted by the chip" if has_fp8 else "e4m3, by arithmetic"),
+        ("native fp8", has_fp8, arch if has_fp8 else no_gpu if not on_gpu else f"{arch}: from sm_89 on"),
+        ("TMA and wgmma", has_tma, arch if has_tma else no_gpu if not on_gpu else f"{arch}: from sm_90 on"),
+        ("CUDA graphs", on_gpu, "a step's launches can be captured" if on_gpu else no_gpu),
+        ("pinned swap memory", on_gpu, "" if on_gpu else "swapped blocks lie in plain host memory"),
         _loops(backend),
-        Feature("Triton's interpreter", interpreting(), "TRITON_INTERPRET=1" if interpreting() else "not asked for"),
+        ("Triton's interpreter", interpreting(), "TRITON_INTERPRET=1" if interpreting() else "not asked for"),
     ]
 
 
@@ -158,10 +152,10 @@ def _loops(backend: str) -> Feature:
     elif os.environ.get("PAGED_BACKEND") == "torch":
         reason = "PAGED_BACKEND=torch"
     elif has_numba():
-        return Feature("loops by numba", True, "for models on a CPU: attention, cache writes, norms, activations")
+        return ("loops by numba", True, "for models on a CPU: attention, cache writes, norms, activations")
     else:
         reason = "pip install paged[cpu] makes models on a CPU faster"
-    return Feature("loops by numba", False, reason)
+    return ("loops by numba", False, reason)
 
 
 def _tables(device: torch.device) -> list[Feature]:
@@ -172,4 +166,4 @@ def _tables(device: torch.device) -> list[Feature]:
     name = device_of(device).name.replace(" ", "_")
     found = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
     reason = ", ".join(found) or "none for this device: tiles come from the shape; `paged bench tune-moe` writes one"
-    return [Feature("tuned MoE tiles", bool(found), reason)]
+    return [("tuned MoE tiles", bool(found), reason)]

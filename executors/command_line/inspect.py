@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paged.errors import InvalidInputError
 from paged.executors.command_line.checkpoint_folder import checkpoint_folder
-from paged.executors.command_line.generate_arguments import add_model_arguments
+from paged.executors.command_line.generate import add_model_arguments
 from paged.executors.command_line.safe_output import print_json
 from paged.printable import one_line
 
 if TYPE_CHECKING:
-    import torch
-
+    from paged.cache.kv_cache import KvCacheHandle
+    from paged.cache.manager import PagedKvCacheManager
     from paged.executors.command_line.checkpoint_summary import CheckpointSummary
+    from paged.executors.llm_executor import LlmExecutor
 
 DESCRIPTION = (
     "A checkpoint without loading it: whether it is supported, its sizes, the memory it takes and the tokens that fit "
@@ -52,9 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"--block-size {args.block_size}, --columns {args.columns}: expected at least 1")
     if args.svg is not None and not args.cache:
         raise InvalidInputError("--svg: only with --cache")
-    dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.cache:
-        return _draw(args, dtype)
+        return _draw(args)
     from paged.executors.command_line.checkpoint_summary import summarize
     from paged.kernels.attention.config import default_block_size
     from paged.kernels.common.device import device_of
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         spreads = [Share(0, size, args.expert_parallel) for size in sizes]
     if given is None and torch.cuda.is_available():
         given = torch.cuda.mem_get_info()[1]
+    dtype = as_dtype("--dtype", args.dtype)
     cache_dtype = as_dtype("--kv-cache-dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
     summary = summarize(
@@ -85,17 +87,14 @@ def run(args: argparse.Namespace) -> int:
     return int(not summary.supported or bool(unfit))
 
 
-def _draw(args: argparse.Namespace, dtype: torch.dtype | None) -> int:
-    from paged.executors.command_line.cache_tour import run_tour
+def _draw(args: argparse.Namespace) -> int:
     from paged.executors.llm_executor import LlmExecutor
     from paged.picture import cache_picture
 
     executor = LlmExecutor.from_pretrained(
-        checkpoint_folder(args.model), dtype=dtype, num_blocks=64, num_swap_blocks=16, block_size=args.block_size
+        checkpoint_folder(args.model), dtype=args.dtype, num_blocks=64, num_swap_blocks=16, block_size=args.block_size
     )
-    run_tour(executor)
-    assert executor.kv_manager is not None  # from_pretrained's models keep their KV in one
-    picture = cache_picture(executor.kv_manager)
+    picture = cache_picture(_run_tour(executor))
     if args.svg is not None:
         try:
             args.svg.write_text(picture.svg(args.columns), encoding="utf-8")
@@ -106,6 +105,39 @@ def _draw(args: argparse.Namespace, dtype: torch.dtype | None) -> int:
     else:
         print(picture.text(args.columns))
     return 0
+
+
+def _run_tour(executor: LlmExecutor) -> PagedKvCacheManager:
+    """Leave a cache with a block of every kind: a prompt that ends and stays cached; two questions
+    that share three blocks of instructions with it; a fork of one that has written since, and one that has not; a
+    sequence that is swapped out.
+    """
+    from paged.batch import UnifiedBatch, UnifiedBatchItem
+
+    manager = executor.kv_manager
+    assert manager is not None  # from_pretrained's models keep their KV in one
+    size, vocab_size = manager.config.block_size, executor.info().vocab_size
+
+    def ids(first: int, count: int) -> list[int]:
+        return [(first + 7 * index) % vocab_size for index in range(count)]
+
+    def extend(handle: KvCacheHandle, token_ids: Sequence[int]) -> None:
+        item = UnifiedBatchItem(handle.cache_id, token_ids, kv_cache=handle, pos_offset=handle.num_tokens)
+        executor.unified_decode(UnifiedBatch([item]))
+
+    def start(name: str, token_ids: list[int]) -> KvCacheHandle:
+        handle = manager.allocate(name, token_ids=token_ids)
+        extend(handle, token_ids[handle.num_tokens :])
+        return handle
+
+    instructions = ids(3, 3 * size)
+    manager.free(start("finished", instructions + ids(4, 4 * size)))
+    first = start("question 1", instructions + ids(5, 2 * size + size // 2))
+    second = start("question 2", instructions + ids(6, size + size // 2))
+    extend(manager.fork(first, "its fork"), ids(8, 1))
+    manager.fork(second, "an idle fork")
+    manager.swap_out(start("swapped out", ids(9, 2 * size)))
+    return manager
 
 
 def _bytes(name: str, text: str) -> int:

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged.errors import PagedError, RankFailedError
-from paged.executors.parallel.messages import Channel, Kind
-from paged.executors.parallel.step_message import StepMessage
+from paged.executors.parallel.messages import Channel, Kind, StepMessage
 from paged.forward_step import ForwardStep
 from paged.models.logits_policy import Draws
 from paged.models.paged_lm import PagedCausalLM

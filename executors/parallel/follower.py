@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from paged.errors import CheckpointError, PagedError, RankFailedError
 from paged.executors.parallel.driver import compare_states
-from paged.executors.parallel.messages import Channel, Kind
-from paged.executors.parallel.step_message import StepMessage
+from paged.executors.parallel.messages import Channel, Kind, StepMessage
 from paged.models.paged_lm import PagedCausalLM
 
 # Calls that rank 0's cache tells of.

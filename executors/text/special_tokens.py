@@ -129,7 +129,7 @@ class SpecialTokens:
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
-        characters = set(_characters(given))
+        characters = {*map(chr, range(32)), *json.dumps(given, ensure_ascii=False)}  # JSON escapes the first 32
         escapes = CharacterEscapes(self._pattern(characters, literals), characters | set(text))
         if escapes.escape(given) == given:
             return list(encoding.ids)
@@ -191,11 +191,3 @@ def _touch(text: str, special: str) -> bool:
 
 def _is_sign(char: str) -> bool:
     return not (char.isalnum() or char.isspace() or char == "_")
-
-
-def _characters(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return "".join(f"{key}{''.join(_characters(item))}" for key, item in value.items())
-    return "".join("".join(_characters(item)) for item in value) if isinstance(value, list) else ""

@@ -12,7 +12,7 @@ import threading
 from typing import Any, NamedTuple
 
 from paged.errors import UnsupportedError
-from paged.executors.text.template_sandbox import CPU_S, read_message, write_message
+from paged.executors.text.template_sandbox import CPU_S
 
 _DEADLINE_S = 20.0  # for a process that waits, or whose system knows no limit of processor time
 # Isolated, so that neither the environment nor the folder it starts in gives it other modules than the caller has.
@@ -36,7 +36,7 @@ class _TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, values: dict[str, Any], limit: int) -> Rendered:
-        request = json.dumps({"template": template, "values": values, "limit": limit}).encode()
+        request = json.dumps({"template": template, "values": values, "limit": limit}).encode() + b"\n"
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
@@ -44,15 +44,16 @@ class _TemplateProcess:
             # From another thread, as a read from a pipe has no deadline on every system.
             timer = threading.Timer(_DEADLINE_S, process.kill)
             timer.start()
-            reply = None
+            reply = b""
             reason = f"it takes more than {CPU_S} s of processor time, or a deeper stack than there is"
             found = Rendered(error=reason, is_last=True)
             try:
                 assert process.stdin is not None and process.stdout is not None  # noqa: PT018
                 with contextlib.suppress(OSError):  # it has ended
-                    write_message(process.stdin, request)
-                    reply = read_message(process.stdout, 12 * limit + 65536)  # a character is 12 bytes at the most
-                if reply is not None:
+                    process.stdin.write(request)
+                    process.stdin.flush()
+                    reply = process.stdout.readline(12 * limit + 65536)  # a character is 12 bytes at the most
+                if reply.endswith(b"\n"):
                     found = Rendered(**json.loads(reply))
             finally:
                 timer.cancel()

@@ -13,7 +13,7 @@ import json
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -22,13 +22,11 @@ CPU_S = 2
 """Seconds of processor time for one rendering, rounded down to a whole second of the process: at least 1."""
 MEGABYTES = 192
 """Memory of the process, the 20 that it takes by itself included; what a conversation takes comes on top."""
-_HEADER = 8
 
 
 def serve() -> None:
-    """Answer requests until stdin ends."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while (data := read_message(source, sys.maxsize)) is not None:
+    """Answer requests until stdin ends; each is a line of JSON in ASCII, and so is its answer."""
+    for data in sys.stdin.buffer:
         _limit(len(data))
         try:
             request = json.loads(data)
@@ -38,20 +36,7 @@ def serve() -> None:
             reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
-        write_message(sink, json.dumps(reply).encode())
-
-
-def read_message(stream: IO[bytes], limit: int) -> bytes | None:
-    """The next one, None where the stream ends or it is longer than `limit` bytes."""
-    size = int.from_bytes(header, "big") if len(header := stream.read(_HEADER)) == _HEADER else limit + 1
-    data = stream.read(size) if size <= limit else b""
-    return data if len(data) == size else None
-
-
-def write_message(stream: IO[bytes], data: bytes) -> None:
-    """Write what `read_message` reads."""
-    stream.write(len(data).to_bytes(_HEADER, "big") + data)
-    stream.flush()
+        print(json.dumps(reply), flush=True)
 
 
 def _limit(request_bytes: int) -> None:

@@ -98,7 +98,7 @@ def test_chat_template(generate: Generate, copy: Path) -> None:
     [
         (("--count", "-1"), "--count -1: expected 1 to 100000"),
         (("--system", "x"), "--system: only with --chat"),
-        (("--device", "mps"), "--device mps: the kernels run on cpu and cuda"),
+        (("--device", "mps"), "device: 'mps', expected 'cpu', 'cuda', 'cuda:1'"),
         (("--prompt", "\udcff"), "is half of a character"),
         (("--prompt", "x", "--chat"), "no chat template"),
         (("--prompts", "no/file"), "No such file"),
