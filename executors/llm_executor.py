@@ -63,12 +63,12 @@ class LlmExecutor(UnifiedExecutor):
         else:
             self._lm = sequences = AdaptedModel(model, info)
             token_bytes = sequences.token_bytes
-        self._memory = MemoryRequirements(
+        memory = MemoryRequirements(
             weight_bytes=self._lm.parameter_bytes(),
             kv_bytes_per_token_per_layer=-(-token_bytes // info.num_layers),
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
-        super().__init__(info, sequences, weight_bytes=self._memory.weight_bytes)
+        super().__init__(info, sequences, memory)
         self._ranks = self._lm.ranks
         self._driver: Driver | None = None
         if self._ranks.size > 1 and self._ranks.rank == 0:
@@ -137,17 +137,12 @@ class LlmExecutor(UnifiedExecutor):
         return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
 
     def capabilities(self) -> ExecutorCapabilities:
-        info, model = self._info, type(self.model)
-        return ExecutorCapabilities(
-            max_batch_size=None if self.kv_manager is None else self.kv_manager.stats().num_blocks,
-            max_sequence_length=min(info.max_sequence_length, self.kv_capacity()),
-            supports_native_unified_decode=self.supports_native_unified_decode(),
-            supports_chunked_prefill=True,
+        model = type(self.model)
+        return replace(
+            super().capabilities(),
             supports_truncate=model.truncate_kv is not DecoderOnlyLLM.truncate_kv,
-            supports_prefix_cache=self.kv_manager is not None and self.kv_manager.config.enable_prefix_cache,
             supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
             prefers_tokens=self._ranks.size > 1,
-            memory_requirements=self._memory,
         )
 
     def supports_native_unified_decode(self) -> bool:

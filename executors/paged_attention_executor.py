@@ -14,7 +14,7 @@ from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle, row_bytes
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.executors.types import ExecutorCapabilities, MemoryRequirements, ModelInfo
+from paged.executors.types import MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import ForwardStep, PreparedStep
 from paged.kernels.attention.paged_attention import paged_attention
@@ -82,44 +82,32 @@ class PagedAttentionExecutor(UnifiedExecutor):
         cache = kv_manager.k_cache(0)
         if cache.dtype not in CACHE_DTYPES:
             raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {CACHE_DTYPES}")
+        width, dtype = config.num_heads * config.head_dim, cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32
+        kv_width = config.num_kv_heads * config.head_dim
         super().__init__(
             ModelInfo(
                 model_id=f"paged-attention-{config.embedding}",
                 model_type="paged_attention_oracle",
                 num_parameters=0,
-                hidden_size=config.num_kv_heads * config.head_dim,
+                hidden_size=kv_width,
                 num_layers=config.num_layers,
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 vocab_size=config.vocab_size,
                 max_sequence_length=min(config.max_sequence_length, kv_manager.config.max_seq_len or sys.maxsize),
-                dtype=cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32,
+                dtype=dtype,
                 device=cache.device,
             ),
             kv_manager,
+            MemoryRequirements(
+                weight_bytes=0,
+                kv_bytes_per_token_per_layer=2 * config.num_kv_heads * row_bytes(config.head_dim, cache.dtype),
+                activation_bytes_per_token=(kv_width + 2 * width) * dtype.itemsize,
+            ),
         )
         limits = {"vocab_size": config.vocab_size, "max_seq_len": self._info.max_sequence_length}
         self._preparer = StepPreparer(kv_manager, **limits)
-
-    def capabilities(self) -> ExecutorCapabilities:
-        width = self.config.num_heads * self.config.head_dim
-        return ExecutorCapabilities(
-            max_batch_size=self.kv_manager.stats().num_blocks,
-            max_sequence_length=min(self._info.max_sequence_length, self.kv_capacity()),
-            supports_native_unified_decode=True,
-            supports_chunked_prefill=True,
-            supports_truncate=True,
-            supports_prefix_cache=self.kv_manager.config.enable_prefix_cache,
-            supports_lora=False,
-            memory_requirements=MemoryRequirements(
-                weight_bytes=0,
-                kv_bytes_per_token_per_layer=2
-                * self.config.num_kv_heads
-                * row_bytes(self.config.head_dim, self.kv_manager.k_cache(0).dtype),
-                activation_bytes_per_token=(self._info.hidden_size + 2 * width) * self._info.dtype.itemsize,
-            ),
-        )
 
     def kv_capacity(self) -> int:
         return self.kv_manager.stats().capacity_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import compress
 
 import torch
 
@@ -42,9 +42,7 @@ def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
     Raises:
         InvalidInputError: a shape or dtype does not fit, positions have a gap, or there is not one cache a row.
     """
-    return _items(
-        inputs.input_ids, inputs.attention_mask, inputs.position_ids, inputs.kv_caches, inputs.metadata, FullLogits()
-    )
+    return _items(inputs, inputs.attention_mask, inputs.kv_caches, FullLogits())
 
 
 def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
@@ -57,7 +55,7 @@ def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
     caches = inputs.kv_cache if isinstance(inputs.kv_cache, Sequence) else [inputs.kv_cache]
     if any(cache is None for cache in caches):
         raise InvalidInputError("kv_cache: None, expected a handle for each row")
-    return _items(inputs.input_ids, None, inputs.position_ids, caches, inputs.metadata, inputs.logits_policy)
+    return _items(inputs, None, caches, inputs.logits_policy)
 
 
 def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
@@ -82,29 +80,26 @@ def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
 
 
 def _items(
-    input_ids: torch.Tensor,
+    inputs: PrefillInput | DecodeInput,
     attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
     kv_caches: Sequence[KvCacheHandle] | None,
-    metadata: dict[str, Any],
     logits_policy: LogitsPolicy,
 ) -> list[UnifiedBatchItem]:
-    check_shape("input_ids", input_ids, ("B", "S"))
-    tokens = _integers("input_ids", input_ids)
+    check_shape("input_ids", inputs.input_ids, ("B", "S"))
+    tokens, positions = _integers("input_ids", inputs.input_ids), None
     caches = [None] * len(tokens) if kv_caches is None else kv_caches
     if not tokens or len(caches) != len(tokens):
         raise InvalidInputError(
             f"input_ids: {len(tokens)} rows for {len(caches)} caches, expected one each, at least one"
         )
-    positions = None
-    if position_ids is not None:
-        check_shape("position_ids", position_ids, input_ids.shape)
-        positions = _integers("position_ids", position_ids)
+    if inputs.position_ids is not None:
+        check_shape("position_ids", inputs.position_ids, inputs.input_ids.shape)
+        positions = _integers("position_ids", inputs.position_ids)
     if attention_mask is not None:
-        check_shape("attention_mask", attention_mask, input_ids.shape)
+        check_shape("attention_mask", attention_mask, inputs.input_ids.shape)
         mask = attention_mask.tolist()
-        tokens = [_kept(*pair) for pair in zip(tokens, mask, strict=True)]
-        positions = positions and [_kept(*pair) for pair in zip(positions, mask, strict=True)]
+        tokens = [list(compress(*pair)) for pair in zip(tokens, mask, strict=True)]
+        positions = positions and [list(compress(*pair)) for pair in zip(positions, mask, strict=True)]
     items = []
     for row, cache in enumerate(caches):
         start = 0 if cache is None else cache.num_tokens
@@ -120,7 +115,7 @@ def _items(
                 q_tokens=tokens[row],
                 kv_cache=cache,
                 pos_offset=start,
-                metadata=metadata,
+                metadata=inputs.metadata,
                 logits_policy=logits_policy,
             )
         )
@@ -132,7 +127,3 @@ def _integers(name: str, tensor: torch.Tensor) -> list[list[int]]:
         raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected integers")
     rows: list[list[int]] = tensor.tolist()
     return rows
-
-
-def _kept(row: list[int], mask: list[Any]) -> list[int]:
-    return [value for value, bit in zip(row, mask, strict=True) if bit]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 
@@ -26,13 +26,12 @@ from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.row_batches import cache_id_of, decode_items, prefill_items, results_mismatch, verify_item
 from paged.executors.status import ForwardWork, PromptProgress, WorkMeter
-from paged.executors.types import ExecutorState, ExecutorStatus, ModelInfo
+from paged.executors.types import ExecutorCapabilities, ExecutorState, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.forward_step import PreparedStep, validate_items
 from paged.kernels.common.scalars import as_int
 from paged.models.logits_policy import apply_policies
 from paged.seq_id import SeqId
 
-R = TypeVar("R")
 _LOG = logging.getLogger("paged")
 
 
@@ -41,15 +40,15 @@ class UnifiedExecutor(ModelExecutor):
 
     Caches go by their cache_id: the handle's where the caller gives one, else the item's seq_id.
 
-    sequences: where they live. weight_bytes: memory of the weights.
+    sequences: where they live.
     """
 
     def __init__(
-        self, info: ModelInfo, sequences: PagedKvCacheManager | AdaptedModel, *, weight_bytes: int = 0
+        self, info: ModelInfo, sequences: PagedKvCacheManager | AdaptedModel, memory: MemoryRequirements
     ) -> None:
-        self._info = info
+        self._info, self._memory = info, memory
         self._sequences = sequences
-        self._meter = WorkMeter(info.device, lambda: weight_bytes + sequences.used_bytes)
+        self._meter = WorkMeter(info.device, lambda: memory.weight_bytes + sequences.used_bytes)
         self._prompts = PromptProgress(lambda item: item.kv_cache or sequences.get_handle(item.seq_id))
         self._expected: tuple[PreparedStep, ForwardWork] | None = None
 
@@ -69,6 +68,19 @@ class UnifiedExecutor(ModelExecutor):
 
     def info(self) -> ModelInfo:
         return self._info
+
+    def capabilities(self) -> ExecutorCapabilities:
+        manager, capacity = self.kv_manager, self.kv_capacity()
+        return ExecutorCapabilities(
+            max_batch_size=None if manager is None else manager.stats().num_blocks,
+            max_sequence_length=min(self._info.max_sequence_length, sys.maxsize if capacity is None else capacity),
+            supports_native_unified_decode=self.supports_native_unified_decode(),
+            supports_chunked_prefill=True,
+            supports_truncate=True,
+            supports_prefix_cache=manager is not None and manager.config.enable_prefix_cache,
+            supports_lora=False,
+            memory_requirements=self._memory,
+        )
 
     def status(self) -> ExecutorStatus:
         return self._meter.status()
@@ -151,14 +163,11 @@ class UnifiedExecutor(ModelExecutor):
             if not inputs:
                 return []
             item = verify_item(inputs)
-
-            def verify() -> list[torch.Tensor]:
+            with self._all_or_nothing([item], ForwardWork(0, 0, len(inputs))):
                 logits = torch.cat([row for row in self._run([item]) if row is not None])
                 if logits.shape[0] != len(inputs):
                     raise PagedError(f"the forward gave {logits.shape[0]} rows of logits for {len(inputs)} tokens")
-                return apply_policies(logits, [one.logits_policy for one in inputs])
-
-            rows = self._all_or_nothing([item], ForwardWork(0, 0, len(inputs)), verify)
+                rows = apply_policies(logits, [one.logits_policy for one in inputs])
             return [
                 DecodeOutput(logits=row.unsqueeze(0), kv_cache=one.kv_cache)
                 for row, one in zip(rows, inputs, strict=True)
@@ -194,18 +203,17 @@ class UnifiedExecutor(ModelExecutor):
         if not items:
             return []
 
-        def run() -> list[torch.Tensor | None]:
+        with self._all_or_nothing(items, work, is_checked=is_checked):
             results = self._run(items)
             if (mismatch := results_mismatch(items, results)) is not None:
                 raise PagedError(f"the forward gave {mismatch}")
-            return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
+        return [row if item.is_final_chunk else None for item, row in zip(items, results, strict=True)]
 
-        return self._all_or_nothing(items, work, run, is_checked=is_checked)
-
+    @contextmanager
     def _all_or_nothing(
-        self, items: Sequence[UnifiedBatchItem], work: ForwardWork, run: Callable[[], R], *, is_checked: bool = False
-    ) -> R:
-        """Check the items, run, count; where that raises, every cache is again as it was.
+        self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
+    ) -> Iterator[None]:
+        """Around a forward: check the items, count; where that or the forward raises, every cache is again as it was.
 
         is_checked: they are, and all their sequences exist.
         """
@@ -213,7 +221,7 @@ class UnifiedExecutor(ModelExecutor):
         try:
             self._choose_adapters(items)
             with self._meter.forward(work):
-                return run()
+                yield
         except BaseException:
             for item in items:
                 handle = self._sequences.get_handle(cache_id_of(item))
