@@ -26,7 +26,6 @@ from paged.forward_step import PreparedStep
 from paged.kernels.common.compilation import warming_up
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.hf_config import read_eos_token_ids
-from paged.models.lora.adapters import LoraAdapters
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
@@ -172,9 +171,9 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: a setting of it is not known here, or the model takes no adapters.
         """
         with self._call(), warming_up():
-            self._adapters()
+            model = self._adaptable()
             with self._alike(Kind.LOAD_LORA, str(name), str(path)):
-                failure = load_adapter(cast(PagedCausalLM, self.model), name, path)
+                failure = load_adapter(model, name, path)
             if failure is not None:
                 raise failure
 
@@ -186,7 +185,7 @@ class LlmExecutor(UnifiedExecutor):
             UnsupportedError: the model takes no adapters.
         """
         with self._call(), nullcontext() if self._driver is None else self._driver.lock:
-            self._adapters().unload(name)
+            self._adaptable().adapters.unload(name)
             with self._alike(Kind.UNLOAD_LORA, name):
                 pass
 
@@ -213,10 +212,10 @@ class LlmExecutor(UnifiedExecutor):
             self._driver.stop()
         self._lm.reset()
 
-    def _adapters(self) -> LoraAdapters:
+    def _adaptable(self) -> PagedCausalLM:
         if not isinstance(self.model, PagedCausalLM):
             raise UnsupportedError(f"{type(self.model).__name__} takes no adapters")
-        return self.model.adapters
+        return self.model
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         for item in items:

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from typing import Protocol, TypeVar
+from contextlib import closing, suppress
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class ProgressBar(Protocol):
-    """What is used of tqdm's bar; `total` may grow."""
+class ProgressBar:
+    """What is used of tqdm's bar, and stands in where there is none; `total` may grow."""
 
-    total: int
+    total = 0
 
     def update(self, n: int, /) -> object: ...
 
-    def close(self) -> None: ...
-
-
-class _NoBar:
-    total = 0
-
-    def update(self, n: int, /) -> None: ...
-
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
     """A bar over `total` units of work, on stderr."""
     if shown and sys.stderr is not None:  # None where the process was started without one
-        try:
+        with suppress(ImportError):
             from tqdm import tqdm
-        except ImportError:
-            return _NoBar()
-        stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
-        bar: ProgressBar = tqdm(total=total, unit=unit, desc=desc, file=stream)
-        return bar
-    return _NoBar()
+
+            stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
+            return tqdm(total=total, unit=unit, desc=desc, file=stream)  # type: ignore[no-any-return]
+    return ProgressBar()
 
 
 def tracked(items: Sequence[T], *, desc: str, unit: str) -> Iterator[T]:

@@ -133,15 +133,13 @@ class UnifiedExecutor(ModelExecutor):
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         with self._call():
             expected, self._expected = self._expected, None
-            if expected is not None and expected[0].fits(batch.items):
-                work = expected[1]
-                try:
-                    results = self._forward_items(batch.items, work, is_checked=True)
-                finally:  # where an error came before the forward could take it
+            is_expected = expected is not None and expected[0].fits(batch.items)
+            work = expected[1] if expected is not None and is_expected else self._prompts.work_of(batch)
+            try:
+                results = self._forward_items(batch.items, work, is_checked=is_expected)
+            finally:  # where an error came before the forward could take it
+                if expected is not None:
                     expected[0].cancel()
-            else:
-                work = self._prompts.work_of(batch)
-                results = self._forward_items(batch.items, work)
             if work.prefill_tokens:
                 self._prompts.update(batch.items)
             return results

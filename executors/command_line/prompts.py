@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,9 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     Raises:
         InvalidInputError: there are none, or the file cannot be read.
     """
-    texts = list(args.prompt)
-    is_recall = is_bundled(args.model)
+    texts, is_recall = list(args.prompt), False
+    with contextlib.suppress(OSError, ValueError):  # no name of a file
+        is_recall = Path(args.model).resolve() == RECALL
     if args.system is not None and not args.chat:
         raise InvalidInputError("--system: only with --chat")
     if not 0 < args.count <= _MAX_COUNT:
@@ -47,14 +49,6 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     from paged.models.recall.task import sample_prompts
 
     return [Prompt(prompt.text, prompt.answer) for prompt in sample_prompts(args.seed, args.count)]
-
-
-def is_bundled(model: str) -> bool:
-    """Whether a folder is that of the bundled checkpoint."""
-    try:
-        return Path(model).resolve() == RECALL
-    except (OSError, ValueError):  # no name of a file
-        return False
 
 
 def _lines(source: str) -> list[str]:

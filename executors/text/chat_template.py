@@ -89,9 +89,8 @@ class ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
-        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not len(messages):
-            raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
-        if not all(isinstance(message, Mapping) for message in messages):
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes) and len(messages)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
         if find_spec("jinja2") is None:
             raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'")
