@@ -7,6 +7,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 
@@ -108,27 +109,19 @@ class UnifiedExecutor(ModelExecutor):
         """All prompts in one forward; logits of the last token of each row, float32 [B, 1, V]."""
         with self._call():
             groups = [prefill_items(one) for one in inputs]
-            items = [item for group in groups for item in group]
-            work = ForwardWork(len(items), sum(len(item.q_tokens) for item in items), 0)
-            rows = iter(self._final_rows(items, work))
+            num_tokens = sum(len(item.q_tokens) for group in groups for item in group)
+            logits = self._logits_of(groups, ForwardWork(sum(map(len, groups)), num_tokens, 0))
             return [
-                PrefillOutput(
-                    logits=torch.stack([next(rows) for _ in group]).unsqueeze(1),
-                    kv_caches=[self._live_handle(cache_id_of(item)) for item in group],
-                )
-                for group in groups
+                PrefillOutput(rows.unsqueeze(1), [self._live_handle(cache_id_of(item)) for item in group])
+                for rows, group in zip(logits, groups, strict=True)
             ]
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """All tokens in one forward."""
         with self._call():
             groups = [decode_items(one) for one in inputs]
-            items = [item for group in groups for item in group]
-            rows = iter(self._final_rows(items, ForwardWork(0, 0, len(items))))
-            return [
-                DecodeOutput(logits=torch.stack([next(rows) for _ in group]), kv_cache=one.kv_cache)
-                for one, group in zip(inputs, groups, strict=True)
-            ]
+            logits = self._logits_of(groups, ForwardWork(0, 0, sum(map(len, groups))))
+            return [DecodeOutput(rows, one.kv_cache) for rows, one in zip(logits, inputs, strict=True)]
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
         with self._call():
@@ -192,8 +185,11 @@ class UnifiedExecutor(ModelExecutor):
         with self._meter.call(), torch.no_grad():
             yield
 
-    def _final_rows(self, items: Sequence[UnifiedBatchItem], work: ForwardWork) -> list[torch.Tensor]:
-        return [row for row in self._forward_items(items, work) if row is not None]
+    def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
+        """Logits [len(group), V] of each group of final items, in one forward."""
+        results = self._forward_items([item for group in groups for item in group], work)
+        rows = (row for row in results if row is not None)
+        return [torch.stack([*islice(rows, len(group))]) for group in groups]
 
     def _forward_items(
         self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
@@ -258,8 +254,8 @@ class UnifiedExecutor(ModelExecutor):
         quietly(self._sequences.free, handle)
 
     def _truncate(self, handle: KvCacheHandle, new_len: int) -> None:
-        length = handle.num_tokens
-        if not 0 <= as_int("new_len", new_len, low=None) <= length:
+        new_len, length = as_int("new_len", new_len, low=None), handle.num_tokens
+        if not 0 <= new_len <= length:
             raise InvalidInputError(f"new_len: {new_len}, expected 0 to {length}, the length of {handle.cache_id!r}")
         self._sequences.truncate(handle, new_len)
 
