@@ -67,10 +67,8 @@ class ChatTokenizer:
         encoding = self._encoded(text, add_special_tokens=True)
         if parse_special or not self._special.found(text, encoding):
             return list(encoding.ids)
-        mask = encoding.special_tokens_mask
-        before = next(index for index, is_around in enumerate(mask) if not is_around)
-        after = len(mask) - next(index for index, is_around in enumerate(reversed(mask)) if not is_around)
-        ids = encoding.ids
+        ids, mask = encoding.ids, encoding.special_tokens_mask  # 1 where one is around the text
+        before, after = mask.index(0), len(mask) - mask[::-1].index(0)
         return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
