@@ -98,7 +98,12 @@ def summarize(
     known = _config(hf)
     reason = known if isinstance(known, str) else None
     network_class, config = (None, None) if isinstance(known, str) else known
-    stored, tensors = _stored(folder)
+    stored: StoredTensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        stored |= read_header(file)
+    tensors: Counter[str] = Counter()
+    for tensor in stored.values():
+        tensors[tensor.dtype] += math.prod(tensor.shape)
     parameters = sum(tensors.values()) or None
     cache_dtype = weight_bytes = kv_bytes = kv_tokens = None
     ranks: list[RankSummary] = []
@@ -118,7 +123,7 @@ def summarize(
         reason=reason,
         missing=missing_files(folder),
         parameters=parameters,
-        tensors=tensors,
+        tensors=dict(tensors),
         dtype=_name(dtype),
         kv_cache_dtype=_name(cache_dtype),
         num_layers=config.num_layers if config else _integer(hf, "num_hidden_layers"),
@@ -198,17 +203,6 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
 def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
     network = meta_network(network_class, config, dtype, share)
     return num_weights(network), sum(parameter.nbytes for parameter in network.parameters())
-
-
-def _stored(folder: Path) -> tuple[StoredTensors, dict[str, int]]:
-    """Every tensor, and the elements of each dtype."""
-    stored: StoredTensors = {}
-    found: Counter[str] = Counter()
-    for file in sorted(folder.glob("*.safetensors")):
-        stored |= read_header(file)
-    for tensor in stored.values():
-        found[tensor.dtype] += math.prod(tensor.shape)
-    return stored, dict(found)
 
 
 def _integer(hf: HfConfig, key: str) -> int | None:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend, reason = _backend(device)
-    features = [*_features(device, backend), *_tables(device)]
+    features = _features(device, backend)
     report: dict[str, Any] = {
         "device": _device(device),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
@@ -123,14 +123,17 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     from paged.kernels.common.compat import interpreting
     from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
     from paged.kernels.common.fp8 import has_native_e4m3
+    from paged.kernels.moe.config import FOLDER
 
-    on_gpu, arch = device.type == "cuda", device_of(device).arch
+    on_gpu, arch, name = device.type == "cuda", device_of(device).arch, device_of(device).name.replace(" ", "_")
     no_gpu = "no GPU that torch can use"
     interpreted = backend == "triton" and not on_gpu and interpreting()
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else not interpreted
     bf16 = arch if on_gpu else "the interpreter multiplies its raw bits" if interpreted else "by PyTorch"
     has_fp8 = on_gpu and has_native_e4m3(device)
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
+    tables = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
+    no_tables = "none for this device: tiles come from the shape; `paged bench tune-moe` writes one"
     return [
         ("bfloat16", has_bf16, bf16 if has_bf16 or not on_gpu else f"{arch} has no such matrix unit"),
         ("fp8 KV cache", backend != "none", "e4m3, converted by the chip" if has_fp8 else "e4m3, by arithmetic"),
@@ -140,6 +143,7 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
         ("pinned swap memory", on_gpu, "" if on_gpu else "swapped blocks lie in plain host memory"),
         _loops(backend),
         ("Triton's interpreter", interpreting(), "TRITON_INTERPRET=1" if interpreting() else "not asked for"),
+        ("tuned MoE tiles", bool(tables), ", ".join(tables) or no_tables),
     ]
 
 
@@ -156,14 +160,3 @@ def _loops(backend: str) -> Feature:
     else:
         reason = "pip install paged[cpu] makes models on a CPU faster"
     return ("loops by numba", False, reason)
-
-
-def _tables(device: torch.device) -> list[Feature]:
-    """Tuned MoE tiles of this chip: a table for a set of weights."""
-    from paged.kernels.common.device import device_of
-    from paged.kernels.moe.config import FOLDER
-
-    name = device_of(device).name.replace(" ", "_")
-    found = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
-    reason = ", ".join(found) or "none for this device: tiles come from the shape; `paged bench tune-moe` writes one"
-    return [("tuned MoE tiles", bool(found), reason)]
