@@ -12,7 +12,7 @@ from paged.kernels.attention.paged_attention import ATTENTION_OP, new_output, pa
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.common.checks import check_shape, check_tensor
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_int
 
 
@@ -94,22 +94,10 @@ def cascade_attention(
     }
     prefix |= {"plan": prefix_plan, "causal": False}
 
-    def run(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        block_table: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        attend = partial(
-            paged_attention, q, k_cache, v_cache, **options, k_scale=k_scale, v_scale=v_scale, return_lse=True
-        )
-        states = attend(block_table=block_table[:, num_blocks:], sinks=sinks, mask=mask, **own)
+    def run(given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        block_table, names = given["block_table"], ("q", "k_cache", "v_cache", "k_scale", "v_scale")
+        attend = partial(paged_attention, **{name: given[name] for name in names}, **options, return_lse=True)
+        states = attend(block_table=block_table[:, num_blocks:], sinks=given["sinks"], mask=given["mask"], **own)
         if has_prefix:
             states = merge_attn_states(*attend(block_table=block_table[:1, :num_blocks], **prefix), *states)
         return states if return_lse else states[0]

@@ -181,42 +181,13 @@ def _run(call: AttentionCall, compute: Compute) -> Run[Any]:
     """`compute` on the tensors of a call like this one."""
     has_lse = call.lse is not None
 
-    def run(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def run(given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        q, v_cache, out, lse = given["q"], given["v_cache"], given["out"], None
         if out is None:
             out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if has_lse else None
-        compute(
-            {
-                "q": q,
-                "k_cache": k_cache,
-                "v_cache": v_cache,
-                "block_table": block_table,
-                "cu_seqlens_q": cu_seqlens_q,
-                "seq_lens": seq_lens,
-                "sinks": sinks,
-                "alibi_slopes": alibi_slopes,
-                "k_scale": k_scale,
-                "v_scale": v_scale,
-                "mask": mask,
-                "out": out,
-                "lse": lse,
-            }
-        )
+        if has_lse:
+            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        compute({**given, "out": out, "lse": lse})
         return out if lse is None else (out, lse)
 
     return run

@@ -13,7 +13,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.id_checks import Ids, check_all_ids
-from paged.kernels.common.launch import launch
+from paged.kernels.common.launch import launch, nothing
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_int, shown
 
@@ -126,11 +126,12 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     if caches:
         _check_caches(caches)
         check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
-    return _copy if caches else lambda *_, **__: None
+    return _copy if caches else nothing
 
 
-def _copy(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
-    first, pairs = caches[0], _as_tensor(block_pairs)
+def _copy(given: Arguments) -> None:
+    caches, pairs = given["caches"], _as_tensor(given["block_pairs"])
+    first = caches[0]
     if pairs.device.type == "cpu" or not use_triton(first):
         _check_pairs(pairs.tolist(), first.shape[0])
         pairs = _send(pairs, first.device)

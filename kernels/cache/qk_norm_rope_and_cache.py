@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from paged.kernels.cache.torch_ops import qk_norm_rope_and_cache as torch_op
@@ -29,7 +26,7 @@ from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Compute, Launch, nothing, strides
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 
@@ -163,32 +160,10 @@ def qk_norm_rope_and_cache(
     eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     write.check("k", "v")
     _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
-    compute = _compute(q, write, cos_sin_cache, q_weight, k_weight, eps, interleaved)
-
-    def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        *,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-        compute(q, write, positions, cos_sin_cache, q_weight, k_weight)
-        return q
-
-    return run
+    return _run(q, write, cos_sin_cache, q_weight, k_weight, eps, interleaved)
 
 
-def _compute(
+def _run(
     q: torch.Tensor,
     write: CacheWrite,
     cos_sin_cache: torch.Tensor,
@@ -196,8 +171,7 @@ def _compute(
     k_weight: torch.Tensor | None,
     eps: float,
     interleaved: bool,
-) -> Callable[..., object]:
-    """A function of q, the write, positions, cos_sin_cache and the two weights."""
+) -> Run[torch.Tensor]:
     by_triton, has_scales = use_triton(q), write.k_scale is not None or write.v_scale is not None
     launch: Compute | None = None
     if by_triton:
@@ -209,38 +183,43 @@ def _compute(
         if loops is not None:
             launch = loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
     if launch is None:
-        return partial(torch_op.qk_norm_rope_and_cache, eps=eps, interleaved=interleaved)
+        return lambda given: torch_op.qk_norm_rope_and_cache(
+            given["q"], _write_of(given), given["positions"], given["cos_sin_cache"], given["q_weight"],
+            given["k_weight"], eps=eps, interleaved=interleaved,
+        )  # fmt: skip
 
-    def compute(
-        q: torch.Tensor,
-        write: CacheWrite,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-    ) -> None:
+    def run(given: Arguments) -> torch.Tensor:
+        q, write = given["q"], _write_of(given)
+
         def check_ids() -> None:
-            ids = write.slots, positions_of(positions, cos_sin_cache)
+            ids = write.slots, positions_of(given["positions"], given["cos_sin_cache"])
             check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
 
         if by_triton and checks_ids(q):
             check_ids()
+        q_weight, k_weight = given["q_weight"], given["k_weight"]
         has_wrong_ids = launch(
             {
                 "q_ptr": q,
                 "k_ptr": write.key,
                 "v_ptr": write.value,
                 **write.tensors(),
-                "positions_ptr": positions.contiguous(),
-                "cos_sin_cache_ptr": cos_sin_cache,
+                "positions_ptr": given["positions"].contiguous(),
+                "cos_sin_cache_ptr": given["cos_sin_cache"],
                 "q_weight_ptr": None if q_weight is None else q_weight.contiguous(),
                 "k_weight_ptr": None if k_weight is None else k_weight.contiguous(),
             }
         )
         if has_wrong_ids:  # a loop looks at them itself
             check_ids()
+        return q
 
-    return compute
+    return run
+
+
+def _write_of(given: Arguments) -> CacheWrite:
+    names = "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale"
+    return CacheWrite(*[given[name] for name in names])
 
 
 def _check(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from paged.kernels.cache.torch_ops import reshape_and_cache as torch_op
@@ -20,7 +18,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Launch, nothing, num_warps, strides, tile
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -121,11 +119,11 @@ def reshape_and_cache(
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     write.check()
     if not use_triton(key):
-        return lambda *args, **kwargs: torch_op.reshape_and_cache(CacheWrite(*args, **kwargs))
+        return lambda given: torch_op.reshape_and_cache(CacheWrite(**given))
     launch = _prepare(write) if key.numel() + value.numel() else nothing
 
-    def run(*args: Any, **kwargs: Any) -> None:
-        write = CacheWrite(*args, **kwargs)
+    def run(given: Arguments) -> None:
+        write = CacheWrite(**given)
         if checks_ids(write.key):
             check_all_ids("reshape_and_cache", write.slots, by_triton=True)
         launch({"key_ptr": write.key, "value_ptr": write.value, **write.tensors()})

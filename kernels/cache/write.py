@@ -53,8 +53,8 @@ class CacheWrite(NamedTuple):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     slot_mapping: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
     def check(self, k_name: str = "key", v_name: str = "value") -> None:
         """Raise InvalidInputError unless all of it fits together; the names are those of the caller's arguments."""

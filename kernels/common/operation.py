@@ -3,8 +3,8 @@
 `@operation` makes three things of a function: what callers call, `<function>.bind`, and `torch.ops.paged.<function>`.
 
 The function has the operation's signature. It checks the arguments, chooses how to compute, and returns what does so: a
-function of the same arguments that checks nothing. A plain call is bound and run at once. Whoever calls again and again
-with tensors that differ in their values alone binds once and runs what was bound; `Bound` does that for a model's
+function of the arguments by name, which checks nothing. A plain call is bound and run at once. Whoever calls again and
+again with tensors that differ in their values alone binds once and runs what was bound; `Bound` does that for a model's
 layers. A graph that Dynamo traces holds one node, the custom op. `is_dynamo_compiling` tells the ways apart, not
 `is_compiling`, which holds in all threads while one compiles: an op that runs meanwhile would call itself.
 
@@ -30,10 +30,10 @@ from paged.kernels.common.device import backend
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-Run = Callable[..., R]
-"""What computes an operation: of the arguments that it was bound for, and others like them."""
 Arguments = dict[str, Any]
-"""An operation's arguments, or its op's, by name."""
+"""An operation's arguments, all of them, or its op's, by name."""
+Run = Callable[[Arguments], R]
+"""What computes an operation, of the arguments that it was bound for and of others like them."""
 
 # What annotations are in a schema. As in `torch.library.infer_schema`, numbers may be symbols.
 _TYPES = {
@@ -90,6 +90,7 @@ def operation(
         name, signature = bind.__name__, inspect.signature(bind)
         parameters = signature.parameters
         names = tuple(parameters)
+        defaults = {each.name: None if each.default is each.empty else each.default for each in parameters.values()}
 
         def traced(named: Arguments) -> Any:
             given = named.copy()
@@ -116,7 +117,8 @@ def operation(
         @functools.wraps(bind)
         def bound(*args: Any, **kwargs: Any) -> Any:
             refuse_gradients(name, *args, *kwargs.values())
-            return bind(*args, **kwargs)
+            compute: Any = bind(*args, **kwargs)
+            return lambda *args, **kwargs: compute({**defaults, **dict(zip(names, args, strict=False)), **kwargs})
 
         def run(*args: Any, op_names: Sequence[str], **kwargs: Any) -> Any:
             given = dict(zip(op_names, args, strict=False)) | kwargs

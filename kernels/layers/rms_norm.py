@@ -9,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of
-from paged.kernels.common.operation import Run, like_the_first, operation
+from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.torch_ops import rms_norm as torch_op
 
 
@@ -64,11 +64,11 @@ def rms_norm(
     check_out(out, x.shape, x)
     compute = _compute(x, weight, eps)
 
-    def run(
-        x: torch.Tensor, weight: torch.Tensor, *_: object, out: torch.Tensor | None = None, **__: object
-    ) -> torch.Tensor:
+    def run(given: Arguments) -> torch.Tensor:
+        x, out = given["x"], given["out"]
         out = like_the_first(x) if out is None else out
-        compute({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
+        weight = given["weight"].contiguous()
+        compute({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight, "out_ptr": out})
         return out
 
     return run
@@ -95,10 +95,10 @@ def fused_add_rms_norm(
         raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
     compute = _compute(x, weight, eps, has_residual=True)
 
-    def run(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        compute({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
+    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = given["x"], given["residual"]
+        weight = given["weight"].contiguous()
+        compute({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight, "out_ptr": x})
         return x, residual
 
     return run

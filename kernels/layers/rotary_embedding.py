@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, check_writable
@@ -11,7 +9,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.id_checks import check_all_ids, checks_ids
 from paged.kernels.common.launch import Compute, Launch, nothing, strides
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from paged.kernels.common.scalars import as_bool
 from paged.kernels.common.torch_ops import rotary_embedding as torch_op
@@ -92,20 +90,7 @@ def rotary_embedding(
         check_last_dim_contiguous("key", key)
         check_writable("key", key)
     check_rotary(positions, cos_sin_cache, query)
-    compute = _compute(query, key, cos_sin_cache, interleaved)
-
-    def run(
-        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor, **_: object
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        compute({"positions_ptr": positions, "query_ptr": query, "key_ptr": key, "cos_sin_cache_ptr": cos_sin_cache})
-        return query, key
-
-    return run
-
-
-def _compute(query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch.Tensor, interleaved: bool) -> Compute:
-    if not use_triton(query):
-        return lambda given: torch_op.rotary_embedding(*given.values(), interleaved=interleaved)
+    by_triton = use_triton(query)
     (num_tokens, num_q_heads, _), rotary_dim = query.shape, cos_sin_cache.shape[1]
     num_kv_heads = 0 if key is None else key.shape[1]
     launch: Compute = nothing
@@ -113,11 +98,15 @@ def _compute(query: torch.Tensor, key: torch.Tensor | None, cos_sin_cache: torch
         grid, arguments = rotation_launch(num_tokens, num_q_heads, num_kv_heads, rotary_dim, cos_sin_cache, interleaved)
         launch = Launch(_rotary_embedding_kernel, grid, arguments | strides("token head", query=query, key=key))
 
-    def compute(given: dict[str, Any]) -> None:
-        positions = given["positions_ptr"]
+    def run(given: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        positions, query, key, cos_sin_cache, _ = given.values()
+        if not by_triton:
+            torch_op.rotary_embedding(positions, query, key, cos_sin_cache, interleaved=interleaved)
+            return query, key
         if checks_ids(positions):
-            ids = positions_of(positions, given["cos_sin_cache_ptr"])
-            check_all_ids("rotary_embedding", ids, by_triton=True)
-        launch({**given, "positions_ptr": positions.contiguous()})
+            check_all_ids("rotary_embedding", positions_of(positions, cos_sin_cache), by_triton=True)
+        tensors = {"query_ptr": query, "key_ptr": key, "cos_sin_cache_ptr": cos_sin_cache}
+        launch({**tensors, "positions_ptr": positions.contiguous()})
+        return query, key
 
-    return compute
+    return run

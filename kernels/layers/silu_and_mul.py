@@ -10,7 +10,7 @@ from paged.kernels.common.device import loops_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
 
 
@@ -61,7 +61,8 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
     check_out(out, (*x.shape[:-1], x.shape[-1] // 2), x)
     compute = _compute(x, activation)
 
-    def run(x: torch.Tensor, *, out: torch.Tensor | None = None, **_: object) -> torch.Tensor:
+    def run(given: Arguments) -> torch.Tensor:
+        x, out = given["x"], given["out"]
         out = _new(x) if out is None else out
         compute({"x_ptr": rows_of(x), "out_ptr": out})
         return out

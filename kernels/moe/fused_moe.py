@@ -116,31 +116,17 @@ def fused_moe(
         check_writable("out", out)
     compute = _compute(hidden_states, down, topk_ids, expert_map, aligned)
 
-    def run(
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *,
-        expert_map: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        w1_bias: torch.Tensor | None = None,
-        w2_bias: torch.Tensor | None = None,
-        aligned: MoeAlignment | None = None,
-        w1_scale: torch.Tensor | None = None,
-        w2_scale: torch.Tensor | None = None,
-        w1_zeros: torch.Tensor | None = None,
-        w2_zeros: torch.Tensor | None = None,
-        w1_tensor_scale: torch.Tensor | None = None,
-        w2_tensor_scale: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
-        down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
-        out = like_the_first(hidden_states) if out is None else out
-        routes = topk_weights, topk_ids, expert_map
-        compute(MoeCall(hidden_states, gate_up, down, *routes, out, activation, interleaved), aligned)
+    def run(given: Arguments) -> torch.Tensor:
+        x, out = given["hidden_states"], given["out"]
+        first, second = (
+            ExpertLinear(
+                given[w], given[f"{w}_bias"], given[f"{w}_scale"], given[f"{w}_zeros"], given[f"{w}_tensor_scale"]
+            )
+            for w in ("w1", "w2")
+        )
+        out = like_the_first(x) if out is None else out
+        routes = given["topk_weights"], given["topk_ids"], given["expert_map"]
+        compute(MoeCall(x, first, second, *routes, out, activation, interleaved), given["aligned"])
         return out
 
     return run

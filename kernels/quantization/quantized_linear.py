@@ -15,7 +15,7 @@ from paged.kernels.common.checks import (
 )
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.operation import Run, in_fields, operation
+from paged.kernels.common.operation import Arguments, Run, in_fields, operation
 from paged.kernels.common.scalars import shown
 from paged.kernels.quantization.gemm import quantized_gemm
 from paged.kernels.quantization.quantize_rows import quantize_rows
@@ -66,9 +66,8 @@ def quantized_linear(
     return _run
 
 
-def _run(
-    x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _run(given: Arguments) -> torch.Tensor:
+    x, weight, bias, out = given.values()
     if out is None:
         out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

@@ -10,7 +10,7 @@ from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_ten
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.launch import Launch, num_warps
-from paged.kernels.common.operation import Run, operation
+from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
@@ -102,16 +102,15 @@ def greedy_argmax(
     _check_per_row("token_mask", token_mask, torch.bool, logits)
     _check_per_row("repetition_penalty", repetition_penalty, torch.float32, logits)
     if logits.numel() == 0:
-        return lambda logits, **_: torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+        return lambda given: torch.full((len(given["logits"]),), -1, dtype=torch.int64, device=given["logits"].device)
     if not use_triton(logits):
-        return torch_op.greedy_argmax
+        return lambda given: torch_op.greedy_argmax(**given)
     num_rows, num_chunks = len(logits), triton.cdiv(logits.shape[1], BLOCK_TOKENS)
     rows = _contiguous_rows(logits), _contiguous_rows(token_mask), _contiguous_rows(repetition_penalty)
     launches = _prepare(*rows, num_chunks)
 
-    def run(
-        logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run(given: Arguments) -> torch.Tensor:
+        logits, token_mask, repetition_penalty = given.values()
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         tensors = {
             "logits_ptr": _contiguous_rows(logits),

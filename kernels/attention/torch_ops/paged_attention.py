@@ -45,7 +45,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
     def compute_batches(given: dict[str, Any]) -> None:
         if (current := recording()) is not None:
             current.note_read("paged_attention, which no numba kernel computes here")
-        _fill(AttentionCall(**given, **numbers), shared, is_plain)
+        _fill(AttentionCall(**{name: given[name] for name in TENSORS}, **numbers), shared, is_plain)
 
     return compute_batches
 

@@ -20,7 +20,7 @@ def qk_norm_rope_and_cache(
     *,
     eps: float,
     interleaved: bool,
-) -> None:
+) -> torch.Tensor:
     """PyTorch implementation of `kernels.cache.qk_norm_rope_and_cache`: float32 inside, each result rounded once."""
     wide = torch.cat((q, write.key), 1).float()
     wide_q, wide_k = wide.split((q.shape[1], write.key.shape[1]), 1)
@@ -29,4 +29,4 @@ def qk_norm_rope_and_cache(
         rms_norm(wide_k, None, k_weight, wide_k, eps=eps)
     rotary_embedding(positions, wide, None, cos_sin_cache, interleaved=interleaved)
     reshape_and_cache(write._replace(key=wide_k))
-    q.copy_(wide_q)
+    return q.copy_(wide_q)
