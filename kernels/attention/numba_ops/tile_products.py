@@ -9,7 +9,7 @@ from paged.kernels.common.numba_ops.kernel import device_function
 from paged.kernels.common.numba_ops.tiles import (
     TILE_COLUMNS,
     TILE_ROWS,
-    add_cached_products_of_two,
+    add_products,
     load_sums,
     pack_tile,
     store_rows,
@@ -59,7 +59,7 @@ def _score(memory, queries, keys, scores, begin, end, size):
         zero_sums()
         first = 2 * keys + key * size
         steps = size // TILE_COLUMNS
-        add_cached_products_of_two(halves, first, first + TILE_ROWS * size, size, floats, queries, size * _HALF, steps)
+        add_products(halves, first, first + TILE_ROWS * size, None, None, size, floats, queries, size * _HALF, steps)
         store_sums(floats, scores + place(key, 0))
 
 
@@ -83,8 +83,8 @@ def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
         to = sums + place(column, 0)
         load_sums(floats, to)
         first = 2 * values + column * KEYS + begin
-        add_cached_products_of_two(
-            halves, first, first + TILE_ROWS * KEYS, KEYS, floats, weights + begin * _HALF, KEYS * _HALF,
+        add_products(
+            halves, first, first + TILE_ROWS * KEYS, None, None, KEYS, floats, weights + begin * _HALF, KEYS * _HALF,
             (end - begin) // TILE_COLUMNS,
         )  # fmt: skip
         store_sums(floats, to)

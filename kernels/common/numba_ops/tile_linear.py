@@ -28,14 +28,12 @@ from paged.kernels.common.numba_ops.tiles import (
     TILE_ROWS,
     TILE_WORDS,
     add_products,
-    add_products_of_two,
     configure,
     has_tiles,
     load_sums,
     pack_tile,
     prefetch_rows,
     release,
-    store_columns,
     store_rows,
     store_sums,
     zero_sums,
@@ -110,12 +108,10 @@ def _multiply_tiles(w, starts, row_step, scratch, packed, steps, has_bias, is_pa
     else:
         zero_sums()
     if is_pair:
-        add_products_of_two(
-            w, first, second, next_first, next_second, row_step, scratch, packed, steps * TILE_WORDS, steps
-        )
+        add_products(w, first, second, next_first, next_second, row_step, scratch, packed, steps * TILE_WORDS, steps)
         store_sums(scratch, np.int64(0))
     else:
-        add_products(w, first, second, next_first, next_second, row_step, scratch, packed, np.int64(0), steps)
+        add_products(w, first, second, next_first, next_second, row_step, scratch, packed, None, steps)
         store_sums(scratch, np.int64(0))
         for tile in range(0, _SUMS, 2 * TILE_WORDS):
             _add_tile(scratch, tile, tile + TILE_WORDS)
@@ -146,7 +142,7 @@ def _write(scratch, tile, out, offsets, at, mode, block):
         for i in range(0, TILE_WORDS, LANES):
             up = load_vector(scratch, second + i)
             store_vector(scratch, tile + i, silu(load_vector(scratch, tile + i), up))
-        store_columns(scratch, tile, out, offsets, at, block * TILE_ROWS)
+        store_rows(scratch, tile, None, out, offsets, at, block * TILE_ROWS)
 
 
 def _multiply_by(multiply_block: Any, columns: int, has_tiles_in_turns: bool) -> Any:

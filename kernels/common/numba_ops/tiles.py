@@ -13,12 +13,19 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from paged.kernels.common.numba_ops.kernel import cpu_features
-from paged.kernels.common.numba_ops.vectors import LANES, VECTOR, WORDS, at, prefetch, round_pairs
+from paged.kernels.common.numba_ops.vectors import (
+    LANES,
+    VECTOR,
+    WORDS,
+    at,
+    emitted,
+    is_number,
+    prefetch,
+    round_pairs,
+)
 
 TILE_ROWS, TILE_COLUMNS = 16, 32
 # Words of 32 bits: 16 x 16 sums, or as many pairs of elements.
@@ -55,54 +62,35 @@ def _transfer(builder: ir.IRBuilder, name: str, tile: int, pointer: ir.Value, st
     _call(builder, name, _tile(tile), builder.bitcast(pointer, _BYTES), step)
 
 
-@intrinsic
-def configure(_typing_context: Any) -> Any:
+@emitted()
+def configure(builder):
     """Make this thread's tiles 16 rows of 64 bytes; `release` gives them back."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> ir.Value:
-        num_tiles = 8
-        palette = [1, *[0] * 15, *[_LINE, 0] * num_tiles, *[0] * 16, *[TILE_ROWS] * num_tiles, *[0] * 8]
-        kind = ir.ArrayType(_BYTE, len(palette))
-        settings = cgutils.alloca_once_value(builder, ir.Constant(kind, palette))
-        _call(builder, "ldtilecfg", builder.bitcast(settings, _BYTES))
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    num_tiles = 8
+    palette = [1, *[0] * 15, *[_LINE, 0] * num_tiles, *[0] * 16, *[TILE_ROWS] * num_tiles, *[0] * 8]
+    kind = ir.ArrayType(_BYTE, len(palette))
+    settings = cgutils.alloca_once_value(builder, ir.Constant(kind, palette))
+    _call(builder, "ldtilecfg", builder.bitcast(settings, _BYTES))
 
 
-@intrinsic
-def release(_typing_context: Any) -> Any:
+@emitted()
+def release(builder):
     """What `configure` took."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> ir.Value:
-        _call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    _call(builder, "tilerelease")
 
 
-@intrinsic
-def zero_sums(_typing_context: Any) -> Any:
+@emitted()
+def zero_sums(builder):
     """Begin all sums at 0."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> ir.Value:
-        for number in range(4):
-            _call(builder, "tilezero", _tile(number))
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    for number in range(4):
+        _call(builder, "tilezero", _tile(number))
 
 
 def _sums(name: str) -> Any:
-    @intrinsic
-    def transfer(_typing_context: Any, pointer: types.Type, index: types.Type) -> Any:
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-            for number in range(4):
-                pointer = builder.gep(args[0], [builder.add(args[1], _number(number * TILE_WORDS))])
-                _transfer(builder, name, number, pointer, _number(_LINE))
-            return context.get_dummy_value()
-
-        return types.void(types.CPointer(types.float32), types.int64), generate
+    @emitted()
+    def transfer(builder, pointer, index):
+        for number in range(4):
+            sums = builder.gep(pointer, [builder.add(index, _number(number * TILE_WORDS))])
+            _transfer(builder, name, number, sums, _number(_LINE))
 
     return transfer
 
@@ -111,107 +99,46 @@ def _sums(name: str) -> Any:
 load_sums, store_sums = _sums("tileloadd64"), _sums("tilestored64")
 
 
-def _products(num_packed: int) -> Any:
-    """What generates the code of `add_products`, with one or two packed tiles of x."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        w, *starts, w_stride, packed, begin, x_stride, steps = args
-        first, second, *following = [builder.gep(w, [each]) for each in starts]
-        own = builder.gep(packed, [begin])
-        tiles = [own, builder.gep(own, [x_stride])][:num_packed]
-        w_bytes = builder.mul(w_stride, _number(2))
-
-        def add(step: ir.Value, sums: Sequence[int]) -> None:
-            column, words, lines = (
-                builder.mul(step, _number(size)) for size in (TILE_COLUMNS, TILE_WORDS, TILE_ROWS * TILE_COLUMNS)
-            )
-            for j, tile in enumerate(tiles):
-                _transfer(builder, "tileloadd64", 6 + j, builder.gep(tile, [words]), _number(_LINE))
-            for i, row in enumerate((first, second)):
-                _transfer(builder, "tileloadd64", 4 + i, builder.gep(row, [column]), w_bytes)
-                for j in range(num_packed):
-                    _call(builder, "tdpbf16ps", _tile(2 * i + sums[j]), _tile(4 + i), _tile(6 + j))
-            for row in following:
-                for line in range(0, TILE_ROWS * TILE_COLUMNS, TILE_COLUMNS):
-                    prefetch(builder, builder.gep(row, [builder.add(lines, _number(line))]))
-
-        if num_packed == 2:
-            with cgutils.for_range(builder, steps) as loop:
-                add(loop.index, (0, 1))
-        else:
-            with cgutils.for_range(builder, builder.lshr(steps, _number(1))) as loop:
-                even = builder.shl(loop.index, _number(1))
-                add(even, (0,))
-                add(builder.or_(even, _number(1)), (1,))
-            with builder.if_then(builder.trunc(steps, ir.IntType(1))):
-                add(builder.sub(steps, _number(1)), (0,))
-        return context.get_dummy_value()
-
-    return generate
-
-
-def _signature(w: types.Type, num_starts: int) -> Any:
-    index = types.int64
-    return types.void(w, *[index] * (num_starts + 1), types.CPointer(types.float32), index, index, index)
-
-
-@intrinsic
-def add_products(
-    _typing_context: Any,
-    w: Any,
-    first: Any,
-    second: Any,
-    next_first: Any,
-    next_second: Any,
-    w_stride: Any,
-    packed: Any,
-    begin: Any,
-    x_stride: Any,
-    steps: Any,
-) -> Any:
-    """Add the products of weights with a packed tile of x to sums 0 and 2, or in odd steps, not to wait for the sum
-    before, 52 cycles where a product takes 16, to sums 1 and 3.
+@emitted()
+def add_products(builder, w, first, second, next_first, next_second, w_stride, packed, begin, x_stride, steps):
+    """Add the products of weights with two packed tiles of x to all four sums. With one, where `x_stride` is None, to
+    sums 0 and 2, or in odd steps, not to wait for the sum before, 52 cycles where a product takes 16, to sums 1 and 3.
 
     Weights begin at `first` and `second` of w, rows `w_stride` elements apart; x's tile at `begin` of `packed`, in
     float32, a second one `x_stride` behind. `steps` tiles of 32 columns are added up. Meanwhile rows that follow each
-    other from `next_first` and `next_second` on are brought to the cache: weights that are used once come at 16 GB/s
-    instead of 8.
+    other from `next_first` and `next_second` on, unless they are None, are brought to the cache: weights that are used
+    once come at 16 GB/s instead of 8.
     """
-    return _signature(w, 4), _products(1)
+    starts = [builder.gep(w, [each]) for each in (first, second)]
+    following = [builder.gep(w, [each]) for each in (next_first, next_second) if is_number(each)]
+    own = builder.gep(packed, [begin])
+    tiles = [own, builder.gep(own, [x_stride])] if is_number(x_stride) else [own]
+    w_bytes = builder.mul(w_stride, _number(2))
 
+    def add(step: ir.Value, sums: Sequence[int]) -> None:
+        column, words, lines = (
+            builder.mul(step, _number(size)) for size in (TILE_COLUMNS, TILE_WORDS, TILE_ROWS * TILE_COLUMNS)
+        )
+        for j, tile in enumerate(tiles):
+            _transfer(builder, "tileloadd64", 6 + j, builder.gep(tile, [words]), _number(_LINE))
+        for i, row in enumerate(starts):
+            _transfer(builder, "tileloadd64", 4 + i, builder.gep(row, [column]), w_bytes)
+            for j in range(len(tiles)):
+                _call(builder, "tdpbf16ps", _tile(2 * i + sums[j]), _tile(4 + i), _tile(6 + j))
+        for row in following:
+            for line in range(0, TILE_ROWS * TILE_COLUMNS, TILE_COLUMNS):
+                prefetch(builder, builder.gep(row, [builder.add(lines, _number(line))]))
 
-@intrinsic
-def add_products_of_two(
-    _typing_context: Any,
-    w: Any,
-    first: Any,
-    second: Any,
-    next_first: Any,
-    next_second: Any,
-    w_stride: Any,
-    packed: Any,
-    begin: Any,
-    x_stride: Any,
-    steps: Any,
-) -> Any:
-    """The same with two tiles of x, to all four sums."""
-    return _signature(w, 4), _products(2)
-
-
-@intrinsic
-def add_cached_products_of_two(
-    _typing_context: Any,
-    w: Any,
-    first: Any,
-    second: Any,
-    w_stride: Any,
-    packed: Any,
-    begin: Any,
-    x_stride: Any,
-    steps: Any,
-) -> Any:
-    """The same with weights that are in the cache, and none to follow."""
-    return _signature(w, 2), _products(2)
+    if len(tiles) == 2:
+        with cgutils.for_range(builder, steps) as loop:
+            add(loop.index, (0, 1))
+        return
+    with cgutils.for_range(builder, builder.lshr(steps, _number(1))) as loop:
+        even = builder.shl(loop.index, _number(1))
+        add(even, (0,))
+        add(builder.or_(even, _number(1)), (1,))
+    with builder.if_then(builder.trunc(steps, ir.IntType(1))):
+        add(builder.sub(steps, _number(1)), (0,))
 
 
 def _transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
@@ -233,25 +160,15 @@ def _starts(builder: ir.IRBuilder, offsets: ir.Value, index: ir.Value) -> list[i
     return [builder.load(builder.gep(offsets, [builder.add(index, _number(i))])) for i in range(TILE_ROWS)]
 
 
-@intrinsic
-def pack_tile(
-    _typing_context: Any, x: Any, offsets: Any, index: Any, column: types.Type, packed: types.Type, to: types.Type
-) -> Any:
+@emitted()
+def pack_tile(builder, x, offsets, index, column, packed, to):
     """32 columns of 16 rows of x, from `column` on, as a tile of pairs at `to` of `packed`, in float32: pair p of row r
     at 16 p + r. The rows begin at 16 numbers, from `index` on, of `offsets`."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        x, offsets, index, column, packed, to = args
-        starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
-        rows = [builder.load(at(builder, x, start, WORDS.element), align=2) for start in starts]
-        for i, vector in enumerate(_transposed(builder, rows)):
-            pointer = at(builder, packed, builder.add(to, _number(i * LANES)), WORDS.element)
-            builder.store(vector, pointer, align=4)
-        return context.get_dummy_value()
-
-    indices = types.CPointer(types.int64)
-    pointers = types.CPointer(types.float32)
-    return types.void(x, indices, types.int64, types.int64, pointers, types.int64), generate
+    starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
+    rows = [builder.load(at(builder, x, start, WORDS.element), align=2) for start in starts]
+    for i, vector in enumerate(_transposed(builder, rows)):
+        pointer = at(builder, packed, builder.add(to, _number(i * LANES)), WORDS.element)
+        builder.store(vector, pointer, align=4)
 
 
 def _load_tile(builder: ir.IRBuilder, sums: ir.Value, index: ir.Value) -> list[ir.Value]:
@@ -259,17 +176,18 @@ def _load_tile(builder: ir.IRBuilder, sums: ir.Value, index: ir.Value) -> list[i
     return [builder.load(at(builder, sums, row, VECTOR.element), align=4) for row in rows]
 
 
-def _store(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-    """Tiles of sums as 16 columns each of 16 rows."""
-    sums, *tiles, out, offsets, index, column = args
+@emitted()
+def store_rows(builder, sums, first, second, out, offsets, index, column):
+    """Two tiles of sums, at `first` and `second`, as 32 columns of 16 rows of out from `column` on, float32 or rounded
+    to bfloat16; or one, the second None, as 16. The rows begin at 16 numbers, from `index` on, of `offsets`."""
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
-    rows = [_load_tile(builder, sums, each) for each in tiles]
-    if signature.args[-4].dtype == types.float32:
+    rows = [_load_tile(builder, sums, each) for each in (first, second) if is_number(each)]
+    if out.type.pointee == VECTOR.element:
         for number, tile in enumerate(rows):
             for start, vector in zip(starts, _transposed(builder, tile), strict=True):
                 to = builder.add(start, _number(number * LANES))
                 builder.store(vector, at(builder, out, to, VECTOR.element), align=4)
-        return context.get_dummy_value()
+        return
     flat = [vector for tile in rows for vector in tile]
     pairs = [round_pairs(builder, *flat[i : i + 2]) for i in range(0, len(flat), 2)]
     num_words = len(pairs)
@@ -279,63 +197,26 @@ def _store(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir
         words = builder.shuffle_vector(vector, vector, lanes)
         pointer = builder.bitcast(builder.gep(out, [start]), words.type.as_pointer())
         builder.store(words, pointer, align=2)
-    return context.get_dummy_value()
 
 
-_pointers, _indices = types.CPointer(types.float32), types.CPointer(types.int64)
-
-
-@intrinsic
-def store_rows(
-    _typing_context: Any, sums: Any, first: Any, second: Any, out: Any, offsets: Any, index: Any, column: types.Type
-) -> Any:
-    """Two tiles of sums, at `first` and `second`, as 32 columns of 16 rows of out from `column` on, float32 or rounded
-    to bfloat16. The rows begin at 16 numbers, from `index` on, of `offsets`."""
-    number = types.int64
-    return types.void(_pointers, number, number, out, _indices, number, number), _store
-
-
-@intrinsic
-def store_columns(_typing_context: Any, sums: Any, tile: Any, out: Any, offsets: Any, index: Any, column: Any) -> Any:
-    """One tile, as 16 columns; see `store_rows`."""
-    number = types.int64
-    return types.void(_pointers, number, out, _indices, number, number), _store
-
-
-@intrinsic
-def prefetch_rows(_typing_context: Any, out_type: Any, offsets: Any, index: Any, column: types.Type) -> Any:
+@emitted()
+def prefetch_rows(builder, out, offsets, index, column):
     """Have 32 columns of 16 rows brought to the cache, see `store_rows`: to be written, too, a line is read first."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        out, offsets, index, column = args
-        line = LANES if out_type.dtype == types.float32 else 2 * LANES
-        for start in _starts(builder, offsets, index):
-            for number in range(0, 2 * LANES, line):
-                prefetch(builder, builder.gep(out, [builder.add(start, builder.add(column, _number(number)))]))
-        return context.get_dummy_value()
-
-    return types.void(out_type, _indices, types.int64, types.int64), generate
+    line = LANES if out.type.pointee == VECTOR.element else 2 * LANES
+    for start in _starts(builder, offsets, index):
+        for number in range(0, 2 * LANES, line):
+            prefetch(builder, builder.gep(out, [builder.add(start, builder.add(column, _number(number)))]))
 
 
-@intrinsic
-def transpose_tile(
-    _typing_context: Any, x: Any, offsets: Any, index: Any, column: types.Type, out: types.Type, to: Any, stride: Any
-) -> Any:
+@emitted()
+def transpose_tile(builder, x, offsets, index, column, out, to, stride):
     """16 columns of 32 rows of x, from `column` on, as 16 rows of out, `stride` elements apart, from `to` on. The rows
     begin at 32 numbers, from `index` on, of `offsets`."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        x, offsets, index, column, out, to, stride = args
-        starts = [*_starts(builder, offsets, index), *_starts(builder, offsets, builder.add(index, _number(TILE_ROWS)))]
-        rows = [at(builder, x, builder.add(start, column), _HALF) for start in starts]
-        halves = [builder.zext(builder.load(row, align=2), WORDS) for row in rows]
-        sixteen = ir.Constant(WORDS, [16] * LANES)
-        pairs = [builder.or_(halves[i], builder.shl(halves[i + 1], sixteen)) for i in range(0, len(halves), 2)]
-        for vector in _transposed(builder, pairs):
-            builder.store(vector, at(builder, out, to, WORDS.element), align=4)
-            to = builder.add(to, stride)
-        return context.get_dummy_value()
-
-    index_type = types.int64
-    indices = types.CPointer(index_type)
-    return types.void(x, indices, *[index_type] * 2, out, *[index_type] * 2), generate
+    starts = [*_starts(builder, offsets, index), *_starts(builder, offsets, builder.add(index, _number(TILE_ROWS)))]
+    rows = [at(builder, x, builder.add(start, column), _HALF) for start in starts]
+    halves = [builder.zext(builder.load(row, align=2), WORDS) for row in rows]
+    sixteen = ir.Constant(WORDS, [16] * LANES)
+    pairs = [builder.or_(halves[i], builder.shl(halves[i + 1], sixteen)) for i in range(0, len(halves), 2)]
+    for vector in _transposed(builder, pairs):
+        builder.store(vector, at(builder, out, to, WORDS.element), align=4)
+        to = builder.add(to, stride)

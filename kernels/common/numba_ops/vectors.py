@@ -6,13 +6,15 @@ of a small head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, errors
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from paged.kernels.common.numba_ops.kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH, cpu_features
@@ -52,6 +54,31 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, VECTOR)
 
 
+def emitted(result: types.Type = types.void) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a function that emits its code by a builder. Its integers are int64, its numbers float32."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def function(_typing_context: Any, *given: types.Type) -> Any:
+            def generate(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> ir.Value:
+                value = emit(builder, *args)
+                return context.get_dummy_value() if result == types.void else value
+
+            wide = {types.Integer: types.int64, types.Float: types.float32}
+            kinds = (next((wide[each] for each in wide if isinstance(kind, each)), kind) for kind in given)
+            return result(*kinds), generate
+
+        function.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+        function.__name__ = emit.__name__
+        return intrinsic(function)
+
+    return decorate
+
+
+def is_number(argument: ir.Value) -> bool:
+    """Whether an argument of what is emitted is a number, not None."""
+    return isinstance(argument.type, ir.IntType)
+
+
 def _splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
     lowest = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
@@ -62,19 +89,10 @@ def at(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Ty
     return builder.bitcast(builder.gep(pointer, [index]), ir.VectorType(element, LANES).as_pointer())
 
 
-@intrinsic
-def fill(_typing_context: Any, value: types.Type) -> Any:
+@emitted(_vector)
+def fill(builder, value):
     """All 16 of one value."""
-    return _vector(types.float32), lambda context, builder, _, args: _splat(builder, args[0])
-
-
-@intrinsic
-def load_vector(_typing_context: Any, pointer: types.Type, index: types.Type) -> Any:
-    """16 elements, of float32 or bfloat16, from an index on."""
-    if pointer.dtype not in (types.float32, types.uint16):
-        raise errors.TypingError(f"no vectors of {pointer.dtype}")
-
-    return _vector(pointer, types.int64), lambda context, builder, _, args: _load(builder, *args)
+    return _splat(builder, value)
 
 
 def _load(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
@@ -84,6 +102,9 @@ def _load(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value
     halves = builder.load(at(builder, pointer, index, ir.IntType(16)), align=2)
     shifted = builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES))
     return builder.bitcast(shifted, VECTOR)
+
+
+load_vector = emitted(_vector)(_load)
 
 
 def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
@@ -102,16 +123,11 @@ def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return builder.trunc(builder.lshr(rounded, sixteen), halves)
 
 
-@intrinsic
-def store_vector(_typing_context: Any, pointer: types.Type, index: types.Type, vector: types.Type) -> Any:
+@emitted()
+def store_vector(builder, pointer, index, vector):
     """Write 16 float32, or round them to bfloat16, from an index on."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        value = args[2] if pointer.dtype == types.float32 else _rounded(builder, args[2])
-        builder.store(value, at(builder, args[0], args[1], value.type.element), align=2)
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64, _vector), generate
+    value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
+    builder.store(value, at(builder, pointer, index, value.type.element), align=2)
 
 
 def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -119,23 +135,35 @@ def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c."""
     return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
 
 
-@intrinsic
-def multiply_add(_typing_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
-    """a * b + c."""
-    return _vector(_vector, _vector, _vector), lambda context, builder, _, args: _multiply_add(builder, *args)
+multiply_add = emitted(_vector)(_multiply_add)
 
 
 def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger of each pair; a where b is NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
-@intrinsic
-def larger(_typing_context: Any, a: types.Type, b: types.Type) -> Any:
-    """The larger of each pair; a where b is NaN."""
-    return _vector(_vector, _vector), lambda context, builder, _, args: _larger(builder, *args)
+larger = emitted(_vector)(_larger)
+
+
+def _sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
+    """A variable for a vector of sums."""
+    zero = ir.Constant(VECTOR, [0.0] * LANES)
+    total = cgutils.alloca_once_value(builder, zero)
+    builder.store(zero, total)  # in a loop again
+    return total
+
+
+@contextmanager
+def _steps(builder: ir.IRBuilder, size: ir.Value, step: int) -> Iterator[ir.Value]:
+    """A loop from 0 to below `size`."""
+    zero, by = (ir.Constant(size.type, each) for each in (0, step))
+    with cgutils.for_range_slice(builder, zero, size, by, size.type) as (i, _):
+        yield i
 
 
 def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
@@ -154,12 +182,9 @@ def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine
 def _reduction(combine: _Combine) -> Any:
     """An intrinsic that makes one float32 of a vector."""
 
-    @intrinsic
-    def reduce(_typing_context: Any, vector: types.Type) -> Any:
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-            return builder.extract_element(_fold(builder, args[0], 1, combine), ir.Constant(_INT, 0))
-
-        return types.float32(_vector), generate
+    @emitted(types.float32)
+    def reduce(builder, vector):
+        return builder.extract_element(_fold(builder, vector, 1, combine), ir.Constant(_INT, 0))
 
     return reduce
 
@@ -177,44 +202,33 @@ def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
     builder.store(sums, builder.bitcast(builder.gep(pointer, [index]), sums.type.as_pointer()), align=4)
 
 
-@intrinsic
-def store_products(
-    _typing_context: Any, row: Any, first: Any, rows: Any, start: Any, stride: Any, size: Any, out: Any, to: Any
-) -> Any:
+@emitted()
+def store_products(builder, row, first, rows, start, stride, size, out, to):
     """Write the products of a row of float32, from `first` on, with 16 rows, from `start` on and `stride` apart.
 
     size: elements of each, a multiple of 16.
     """
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        row, first, rows, start, stride, size, out, to = args
-        own, starts = builder.gep(row, [first]), [start]
-        while len(starts) < LANES:
-            starts.append(builder.add(starts[-1], stride))
-        zero = ir.Constant(VECTOR, [0.0] * LANES)
-        totals = [cgutils.alloca_once_value(builder, zero) for _ in starts]
-        for total in totals:
-            builder.store(zero, total)
-        begin, lanes = ir.Constant(size.type, 0), ir.Constant(size.type, LANES)
-        with cgutils.for_range_slice(builder, begin, size, lanes, size.type) as (i, _):
-            factor = builder.load(at(builder, own, i, _FLOAT), align=4)
-            for each, total in zip(starts, totals, strict=True):
-                other = _load(builder, rows, builder.add(each, i))
-                builder.store(_multiply_add(builder, factor, other, builder.load(total)), total)
-        sums = [builder.load(total) for total in totals]
-        for half in (8, 4, 2, 1):  # two vectors become one, which has the halves of each row's sum added
-            low = [i // half * 2 * half + i % half for i in range(LANES)]
-            high = [lane + half for lane in low]
-            pairs = zip(sums[::2], sums[1::2], strict=True)
-            sums = [_sum(builder, _part(builder, a, b, low), _part(builder, a, b, high)) for a, b in pairs]
-        builder.store(sums[0], at(builder, out, to, _FLOAT), align=4)
-        return context.get_dummy_value()
-
-    pointers, index = types.CPointer(types.float32), types.int64
-    return types.void(pointers, index, rows, index, index, index, pointers, index), generate
+    own, starts = builder.gep(row, [first]), [start]
+    while len(starts) < LANES:
+        starts.append(builder.add(starts[-1], stride))
+    totals = [_sum_from_zero(builder) for _ in starts]
+    with _steps(builder, size, LANES) as i:
+        factor = builder.load(at(builder, own, i, _FLOAT), align=4)
+        for each, total in zip(starts, totals, strict=True):
+            other = _load(builder, rows, builder.add(each, i))
+            builder.store(_multiply_add(builder, factor, other, builder.load(total)), total)
+    sums = [builder.load(total) for total in totals]
+    for half in (8, 4, 2, 1):  # two vectors become one, which has the halves of each row's sum added
+        low = [i // half * 2 * half + i % half for i in range(LANES)]
+        high = [lane + half for lane in low]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        sums = [_sum(builder, _part(builder, a, b, low), _part(builder, a, b, high)) for a, b in pairs]
+    builder.store(sums[0], at(builder, out, to, _FLOAT), align=4)
 
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """`exp2` of each."""
+
     def constant(value: float) -> ir.Constant:
         return ir.Constant(VECTOR, [value] * LANES)
 
@@ -245,23 +259,16 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.fmul(result, power, flags=_FLAGS)
 
 
-@intrinsic
-def exp2_of(_typing_context: Any, vector: types.Type) -> Any:
-    """`exp2` of each."""
-    return _vector(_vector), lambda context, builder, _, args: _exp2(builder, *args)
+exp2_of = emitted(_vector)(_exp2)
 
 
-@intrinsic
-def silu(_typing_context: Any, gate: types.Type, up: types.Type) -> Any:
+@emitted(_vector)
+def silu(builder, gate, up):
     """gate / (1 + e^-gate) * up."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        minus_log2_e, one = (ir.Constant(VECTOR, [value] * LANES) for value in (-LOG2_E, 1.0))
-        power = _exp2(builder, builder.fmul(args[0], minus_log2_e, flags=_FLAGS))
-        quotient = builder.fdiv(args[0], _sum(builder, one, power), flags=_FLAGS)
-        return builder.fmul(quotient, args[1], flags=_FLAGS)
-
-    return _vector(_vector, _vector), generate
+    minus_log2_e, one = (ir.Constant(VECTOR, [value] * LANES) for value in (-LOG2_E, 1.0))
+    power = _exp2(builder, builder.fmul(gate, minus_log2_e, flags=_FLAGS))
+    quotient = builder.fdiv(gate, _sum(builder, one, power), flags=_FLAGS)
+    return builder.fmul(quotient, up, flags=_FLAGS)
 
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> None:
@@ -273,19 +280,12 @@ def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> Non
     builder.call(fetch, [address, *(ir.Constant(_INT, each) for each in (0, locality, 1))])  # to read
 
 
-@intrinsic
-def prefetch_row(_typing_context: Any, pointer: types.Type, index: types.Type, size: types.Type) -> Any:
+@emitted()
+def prefetch_row(builder, pointer, index, size):
     """Have `size` elements from an index on brought to the first level of cache."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        row = builder.gep(args[0], [args[1]])
-        zero, line = (ir.Constant(args[2].type, each) for each in (0, LANES if is_wide else 2 * LANES))
-        with cgutils.for_range_slice(builder, zero, args[2], line, line.type) as (i, _):
-            prefetch(builder, builder.gep(row, [i]), 3)
-        return context.get_dummy_value()
-
-    is_wide = pointer.dtype == types.float32
-    return types.void(pointer, types.int64, types.int64), generate
+    row = builder.gep(pointer, [index])
+    with _steps(builder, size, LANES if pointer.type.pointee == _FLOAT else 2 * LANES) as i:
+        prefetch(builder, builder.gep(row, [i]), 3)
 
 
 def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
@@ -316,167 +316,100 @@ def product_tile(num_rows: int) -> Any:
     x and w are float32 or bfloat16, `size` elements of each a multiple of `OPERAND_SIZES`; sums are float32.
     """
 
-    @intrinsic
-    def tile(
-        _typing_context: Any,
-        x: Any,
-        starts: Any,
-        w: Any,
-        weights: Any,
-        step: Any,
-        size: Any,
-        out: Any,
-        to: Any,
-        stride: Any,
-    ) -> Any:
-        element = _FLOAT if x.dtype == types.float32 else _INT
-        index = types.int64
+    @emitted()
+    def tile(builder, x, starts, w, weights, step, size, out, to, stride):
+        element = _FLOAT if x.type.pointee == _FLOAT else _INT
+        rows = [builder.gep(x, [start]) for start in cgutils.unpack_tuple(builder, starts)]
+        columns = [builder.gep(w, [weights])]
+        while len(columns) < OUTPUTS:
+            columns.append(builder.gep(columns[-1], [step]))
 
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-            x, starts, w, weights, step, size, out, to, stride = args
-            rows = [builder.gep(x, [start]) for start in cgutils.unpack_tuple(builder, starts)]
-            columns = [builder.gep(w, [weights])]
-            while len(columns) < OUTPUTS:
-                columns.append(builder.gep(columns[-1], [step]))
+        def operand(row: ir.Value, index: ir.Value) -> ir.Value:
+            return builder.load(at(builder, row, index, element), align=2)
 
-            def operand(row: ir.Value, index: ir.Value) -> ir.Value:
-                return builder.load(at(builder, row, index, element), align=2)
-
-            ahead = builder.mul(step, ir.Constant(step.type, OUTPUTS))
-            zero = ir.Constant(VECTOR, [0.0] * LANES)
-            totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
-            for sums in totals:
-                for total in sums:
-                    builder.store(zero, total)
-            begin, lanes = (ir.Constant(size.type, each) for each in (0, LANES if element is _FLOAT else 2 * LANES))
-            with cgutils.for_range_slice(builder, begin, size, lanes, size.type) as (i, _):
-                factors = [operand(column, i) for column in columns]
-                for column in columns:  # of the next tile: what is read once comes at 12 to 16 GB/s instead of 9 to 14
-                    prefetch(builder, builder.gep(column, [builder.add(i, ahead)]))
-                for row, sums in zip(rows, totals, strict=True):
-                    own = operand(row, i)
-                    for factor, total in zip(factors, sums, strict=True):
-                        builder.store(_add_products(builder, own, factor, builder.load(total)), total)
-            for sums in totals:
-                _store_sums(builder, out, to, [builder.load(total) for total in sums])
-                to = builder.add(to, stride)
-            return context.get_dummy_value()
-
-        pointers = types.CPointer(types.float32)
-        return types.void(x, types.UniTuple(index, num_rows), w, index, index, index, pointers, index, index), generate
+        ahead = builder.mul(step, ir.Constant(step.type, OUTPUTS))
+        totals = [[_sum_from_zero(builder) for _ in columns] for _ in rows]
+        with _steps(builder, size, LANES if element is _FLOAT else 2 * LANES) as i:
+            factors = [operand(column, i) for column in columns]
+            for column in columns:  # of the next tile: what is read once comes at 12 to 16 GB/s instead of 9 to 14
+                prefetch(builder, builder.gep(column, [builder.add(i, ahead)]))
+            for row, sums in zip(rows, totals, strict=True):
+                own = operand(row, i)
+                for factor, total in zip(factors, sums, strict=True):
+                    builder.store(_add_products(builder, own, factor, builder.load(total)), total)
+        for sums in totals:
+            _store_sums(builder, out, to, [builder.load(total) for total in sums])
+            to = builder.add(to, stride)
 
     return tile
 
 
-@intrinsic
-def copy_words(_typing_context: Any, source: Any, index: Any, target: Any, to: types.Type) -> Any:
+@emitted()
+def copy_words(builder, source, index, target, to):
     """Copy 16 words of 32 bits from an index of one array to that of another."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        source, index, target, to = args
-        builder.store(builder.load(at(builder, source, index, _INT), align=2), at(builder, target, to, _INT), align=2)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, target, types.int64), generate
+    builder.store(builder.load(at(builder, source, index, _INT), align=2), at(builder, target, to, _INT), align=2)
 
 
-@intrinsic
-def store_pairs(_typing_context: Any, pointer: types.Type, index: types.Type, a: types.Type, b: types.Type) -> Any:
+@emitted()
+def store_pairs(builder, pointer, index, a, b):
     """Write pairs of bfloat16, of a in the low bits of words and of b, from an index of float32 on. Rounded to the
     nearest, ties away from 0, in half the time of `round_pairs`; NaN may become infinite."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        pointer, index, a, b = args
-        half, sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (1 << 15, 16, -1 << 16))
-        low, high = (builder.add(builder.bitcast(each, WORDS), half) for each in (a, b))
-        pairs = builder.or_(builder.lshr(low, sixteen), builder.and_(high, upper))
-        builder.store(pairs, at(builder, pointer, index, _INT), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.CPointer(types.float32), types.int64, _vector, _vector), generate
+    half, sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (1 << 15, 16, -1 << 16))
+    low, high = (builder.add(builder.bitcast(each, WORDS), half) for each in (a, b))
+    pairs = builder.or_(builder.lshr(low, sixteen), builder.and_(high, upper))
+    builder.store(pairs, at(builder, pointer, index, _INT), align=4)
 
 
-@intrinsic
-def within(
-    _typing_context: Any, vector: Any, position: Any, bounds: types.Type, first: types.Type, end: types.Type
-) -> Any:
+@emitted(_vector)
+def within(builder, vector, position, bounds, first, end):
     """Of a vector those elements whose bounds, 16 from each of two indices on, hold a position: first <= it < end. The
     others are -inf."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        vector, position, bounds, first, end = args
-        first, end = (builder.load(at(builder, bounds, each, _INT), align=4) for each in (first, end))
-        words = _splat(builder, builder.trunc(position, _INT), WORDS)
-        is_within = builder.and_(builder.icmp_signed("<=", first, words), builder.icmp_signed("<", words, end))
-        return builder.select(is_within, vector, ir.Constant(VECTOR, [-float("inf")] * LANES))
-
-    return _vector(_vector, types.int64, types.CPointer(types.int32), types.int64, types.int64), generate
+    first, end = (builder.load(at(builder, bounds, each, _INT), align=4) for each in (first, end))
+    words = _splat(builder, builder.trunc(position, _INT), WORDS)
+    is_within = builder.and_(builder.icmp_signed("<=", first, words), builder.icmp_signed("<", words, end))
+    return builder.select(is_within, vector, ir.Constant(VECTOR, [-float("inf")] * LANES))
 
 
-@intrinsic
-def add_outer_products(
-    _typing_context: Any,
-    a: Any,
-    first: Any,
-    row_step: Any,
-    column_step: Any,
-    b: Any,
-    begin: Any,
-    count: Any,
-    out: Any,
-    to: Any,
-    is_first: Any,
-    following: Any,
-) -> Any:
+@emitted()
+def add_outer_products(builder, a, first, row_step, column_step, b, begin, count, out, to, is_first, following):
     """out += a b, or out = a b where `is_first`: of 8 rows of a, `count` columns, and as many rows of 32 of b.
 
     a's rows and columns are so many elements apart. b and out are 16 x 16 tiles, two for 16 rows. Meanwhile 8 * `count`
     elements of a from `following` on, if that is not None, are brought to the cache: weights that are used once take
     0.75 of the time.
     """
-
-    has_following = following is not types.none
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
-        a, first, row_step, column_step, b, begin, count, out, to, is_first, following = args
-        index = to.type
-        ahead = builder.gep(a, [following]) if has_following else None
-        tile, lanes = ir.Constant(index, LANES * LANES), ir.Constant(index, LANES)
-        rows, places = [builder.gep(a, [first])], [to]
-        while len(rows) < OUTER_ROWS:
-            rows.append(builder.gep(rows[-1], [row_step]))
-            places.append(builder.add(places[-1], lanes))
-        places = [each for place in places for each in (place, builder.add(place, tile))]
-        pointers = [at(builder, out, place, _FLOAT) for place in places]
-        totals = [cgutils.alloca_once(builder, VECTOR) for _ in pointers]
-        for pointer, total in zip(pointers, totals, strict=True):
-            builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
-            with builder.if_then(builder.not_(is_first)):
-                builder.store(builder.load(pointer, align=4), total)
-        rest = builder.and_(count, ir.Constant(index, -_OUTER_COLUMNS))
-        for low, high, columns in ((ir.Constant(index, 0), rest, _OUTER_COLUMNS), (rest, count, 1)):
-            with cgutils.for_range_slice(builder, low, high, ir.Constant(index, columns), index) as (i, _):
-                start = builder.add(begin, builder.mul(i, lanes))
-                start = builder.add(start, builder.mul(builder.lshr(i, ir.Constant(index, 4)), tile))
-                column = builder.mul(i, column_step)
-                if columns > 1 and ahead is not None:
-                    lines = builder.mul(i, ir.Constant(index, OUTER_ROWS))
-                    for line in range(0, OUTER_ROWS * columns, LANES):
-                        prefetch(builder, builder.gep(ahead, [builder.add(lines, ir.Constant(index, line))]))
-                for _ in range(columns):
-                    factors = [
-                        builder.load(at(builder, b, each, _FLOAT), align=4)
-                        for each in (start, builder.add(start, tile))
-                    ]
-                    for number, row in enumerate(rows):
-                        own = _splat(builder, builder.load(builder.gep(row, [column])))
-                        for factor, total in zip(factors, totals[2 * number :], strict=False):
-                            builder.store(_multiply_add(builder, own, factor, builder.load(total)), total)
-                    start, column = builder.add(start, lanes), builder.add(column, column_step)
-        for pointer, total in zip(pointers, totals, strict=True):
-            builder.store(builder.load(total), pointer, align=4)
-        return context.get_dummy_value()
-
-    pointers, index = types.CPointer(types.float32), types.int64
-    operands = pointers, *[index] * 3, pointers, index, index, pointers, index
-    return types.void(*operands, types.boolean, following), generate
+    index = to.type
+    ahead = builder.gep(a, [following]) if is_number(following) else None
+    tile, lanes = ir.Constant(index, LANES * LANES), ir.Constant(index, LANES)
+    rows, places = [builder.gep(a, [first])], [to]
+    while len(rows) < OUTER_ROWS:
+        rows.append(builder.gep(rows[-1], [row_step]))
+        places.append(builder.add(places[-1], lanes))
+    places = [each for place in places for each in (place, builder.add(place, tile))]
+    pointers = [at(builder, out, place, _FLOAT) for place in places]
+    totals = [cgutils.alloca_once(builder, VECTOR) for _ in pointers]
+    for pointer, total in zip(pointers, totals, strict=True):
+        builder.store(ir.Constant(VECTOR, [0.0] * LANES), total)
+        with builder.if_then(builder.not_(is_first)):
+            builder.store(builder.load(pointer, align=4), total)
+    rest = builder.and_(count, ir.Constant(index, -_OUTER_COLUMNS))
+    for low, high, columns in ((ir.Constant(index, 0), rest, _OUTER_COLUMNS), (rest, count, 1)):
+        with cgutils.for_range_slice(builder, low, high, ir.Constant(index, columns), index) as (i, _):
+            start = builder.add(begin, builder.mul(i, lanes))
+            start = builder.add(start, builder.mul(builder.lshr(i, ir.Constant(index, 4)), tile))
+            column = builder.mul(i, column_step)
+            if columns > 1 and ahead is not None:
+                lines = builder.mul(i, ir.Constant(index, OUTER_ROWS))
+                for line in range(0, OUTER_ROWS * columns, LANES):
+                    prefetch(builder, builder.gep(ahead, [builder.add(lines, ir.Constant(index, line))]))
+            for _ in range(columns):
+                factors = [
+                    builder.load(at(builder, b, each, _FLOAT), align=4) for each in (start, builder.add(start, tile))
+                ]
+                for number, row in enumerate(rows):
+                    own = _splat(builder, builder.load(builder.gep(row, [column])))
+                    for factor, total in zip(factors, totals[2 * number :], strict=False):
+                        builder.store(_multiply_add(builder, own, factor, builder.load(total)), total)
+                start, column = builder.add(start, lanes), builder.add(column, column_step)
+    for pointer, total in zip(pointers, totals, strict=True):
+        builder.store(builder.load(total), pointer, align=4)
