@@ -29,8 +29,7 @@ _LEAST_SCALE = 2.0**-126
 # Rows of a sequence and KV head for which keys are packed once: at most, and as few as give a thread so many shares of
 # such a prompt.
 _ROWS_AT_ONCE, _SHARES = 512, 4
-_attend_by_tiles, _attend_bfloat16 = tile_products.attend, vector_products.attend
-_attend_float32 = vector_products.attend_float32
+_attend_by_tiles, _attend_by_vectors = tile_products.attend, vector_products.attend
 
 
 @device_function
@@ -49,13 +48,13 @@ def _tiles(arguments):
 @Kernel
 def _bfloat16(arguments):
     values = unpack(arguments, 43)
-    _attend_bfloat16(_bfloat16_tensors(values), values)
+    _attend_by_vectors(_bfloat16_tensors(values), values)
 
 
 @Kernel
 def _float32(arguments):
     values = unpack(arguments, 43)
-    _attend_float32((floats(values[1]), floats(values[2]), floats(values[3]), floats(values[4])), values)
+    _attend_by_vectors((floats(values[1]), floats(values[2]), floats(values[3]), floats(values[4])), values)
 
 
 def kernel_of_many(dtype: torch.dtype, *sizes: int) -> Kernel:

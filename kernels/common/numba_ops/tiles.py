@@ -21,10 +21,13 @@ from paged.kernels.common.numba_ops.vectors import (
     VECTOR,
     WORDS,
     at,
+    call,
     emitted,
     is_number,
+    load_first,
     prefetch,
     round_pairs,
+    store_first,
 )
 
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -45,8 +48,7 @@ def has_tiles() -> bool:
 
 
 def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
+    call(builder, f"x86.{name}", ir.VoidType(), *args)
 
 
 def _tile(number: int) -> ir.Constant:
@@ -197,6 +199,25 @@ def store_rows(builder, sums, first, second, out, offsets, index, column):
         words = builder.shuffle_vector(vector, vector, lanes)
         pointer = builder.bitcast(builder.gep(out, [start]), words.type.as_pointer())
         builder.store(words, pointer, align=2)
+
+
+@emitted()
+def pack_columns(builder, x, offsets, index, column, count, packed, to):
+    """The first `count` of 16 columns, or all, of 16 rows of x as float32, 16 rows of `packed`; see `pack_tile`."""
+    starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
+    rows = [builder.bitcast(load_first(builder, x, start, count), WORDS) for start in starts]
+    for i, vector in enumerate(_transposed(builder, rows)):
+        pointer = at(builder, packed, builder.add(to, _number(i * LANES)), WORDS.element)
+        builder.store(vector, pointer, align=4)
+
+
+@emitted()
+def store_part_of_rows(builder, sums, first, out, offsets, index, column, count):
+    """The first `count` of a tile's 16 columns, or all; see `store_rows`."""
+    vectors = [builder.bitcast(each, WORDS) for each in _load_tile(builder, sums, first)]
+    starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
+    for start, vector in zip(starts, _transposed(builder, vectors), strict=True):
+        store_first(builder, out, start, builder.bitcast(vector, VECTOR), count)
 
 
 @emitted()

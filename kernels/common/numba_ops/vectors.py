@@ -35,6 +35,7 @@ _OUTER_COLUMNS = 4
 # Elements of an operand of `product_tile`, and outputs of each of its rows.
 OPERAND_SIZES, OUTPUTS = {torch.float32: LANES, torch.bfloat16: 2 * LANES}, 4
 _FLAGS = tuple(FASTMATH)
+_MASKED = {True: "v16f32.p0", False: "v16i16.p0"}
 # e^x = 2^(x LOG2_E).
 LOG2_E = 1.4426950408889634
 _Combine = Callable[[Any, ir.Value, ir.Value], ir.Value]
@@ -79,6 +80,12 @@ def is_number(argument: ir.Value) -> bool:
     return isinstance(argument.type, ir.IntType)
 
 
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call a function of LLVM."""
+    kind = ir.FunctionType(result, [each.type for each in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), args)
+
+
 def _splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
     lowest = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
@@ -95,26 +102,45 @@ def fill(builder, value):
     return _splat(builder, value)
 
 
-def _load(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
-    """16 elements, of float32 or bfloat16, from an index on."""
-    if pointer.type.pointee == _FLOAT:
-        return builder.load(at(builder, pointer, index, _FLOAT), align=4)
-    halves = builder.load(at(builder, pointer, index, ir.IntType(16)), align=2)
-    shifted = builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES))
+def _widened(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
+    """16 float32, or what bfloat16 stand for."""
+    if elements.type == VECTOR:
+        return elements
+    shifted = builder.shl(builder.zext(elements, WORDS), ir.Constant(WORDS, [16] * LANES))
     return builder.bitcast(shifted, VECTOR)
 
 
+def _load(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
+    """16 elements, of float32 or bfloat16, from an index on."""
+    element = pointer.type.pointee
+    return _widened(builder, builder.load(at(builder, pointer, index, element), align=4 if element == _FLOAT else 2))
+
+
 load_vector = emitted(_vector)(_load)
+
+
+def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """A mask of the first `count` lanes, all where it is larger."""
+    lanes = ir.Constant(WORDS, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(count, _INT), WORDS))
+
+
+def load_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
+    """The first `count` of 16 elements, or all; 0 for the others, which are not read."""
+    source, name = at(builder, pointer, index, pointer.type.pointee), _MASKED[pointer.type.pointee == _FLOAT]
+    kind = source.type.pointee
+    args = source, ir.Constant(_INT, 2), _first(builder, count), ir.Constant(kind, None)
+    return _widened(builder, call(builder, f"masked.load.{name}", kind, *args))
+
+
+load_part = emitted(_vector)(load_first)
 
 
 def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     """16 bfloat16, to the nearest, ties to even."""
     halves = ir.VectorType(ir.IntType(16), LANES)
     if _HAS_BF16_PRODUCTS:
-        kind = ir.FunctionType(halves, [VECTOR])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"), [vector]
-        )
+        return call(builder, "x86.avx512bf16.cvtneps2bf16.512", halves, vector)
     words, sixteen = builder.bitcast(vector, WORDS), ir.Constant(WORDS, [16] * LANES)
     is_odd = builder.and_(builder.lshr(words, sixteen), ir.Constant(WORDS, [1] * LANES))
     rounded = builder.add(builder.add(words, ir.Constant(WORDS, [0x7FFF] * LANES)), is_odd)
@@ -128,6 +154,16 @@ def store_vector(builder, pointer, index, vector):
     """Write 16 float32, or round them to bfloat16, from an index on."""
     value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
     builder.store(value, at(builder, pointer, index, value.type.element), align=2)
+
+
+def store_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vector: ir.Value, count: ir.Value) -> None:
+    """Write the first `count` of 16, or all, likewise."""
+    value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
+    args = value, at(builder, pointer, index, value.type.element), ir.Constant(_INT, 2), _first(builder, count)
+    call(builder, f"masked.store.{_MASKED[value.type == VECTOR]}", ir.VoidType(), *args)
+
+
+store_part = emitted()(store_first)
 
 
 def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -204,10 +240,8 @@ def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
 
 @emitted()
 def store_products(builder, row, first, rows, start, stride, size, out, to):
-    """Write the products of a row of float32, from `first` on, with 16 rows, from `start` on and `stride` apart.
-
-    size: elements of each, a multiple of 16.
-    """
+    """Write the products of a row of float32, from `first` on, with 16 rows, from `start` on and `stride` apart, of
+    `size` elements, a multiple of 16."""
     own, starts = builder.gep(row, [first]), [start]
     while len(starts) < LANES:
         starts.append(builder.add(starts[-1], stride))
@@ -234,10 +268,8 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
     def in_one(name: str, *operands: ir.Value) -> ir.Value:
         rest = ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.IntType(16), -1), ir.Constant(_INT, 4)
-        order = (*operands, *rest)  # of all elements, rounded as others are
-        kind = ir.FunctionType(VECTOR, [each.type for each in order])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.mask.{name}.ps.512")
-        return builder.call(function, order)
+        # Of all elements, rounded as others are.
+        return call(builder, f"x86.avx512.mask.{name}.ps.512", VECTOR, *operands, *rest)
 
     def polynomial(part: ir.Value) -> ir.Value:
         result = constant(EXP2_COEFFICIENTS[0])
@@ -250,9 +282,7 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         return in_one("scalef", polynomial(in_one("reduce", x, down)), x)
     for word, bound in (("<", EXP2_RANGE[0]), (">", EXP2_RANGE[1])):
         x = builder.select(builder.fcmp_ordered(word, x, constant(bound)), constant(bound), x)
-    kind = ir.FunctionType(VECTOR, [VECTOR])
-    floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
-    whole = builder.call(floor, [x])
+    whole = call(builder, f"floor.v{LANES}f32", VECTOR, x)
     result = polynomial(builder.fsub(x, whole, flags=_FLAGS))
     exponent = builder.add(builder.fptosi(whole, WORDS), ir.Constant(WORDS, [127] * LANES))
     power = builder.bitcast(builder.shl(exponent, ir.Constant(WORDS, [23] * LANES)), VECTOR)
@@ -275,9 +305,7 @@ def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> Non
     """Have a line of 64 bytes brought to the second level of cache, or with locality 3 to the first, if there is
     memory."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [address.type, _INT, _INT, _INT])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(fetch, [address, *(ir.Constant(_INT, each) for each in (0, locality, 1))])  # to read
+    call(builder, "prefetch.p0", ir.VoidType(), address, *(ir.Constant(_INT, each) for each in (0, locality, 1)))
 
 
 @emitted()
@@ -293,9 +321,7 @@ def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
     if a.type == VECTOR:
         return _multiply_add(builder, a, b, total)
     if _HAS_BF16_PRODUCTS:
-        kind = ir.FunctionType(VECTOR, [VECTOR, WORDS, WORDS])
-        multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-        return builder.call(multiply, [total, a, b])
+        return call(builder, "x86.avx512bf16.dpbf16ps.512", VECTOR, total, a, b)
     sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (16, -1 << 16))
     for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
         own, other = (builder.bitcast(half, VECTOR) for half in halves)

@@ -15,13 +15,11 @@ from paged.kernels.common.numba_ops.kernel import (
     floats,
     int32s,
     int64s,
-    load,
     share,
-    store,
     unpack,
 )
 from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
+from paged.kernels.common.numba_ops.vectors import LANES, fill, load_part, multiply_add, store_part
 from paged.kernels.moe.torch_ops.fused_moe import SortedEntries
 
 
@@ -64,23 +62,17 @@ def _sort_entries(arguments):
 @device_function
 def _combine(parts, positions, weights, out, num_rows, top_k, size, stride):
     first, end = share(num_rows)
-    whole = size // LANES * LANES
     for row in range(first, end):
         entry, to = row * top_k, row * stride
-        for i in range(0, whole, LANES):
+        for i in range(0, size, LANES):
             total = fill(np.float32(0))
             for j in range(entry, entry + top_k):
                 weight = fill(weights[j])
                 if positions[j] >= 0:
-                    total = multiply_add(weight, load_vector(parts, positions[j] * size + i), total)
+                    total = multiply_add(weight, load_part(parts, positions[j] * size + i, size - i), total)
                 else:  # NaN, too, makes NaN of a row
                     total = multiply_add(weight, fill(np.float32(0)), total)
-            store_vector(out, to + i, total)
-        for i in range(whole, size):
-            rest: Any = np.float32(0)
-            for j in range(entry, entry + top_k):
-                rest += weights[j] * (load(parts, positions[j] * size + i) if positions[j] >= 0 else np.float32(0))
-            store(out, to + i, rest)
+            store_part(out, to + i, total, size - i)
 
 
 @Kernel
