@@ -11,7 +11,7 @@ import torch
 
 from paged.kernels.attention.call import TENSORS, AttentionCall
 from paged.kernels.attention.torch_ops.batches import SequenceBatch, SharedBatches, sequence_batches
-from paged.kernels.attention.torch_ops.products import GatheredProducts, products_of
+from paged.kernels.attention.torch_ops.products import GatheredProducts, ProductsInPlace
 from paged.kernels.common.device import loops_of
 from paged.kernels.common.launch import Compute
 from paged.kernels.common.numba_ops.recording import recording
@@ -121,7 +121,11 @@ def _with_scores(
     call: AttentionCall, batch: SequenceBatch, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[n, Hq, Q, Dv], NaN or anything where a row sees no key; the log-sum-exp [n, Hq, Q] where call.lse is given."""
-    products = products_of(call, batch)
+    products: GatheredProducts | ProductsInPlace
+    if batch.pairs is None or batch.layout is None:
+        products = GatheredProducts(call, batch)
+    else:
+        products = ProductsInPlace(call, batch.pairs, batch.layout)
     scores = products.scores(queries)
     if call.softcap > 0:
         scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from paged.kernels.attention.call import AttentionCall
@@ -11,25 +9,9 @@ from paged.kernels.attention.torch_ops.batches import SequenceBatch
 from paged.kernels.attention.torch_ops.row_layout import RowLayout
 
 
-class Products(Protocol):
-    """Of a batch of n sequences with Q queries and L keys each."""
-
-    def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        """Scaled: float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
-
-    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """Sums of values: float32 [n, Hq, Q, L] -> [n, Hq, Q, Dv]."""
-
-
-def products_of(call: AttentionCall, batch: SequenceBatch) -> Products:
-    """The faster ones, see `SequenceBatch.pairs`."""
-    if batch.pairs is None or batch.layout is None:
-        return GatheredProducts(call, batch)
-    return ProductsInPlace(call, batch.pairs, batch.layout)
-
-
 class GatheredProducts:
-    """Matrix products of all queries of a group of heads; `keys` and `values` are [n, Hkv, L, D] and Dv, of `dtype`."""
+    """Matrix products of all queries of a group of heads, of n sequences with Q queries and L keys each; `keys` and
+    `values` are [n, Hkv, L, D] and Dv, of `dtype`."""
 
     def __init__(self, call: AttentionCall, batch: SequenceBatch, dtype: torch.dtype = torch.float32) -> None:
         self.softmax_scale = call.softmax_scale
@@ -42,19 +24,21 @@ class GatheredProducts:
             self.values *= _gather(v_scale.unsqueeze(-1), batch, None)
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        """Scaled: float32 [n, Hq, Q, D] -> [n, Hq, Q, L]."""
         num_queries = queries.shape[2]
         grouped = queries.unflatten(1, (self.keys.shape[1], -1)).flatten(2, 3)  # [n, Hkv, G * Q, D]
         scores = (grouped @ self.keys.transpose(-1, -2)).mul_(self.softmax_scale)
         return scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Sums of values: float32 [n, Hq, Q, L] -> [n, Hq, Q, Dv]."""
         num_queries = weights.shape[2]
         attended = weights.unflatten(1, (self.values.shape[1], -1)).flatten(2, 3) @ self.values
         return attended.unflatten(2, (-1, num_queries)).flatten(1, 2)
 
 
 class ProductsInPlace:
-    """Attention as PyTorch's sparse operations see it: scores are a matrix product sampled at the pairs of a query and
+    """The same as PyTorch's sparse operations see it: scores are a matrix product sampled at the pairs of a query and
     its keys, sums of values are an embedding bag of them with weights. Both read the cache by indices."""
 
     def __init__(self, call: AttentionCall, pairs: torch.Tensor, layout: RowLayout) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from paged.kernels.common.device import loops_of
-from paged.kernels.common.packed.torch_ops.product import quantized_product
+from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
 from paged.kernels.common.torch_ops import linear as linear_op
 from paged.kernels.common.torch_ops.gated_activation import gated_activation
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
@@ -169,7 +169,9 @@ def _linear(
         parts = zip(x.split(lengths), linear.w, biases, strict=True)
         return torch.cat([functional.linear(*part) for part in parts if len(part[0])])
     if linear.format:
-        out = _quantized(quantized_token_groups(x) if linear.format == "e4m3" else x.float(), linear, ends)
+        out = _quantized(
+            rounded_groups(x.float(), FP8_GROUP, "e4m3") if linear.format == "e4m3" else x.float(), linear, ends
+        )
     else:
         out = _grouped_mm(x, linear.w, ends)
     return _with_bias(out, linear, experts)
@@ -177,15 +179,6 @@ def _linear(
 
 def _with_bias(out: torch.Tensor, linear: ExpertLinear, experts: torch.Tensor) -> torch.Tensor:
     return out if linear.bias is None else out + linear.bias[experts].to(out.dtype)
-
-
-def quantized_token_groups(x: torch.Tensor) -> torch.Tensor:
-    """PyTorch implementation of `kernels.moe.quantize_token_groups`, multiplied out in float32."""
-    groups = functional.pad(x.float(), (0, -x.shape[1] % FP8_GROUP)).unflatten(-1, (-1, FP8_GROUP))
-    scale = groups.abs().amax(-1, keepdim=True) / 448.0
-    scale = torch.where(scale > 0, scale, 1.0)
-    rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(-2)[:, : x.shape[1]].contiguous()
 
 
 def _quantized(x: torch.Tensor, linear: ExpertLinear, ends: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
 from paged.kernels.common.packed.packing import E2M1, unpack_codes, unpack_pairs
 from paged.kernels.common.torch_ops.linear import linear
@@ -49,6 +50,23 @@ def quantized_product(
         if tensor_scale is not None:
             w *= tensor_scale
         out[:, rows] = linear(x, w, None if bias is None else bias[rows].float())
+
+
+def rounded_groups(x: torch.Tensor, group: int, form: str, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 rows whose groups of columns are rounded to "int8" or "e4m3" by a scale, or their own, and multiplied
+    out."""
+    groups = functional.pad(x, (0, -x.shape[1] % group)).unflatten(-1, (-1, group))
+    largest = 127.0 if form == "int8" else 448.0
+    if scale is None:
+        scale = groups.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1, keepdim=True) / largest
+        scale = torch.where(scale > 0, scale, 1.0)
+    scaled = groups / scale
+    if form == "int8":
+        rounded = scaled.round().clamp(-128.0, 127.0)
+    else:
+        rounded = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
+    not_finite = (groups * 0).sum(-1, keepdim=True)
+    return (rounded * scale + not_finite).flatten(-2)[:, : x.shape[1]]
 
 
 def _numbers(values: torch.Tensor, form: str, num_columns: int, *, has_zeros: bool) -> torch.Tensor:
