@@ -35,17 +35,14 @@ def _normalise(x, residual, weight, out, has_residual, num_rows, size, stride, e
     """out = norm(x), or with a residual: residual += x, out = norm(residual)."""
     first, end = share(num_rows)
     for row in range(first, end):
-        to, start = row * size, row * stride
+        to, start, values = row * size, row * stride, x
         if has_residual:
             for i in range(size):
                 store(residual, to + i, load(residual, to + i) + load(x, start + i))
-            inverse = inverse_rms(residual, to, size, eps)
-            for i in range(size):
-                store(out, to + i, load(residual, to + i) * inverse * load(weight, i))
-        else:
-            inverse = inverse_rms(x, start, size, eps)
-            for i in range(size):
-                store(out, to + i, load(x, start + i) * inverse * load(weight, i))
+            start, values = to, residual
+        inverse = inverse_rms(values, start, size, eps)
+        for i in range(size):
+            store(out, to + i, load(values, start + i) * inverse * load(weight, i))
 
 
 @Kernel
