@@ -125,12 +125,25 @@ def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(count, _INT), WORDS))
 
 
+def _is_whole(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Asked where masks are no registers, and what they cover is loaded element by element."""
+    return builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
+
+
 def load_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
     """The first `count` of 16 elements, or all; 0 for the others, which are not read."""
     source, name = at(builder, pointer, index, pointer.type.pointee), _MASKED[pointer.type.pointee == _FLOAT]
     kind = source.type.pointee
     args = source, ir.Constant(_INT, 2), _first(builder, count), ir.Constant(kind, None)
-    return _widened(builder, call(builder, f"masked.load.{name}", kind, *args))
+    if HAS_WIDE_VECTORS:
+        return _widened(builder, call(builder, f"masked.load.{name}", kind, *args))
+    loaded = cgutils.alloca_once(builder, VECTOR)
+    with builder.if_else(_is_whole(builder, count)) as (whole, part):
+        with whole:
+            builder.store(_load(builder, pointer, index), loaded)
+        with part:
+            builder.store(_widened(builder, call(builder, f"masked.load.{name}", kind, *args)), loaded)
+    return builder.load(loaded)
 
 
 load_part = emitted(_vector)(load_first)
@@ -160,7 +173,15 @@ def store_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
     """Write the first `count` of 16, or all, likewise."""
     value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
     args = value, at(builder, pointer, index, value.type.element), ir.Constant(_INT, 2), _first(builder, count)
-    call(builder, f"masked.store.{_MASKED[value.type == VECTOR]}", ir.VoidType(), *args)
+    name = f"masked.store.{_MASKED[value.type == VECTOR]}"
+    if HAS_WIDE_VECTORS:
+        call(builder, name, ir.VoidType(), *args)
+        return
+    with builder.if_else(_is_whole(builder, count)) as (whole, part):
+        with whole:
+            builder.store(value, args[1], align=2)
+        with part:
+            call(builder, name, ir.VoidType(), *args)
 
 
 store_part = emitted()(store_first)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from paged.kernels.common.numba_ops.kernel import (
     Kernel,
     bfloats,
     device_function,
+    exp2,
     floats,
+    load,
     share,
+    store,
     unpack,
 )
 from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LANES, load_part, silu, store_part
+from paged.kernels.common.numba_ops.vectors import LOG2_E
+
+_LOG2_E = np.float32(LOG2_E)
 
 
 @device_function
@@ -21,9 +27,9 @@ def _activate(x, out, num_rows, size, stride):
     first, end = share(num_rows)
     for row in range(first, end):
         gate, up, to = row * stride, row * stride + size, row * size
-        for i in range(0, size, LANES):
-            left = size - i
-            store_part(out, to + i, silu(load_part(x, gate + i, left), load_part(x, up + i, left)), left)
+        for i in range(size):
+            value = load(x, gate + i)
+            store(out, to + i, value / (np.float32(1) + exp2(-_LOG2_E * value)) * load(x, up + i))
 
 
 @Kernel
