@@ -46,7 +46,8 @@ def code_of(page: str, language: str, folder: Path) -> str:
 def run(command: list[str], folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    options = {"capture_output": True, "text": True, "check": False, "timeout": 300}
+    result = subprocess.run(command, cwd=folder, env=environment, **options)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
