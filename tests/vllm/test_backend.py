@@ -17,6 +17,7 @@ from paged.interop.vllm_engine import backend as vllm_backend
 from paged.interop.vllm_engine import metadata as vllm_metadata
 from paged.interop.vllm_engine.backend import PagedImpl
 from paged.interop.vllm_plugin import register
+from tests.operations import stand_in
 from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, Batch, Runner
 
 pytestmark = pytest.mark.thorough
@@ -45,7 +46,7 @@ def test_layers_of_a_group_share_metadata_and_plan(device: torch.device, monkeyp
     first, second = metadata.values()
     assert first is second
     runner.forward(batch, metadata, runner.tensors(batch.num_tokens))
-    assert [len(plan.launches) for plan, _ in first.plans.values()] == [1]
+    assert [len(plan.runs) for plan, _ in first.plans.values()] == [1]
     builder = runner.attn_groups[0][0].get_metadata_builder()
     moved = builder.update_block_table(first, first.block_table + 1, first.slot_mapping)
     assert moved.plans is first.plans
@@ -99,7 +100,7 @@ def test_batch_invariant_mode(mode: bool, device: torch.device, monkeypatch: pyt
     """It is deterministic."""
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", mode, raising=False)
     given: dict[str, Any] = {}
-    monkeypatch.setattr(vllm_backend, "paged_attention", lambda *tensors, **options: given.update(options))
+    monkeypatch.setattr(vllm_backend, "paged_attention", stand_in(lambda *tensors, **options: given.update(options)))
     runner = Runner(device, layers=({},))
     batch = Batch.on(device, *LENGTHS)
     runner.forward(batch, runner.metadata(batch), runner.tensors(batch.num_tokens))
