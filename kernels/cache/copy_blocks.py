@@ -13,7 +13,7 @@ from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 from paged.kernels.common.id_checks import Ids, check_all_ids
-from paged.kernels.common.launch import launch, nothing
+from paged.kernels.common.launch import launch
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_int, shown
 
@@ -120,18 +120,19 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
         UnsupportedError: in the capture of a CUDA graph, for which there is `BlockCopy`.
     """
-    pairs = _as_tensor(block_pairs)
     if not isinstance(caches, list | tuple):
         raise InvalidInputError(f"caches: {shown(caches)}, expected a sequence of tensors")
     if caches:
         _check_caches(caches)
-        check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
-    return _copy if caches else nothing
+    return _copy
 
 
 def _copy(given: Arguments) -> None:
-    caches, pairs = given["caches"], _as_tensor(given["block_pairs"])
+    caches, pairs = given["caches"], _as_tensor(given["block_pairs"])  # which may be an iterator: it is read once
+    if not caches:
+        return
     first = caches[0]
+    check_tensor("block_pairs", pairs, ("num_pairs", 2), (torch.int64,), pairs.device)
     if pairs.device.type == "cpu" or not use_triton(first):
         _check_pairs(pairs.tolist(), first.shape[0])
         pairs = _send(pairs, first.device)

@@ -33,5 +33,7 @@ def _likeness(module: nn.Module) -> Iterator[Hashable]:
             yield name, layout(value)
         elif isinstance(value, Experts):
             yield name, layout(*value)
+        elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not what nn.Module keeps
+            yield name, *value.items()
         elif isinstance(value, _CONSTANT):
             yield name, value

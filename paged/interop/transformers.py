@@ -112,13 +112,13 @@ class PagedTritonAttention:
                 raise UnsupportedError(f"{name}: {NAME} takes none")
         if paged_cache is None:
             raise UnsupportedError(f"cache: None, {NAME} needs the paged cache of generate_batch")
-        options: dict[str, Any] = {
-            "max_seqlen_q": kwargs["max_length_q"],  # which a step's plan knows; the others tell kinds of layers apart
+        kind: dict[str, Any] = {
             "softmax_scale": scaling,
             "causal": module.is_causal if is_causal is None else is_causal,
             "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, -1),
             "softcap": softcap or 0.0,
         }
+        options = {"max_seqlen_q": kwargs["max_length_q"], **kind}
         layer, q, v_head_dim = module.layer_idx, query[0].transpose(0, 1), value.shape[3]
         out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=q.device)
         allocator = paged_cache.layer_to_allocator[layer]
@@ -148,7 +148,7 @@ class PagedTritonAttention:
         write_index = kwargs["write_index"][allocator.index]
         reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
         block_table, plan = self._step(allocator, write_index, kwargs)
-        bound_for(paged_attention, *list(options.values())[1:], *layout(k_cache, v_cache, s_aux))(
+        bound_for(paged_attention, *kind.values(), *layout(k_cache, v_cache, s_aux))(
             q,
             k_cache,
             v_cache,

@@ -157,8 +157,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
                 raise UnsupportedError("key, value: None, expected the step's own where the cache is spread over ranks")
             attended = attend(attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options)
             return output.copy_(attended)
-        kind = self.kind, self.is_scaled, isinstance(causal, bool) and causal, block_table.stride()
-        bound_for(paged_attention, *kind, *layout(k_cache, v_cache, output, self.sinks))(
+        kind = self.kind, isinstance(causal, bool) and causal, block_table.stride()
+        bound_for(paged_attention, *kind, *layout(k_cache, v_cache, output, self.sinks, *scales.values()))(
             query,
             k_cache,
             v_cache,

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from paged import LoraBatch, LoraWeights, add_lora
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
+from paged.models.layers.bound import share_bound
+from paged.models.layers.decoder import Linear
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
 from tests.models.edits import Tensors, edit_config, edit_tensors
@@ -371,3 +375,20 @@ def test_adapters_that_peft_saved(rslora: bool, llama_folder: Path, tmp_path: Pa
         assert_same_logits(row, expected[name])
     plain = load_model(llama_folder, **SIZES)
     assert torch.equal(rows[-1], forward(plain, dict.fromkeys(range(4), ids))[-1])
+
+
+def test_layers_of_one_size_and_other_parts_are_bound_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 rows each, in one part, two and three: what launches an adapter depends on its parts."""
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    parts: tuple[dict[str, int], ...] = ({"q": 32, "k": 16, "v": 16}, {"gate": 32, "up": 32}, {"o": 64})
+    layers = nn.ModuleList(Linear(16, each) for each in parts)
+    batch = LoraBatch.group(torch.tensor([1, -1, 0], dtype=torch.int32))
+    x, out = torch.randn(3, 16), torch.randn(3, 64)
+    share_bound(layers)
+    for layer, sizes in zip(layers, parts, strict=True):
+        count = len(sizes)
+        ranks, scales = torch.full((2, count), 4, dtype=torch.int32), torch.rand(2, count)
+        a, b = torch.randn(2, count, 4, 16), torch.randn(2, 4, 64)
+        weights = LoraWeights(a, b, ranks, scales, tuple(sizes.values()))
+        expected = add_lora(out.clone(), x, weights, batch)
+        assert torch.equal(layer.add_lora(out.clone(), x, weights, batch=batch), expected)
