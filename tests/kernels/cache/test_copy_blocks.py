@@ -50,6 +50,12 @@ def test_interleaved_caches_and_device_pairs(device: torch.device) -> None:
     assert torch.equal(_bits(pool[:, 1]), _bits(before[COPIED, 1]))
 
 
+def test_pairs_of_an_iterator(device: torch.device) -> None:
+    cache = torch.arange(4.0, device=device)
+    copy_blocks([cache], iter([(0, 1), (2, 3)]))  # type: ignore[arg-type]
+    assert cache.tolist() == [0, 0, 2, 2]
+
+
 def test_nothing_to_copy(device: torch.device) -> None:
     cache = torch.arange(12.0, device=device).view(3, 4)
     copy_blocks([], PAIRS)
