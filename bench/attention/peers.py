@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from paged.bench.attention.cases import AttentionCase, Layer, MakeCalls, Step
 from paged.bench.contest import Peer
@@ -109,14 +108,12 @@ def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(call, layer) for layer in layers]
 
 
-def _dense_on(device_type: str, *, compiled: bool = False) -> Refuses:
-    """Of a peer that takes sequences of one length, as copies, on one type of device; compiled: see `AttentionCase`."""
+def _dense_on(device_type: str) -> Refuses:
+    """Of a peer that takes sequences of one length, as copies, on one type of device."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != device_type:
             return f"is compared on {device_type} devices only"
-        if compiled and not case.compiled:
-            return "compiles for every shape: timed in a few cases only"
         if not case.is_uniform:
             return "needs sequences of one length, whole prompts or decode steps"
         num_bytes = case.cost(dtype).num_bytes
@@ -146,20 +143,6 @@ def _sdpa_calls(backend: SDPBackend) -> MakeCalls:
         return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
     return make
-
-
-def _flex_calls(step: Step, layers: list[Layer]) -> list[Call]:
-    device, seq_len = step.block_table.device, step.max_seqlen_k
-    mask = None
-    if step.max_seqlen_q > 1:
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, seq_len, seq_len, device=str(device))
-    attend = torch.compile(flex_attention, dynamic=False)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
 
 def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
@@ -196,6 +179,5 @@ PEERS = (
     Peer("sdpa_cudnn", _dense_on("cuda"), _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
     Peer("sdpa_flash", _dense_on("cuda"), _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
     Peer("sdpa_math", _dense_on("cpu"), _sdpa_calls(SDPBackend.MATH)),
-    Peer("flex", _dense_on("cuda", compiled=True), _flex_calls),
     Peer("flashinfer", _needs("FlashInfer", _load_flashinfer), _flashinfer_calls),
 )
