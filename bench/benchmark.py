@@ -80,8 +80,7 @@ class Benchmark:
 
     name: of its results. doc: of its module. cases: those of a setting. measure: a case's row. repeats: samples by
     device. options: names of the shared ones that it has. device, threads: where the command line names none.
-    has_limits: results hold the ceilings of the device. about, summary: what else they hold, before any row and of all
-    rows.
+    has_limits: results hold the ceilings of the device.
     """
 
     name: str
@@ -93,8 +92,6 @@ class Benchmark:
     device: str = DEVICE
     threads: int | None = None
     has_limits: bool = True
-    about: Callable[[], Json] = dict
-    summary: Callable[[Sequence[Json]], dict[str, dict[str, float]]] = lambda _: {}
 
     def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
         """Print a line a case; the exit code is 1 where one was refused its row, DEVICE_LOST where the others can run
@@ -111,7 +108,7 @@ class Benchmark:
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
         setting = Setting(torch.device(args.device), repeats, is_small, args.only, args.peers)
         cases = [case for case in self.cases(setting) if args.only in case.name]
-        report = environment(self.name, setting.device, setting.limits if self.has_limits else None) | self.about()
+        report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
         report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
         if args.resume and args.json and args.json.exists():
@@ -136,15 +133,12 @@ class Benchmark:
                 if not isinstance(error, WrongResultError):
                     write(traceback.format_exc(limit=-4))
             report["not_run"].remove(case.name)
-            report |= self.summary(report["rows"])
             if args.json:  # after every case, as a run may be killed at any time
                 save(args.json, report)
             if not _released(setting.device):
                 write("the device is lost: no further case can run in this process")
                 is_lost = True
                 break
-        for name, found in self.summary(report["rows"]).items():
-            write(f"{name.replace('_', ' ')}: {', '.join(f'{what} {value:.2f}' for what, value in found.items())}")
         write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
         return DEVICE_LOST if is_lost else int(bool(report["refused"]))
 

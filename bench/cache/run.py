@@ -38,12 +38,6 @@ from paged.bench.timing import take_in_turns
 PEER_VERSION = "0.33.0"
 _WARM_UP = 3
 _GOAL_RATIO = 3.0
-# What grows over a group, and by how much the input does: (larger row, smaller row, growth of the input).
-_GROWTH = [
-    ("pool.1M", "pool.1k", 1000),
-    ("prefix_match.32k_cached", "prefix_match.4k_cached", 8),
-    ("step.two_groups", "step.one_group", 2),
-]
 
 
 def load_peer() -> tuple[ModuleType | None, str]:
@@ -83,25 +77,12 @@ def row(case: Case, ours: Sequence[float], theirs: Sequence[float]) -> dict[str,
     return {"name": case.name, **own, "peers": peers, "goals": goals}
 
 
-def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How much longer the larger of two inputs takes, for every pair of rows that stands in `rows`."""
-    medians = {row["name"]: row["median_us"] for row in rows}
-    return {
-        f"{large} / {small}, input x{factor}": medians[large] / medians[small]
-        for large, small, factor in _GROWTH
-        if large in medians and small in medians
-    }
-
-
 @cache
 def _rows(group: str, setting: Setting) -> dict[str, dict[str, Any]]:
     cases = [case for case in CASES if case.group == group and setting.only in case.name]
-    return measure_group(cases, load_peer()[0], setting.repeats)
-
-
-def _about() -> dict[str, Any]:
     peer, description = load_peer()
-    return {"absent": {} if peer else {"vllm": description}}
+    absent = {"absent": {} if peer else {"vllm": description}}
+    return {name: row | absent for name, row in measure_group(cases, peer, setting.repeats).items()}
 
 
 BENCHMARK = Benchmark(
@@ -113,8 +94,6 @@ BENCHMARK = Benchmark(
     options=("json", "only", "repeats"),
     device="cpu",
     has_limits=False,
-    about=_about,
-    summary=lambda rows: {"growth": growth(rows)},
 )
 main = BENCHMARK.main
 

@@ -16,8 +16,6 @@ from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
 from paged.bench.moe.peer_vllm import refused_by_vllm, vllm_call
 from paged.bench.timing import Call
 
-# The experts of transformers that copy the weights of every entry copy no more than this.
-_MAX_COPIED_BYTES = 32 << 20
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 
 
@@ -57,15 +55,7 @@ def _refused_by_transformers(
         return "takes no quantised weights"
     if not case.model.is_whole:
         return "has no expert map"
-    if implementation == "grouped_mm":
-        return None
-    if device.type != "cpu":
-        return "takes part on a CPU alone"
-    model = case.model
-    copied = 3 * case.num_tokens * model.top_k * model.hidden_size * model.intermediate_size * dtype.itemsize
-    if implementation == "batched_mm" and copied > _MAX_COPIED_BYTES:
-        return f"copies {copied >> 20} MB of weights, more than {_MAX_COPIED_BYTES >> 20} MB"
-    return None
+    return "takes part on a CPU alone" if implementation == "eager" and device.type != "cpu" else None
 
 
 def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
@@ -91,10 +81,6 @@ PEERS = (
             functools.partial(_refused_by_transformers, implementation),
             functools.partial(_transformers_call, implementation),
         )
-        for name, implementation in (
-            ("transformers", "grouped_mm"),
-            ("transformers_eager", "eager"),
-            ("transformers_batched_mm", "batched_mm"),
-        )
+        for name, implementation in (("transformers", "grouped_mm"), ("transformers_eager", "eager"))
     ),
 )

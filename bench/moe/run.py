@@ -18,9 +18,7 @@ the device.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,22 +108,12 @@ def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
     return found
 
 
-def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of every peer's ratios, over the rows that have one."""
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        for name, peer in row["peers"].items():
-            ratios.setdefault(name, []).append(peer["ratio"])
-    return {name: statistics.geometric_mean(found) for name, found in ratios.items()}
-
-
 BENCHMARK = Benchmark(
     "moe",
     __doc__,
     lambda setting: [*CASES, *(CPU_CASES if setting.device.type == "cpu" else ())],
     measure,
     {"cuda": 30, "cpu": 5},
-    summary=lambda rows: {"geometric_means": geometric_means(rows)},
 )
 main = BENCHMARK.main
 
