@@ -69,7 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             return gpu.Step(name, lambda _: [sys.executable, "-c", code], 1.0)
 
         steps = [step("good", "print('3 passed')"), step("bad", "print('1 failed | <b>'); raise SystemExit(3)")]
-        assert gpu.run(steps, folder, folder, 20.0) == 1
+        assert gpu.run(steps, folder, 20.0) == 1
     return {**paths, "cache": CACHE, "gpu": folder / "gpu.json"}
 
 
