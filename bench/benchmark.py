@@ -102,6 +102,8 @@ class Benchmark:
         args = parser.parse_args(argv)
         if interpreting():
             parser.error(INTERPRETING)
+        if args.device == "cuda" and not torch.cuda.is_available():
+            parser.error("torch sees no GPU")
         if args.threads:
             torch.set_num_threads(args.threads)
         end = time.monotonic() + args.budget
