@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from paged.bench.benchmark import INTERPRETING
 from paged.bench.check import WrongResultError
-from paged.bench.environment import INTERPRETING
 from paged.bench.limits import Ceilings, Cost, speed
 from paged.bench.timing import Call, sampler, take_in_turns
 from paged.kernels.common.compat import interpreting

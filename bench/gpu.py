@@ -27,8 +27,7 @@ from typing import TextIO
 
 import torch
 
-from paged.bench.benchmark import option_parser
-from paged.bench.environment import DEVICE, environment, save
+from paged.bench.benchmark import DEVICE, environment, option_parser, save
 
 ROOT = Path(__file__).resolve().parents[1]
 # Compiling is most of the tests' time; so many processes keep most of 16 cores busy with it and share the GPU.

@@ -29,12 +29,10 @@ from paged.bench.attention.cases import (
     ours_with_planning,
 )
 from paged.bench.attention.peers import PEERS
-from paged.bench.benchmark import Benchmark, Setting
+from paged.bench.benchmark import Benchmark, Setting, benchmark_dtype
 from paged.bench.check import compare
 from paged.bench.contest import Contest
-from paged.bench.environment import benchmark_dtype
-from paged.bench.goal import Goal, at_least, at_most
-from paged.bench.limits import Ceilings
+from paged.bench.limits import Ceilings, Goal, at_least, at_most
 from paged.bench.timing import host_seconds, num_sets
 
 # A case takes no more samples than fit in so many seconds, beyond the least: 16k prompts take 60 ms and more a sample.

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams
+from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import weights
 from paged.bench.engine.models import MODELS, random_executor
-from paged.bench.environment import benchmark_dtype
-from paged.bench.goal import at_least
-from paged.bench.limits import Cost, speed
+from paged.bench.limits import Cost, at_least, speed
 from paged.bench.timing import ceilings, timed
 
 # Samples of each ceiling.

@@ -10,7 +10,7 @@ import torch
 
 from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.engine.models import MODELS, random_executor
-from paged.bench.goal import at_most
+from paged.bench.limits import at_most
 from paged.bench.timing import timed
 
 _NUM_DECODES = 32

@@ -53,8 +53,7 @@ from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode
 from paged.bench.engine.long_prompt import long_prompt
 from paged.bench.engine.throughput import throughput
-from paged.bench.goal import at_most
-from paged.bench.limits import times_us
+from paged.bench.limits import at_most, times_us
 from paged.bench.timing import timed
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.sampling import sampler

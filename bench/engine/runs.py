@@ -11,8 +11,7 @@ import torch
 
 from paged import Engine, SamplingParams
 from paged.bench.check import WrongResultError
-from paged.bench.goal import at_least
-from paged.bench.limits import Ceilings, Cost, speed
+from paged.bench.limits import Ceilings, Cost, at_least, speed
 from paged.bench.timing import stolen_seconds, timed
 from paged.executors.model_executor import ModelExecutor
 

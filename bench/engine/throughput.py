@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from paged import LlmExecutor
+from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, save_random
 from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
-from paged.bench.environment import benchmark_dtype
 from paged.bench.timing import measured_ceilings
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of

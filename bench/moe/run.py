@@ -26,8 +26,7 @@ import torch
 from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.contest import Contest
-from paged.bench.goal import at_least
-from paged.bench.limits import Ceilings
+from paged.bench.limits import Ceilings, at_least
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
 from paged.bench.moe.peers import PEERS
 from paged.bench.timing import num_sets

@@ -11,9 +11,8 @@ from paged.bench import gpu, timing
 from paged.bench.attention import run as bench_attention
 from paged.bench.attention import tune as tune_attention
 from paged.bench.attention.cases import AttentionCase
-from paged.bench.benchmark import Setting
+from paged.bench.benchmark import Setting, environment
 from paged.bench.engine import run as bench_engine
-from paged.bench.environment import environment
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe

@@ -21,7 +21,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` runs the cases that take little time to set up."""
     names = ("allocate_free.prefix_cache", "prefix_match.4k_cached", "evict", "metadata.mixed")
     monkeypatch.setattr(bench_cache, "CASES", [case for case in CASES if case.name in names])
-    bench_cache._rows.cache_clear()
 
 
 def _timed(name: str = "timed", goal_us: float | None = None) -> Case:
