@@ -29,7 +29,7 @@ from paged.bench.attention.cases import (
     ours_with_planning,
 )
 from paged.bench.attention.peers import PEERS
-from paged.bench.benchmark import Benchmark, Setting, benchmark_dtype
+from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.contest import Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
@@ -46,16 +46,16 @@ _LARGE_KV_BYTES = 256_000_000
 _HOST_US = 30.0
 
 
-def contest(case: AttentionCase, device: torch.device) -> tuple[Contest, bool]:
+def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
     """Ours, with a plan made before and with a plan of its own, and the peers; whether the tensors exceed the cache.
 
     Raises:
         WrongResultError: the operation does not agree with the reference.
     """
     torch.manual_seed(0)
-    dtype, found = benchmark_dtype(device), Contest(device)
-    num_layers, is_cold = num_sets(case.cost(dtype).num_bytes, device, MAX_LAYERS)
-    step, layers = case.tensors(device, dtype, num_layers)
+    found = Contest(setting)
+    num_layers, is_cold = num_sets(case.cost(setting.dtype).num_bytes, setting.device, MAX_LAYERS)
+    step, layers = case.tensors(setting.device, setting.dtype, num_layers)
     spots = expected_spots(step, layers[0])
 
     def check_spots(out: torch.Tensor) -> None:
@@ -70,16 +70,15 @@ def contest(case: AttentionCase, device: torch.device) -> tuple[Contest, bool]:
         compare(out.reshape(our_out.shape), our_out)
 
     found.add("planning", ours_with_planning(step, layers), check_all)
-    found.add_peers(PEERS, case, dtype, lambda peer: peer.make(step, layers), check_all)
+    found.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)
     return found, is_cold
 
 
 def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
     """The row of a case; host times only on a GPU, for batches with decode steps."""
     case = case.small() if setting.small else case
-    found, is_cold = contest(case, setting.device)
-    found.run(setting.repeats, MAX_SECONDS, MIN_REPEATS)
-    row = found.row(case.cost(setting.dtype), setting.limits, cold=is_cold)
+    found, is_cold = contest(case, setting)
+    row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
     on_gpu, planning = setting.device.type == "cuda", row["peers"].pop("planning")
     timed = found.calls if on_gpu and case.kind != "prefill" else {}
     host = {name: statistics.median(host_seconds(timed[name], setting.device, HOST_CALLS)) * 1e6 for name in timed}

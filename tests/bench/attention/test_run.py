@@ -13,11 +13,12 @@ import paged
 from paged.bench.attention import run as bench_attention
 from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, ours
 from paged.bench.attention.run import contest
+from paged.bench.benchmark import Setting
 from paged.bench.check import WrongResultError
 from paged.bench.contest import Peer
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
-CPU = torch.device("cpu")
+SETTING = Setting(torch.device("cpu"), 2)
 SMALL = {"heads": (4, 2), "head_dim": 16}
 DECODE = AttentionCase("decode", "3x70", ((3, 1, 70),), **SMALL)
 PREFILL = AttentionCase("prefill", "2x33", ((2, 33, 33),), **SMALL)
@@ -37,15 +38,15 @@ def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(bench_attention, "PEERS", ())
-    contest(DECODE, CPU)
+    contest(DECODE, SETTING)
     monkeypatch.setattr(paged, "paged_attention", wrong)
     with pytest.raises(WrongResultError, match="elements off"):
-        contest(DECODE, CPU)
+        contest(DECODE, SETTING)
 
 
 def test_values_narrower_than_keys_get_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attention, "PEERS", ())
-    found, _ = contest(replace(DECODE, head_dim=24, v_head_dim=16), CPU)
+    found, _ = contest(replace(DECODE, head_dim=24, v_head_dim=16), SETTING)
     assert found.calls["ours"][0]().shape == (3, 4, 16)
 
 
@@ -68,7 +69,7 @@ def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -
 
     peers = (("first", off_at(0)), ("between", off_at(5)), ("broken", broken), ("sound", ours))
     monkeypatch.setattr(bench_attention, "PEERS", [Peer(name, lambda *_: None, make) for name, make in peers])
-    found, _ = contest(PREFILL, CPU)
+    found, _ = contest(PREFILL, SETTING)
     assert found.absent.keys() == {"first", "between", "broken"}
     assert all(found.absent[name].startswith("wrong: ") for name in ("first", "between"))
     assert found.absent["broken"] == "failed: RuntimeError: no kernel image"
