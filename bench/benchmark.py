@@ -233,9 +233,8 @@ def line(row: Json) -> str:
     if "percent" in row:
         parts.append(f"{row['percent']:.1f} % of {row['bound_by']}{'' if row['cold'] else ' (warm)'}")
         parts.append(f"{row['gb_per_s']:.1f} GB/s, {row['tflop_per_s']:.2f} TFLOP/s")
-    for name in ("planning_us", "host_us"):
-        if row.get(name) is not None:
-            parts.append(f"{name.removesuffix('_us')} {row[name]:.1f} us")
+    if "planning_us" in row:
+        parts.append(f"planning {row['planning_us']:.1f} us")
     parts += [f"{name} {peer['ratio']:.2f}x" for name, peer in row.get("peers", {}).items()]
     parts += [f"{name} {why}" for name, why in row.get("absent", {}).items() if why.startswith(("wrong", "failed"))]
     parts += [verdict(goal) for goal in row.get("goals", []) if goal["met"] is not None]

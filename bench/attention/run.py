@@ -7,14 +7,12 @@ float32 at small sizes. Block tables are shuffled; each call reads another layer
 cache can hold.
 
 A row is of a call whose plan was made before, as for all layers of a step but the first; `planning_us` is what making
-it adds. `host_us` is the host's time in a call outside a graph. A row of which single queries differ from the float64
-reference is refused; a peer whose do, or that differs from ours, gets no ratio. Peers that are missing say so: vLLM's
-files come on PYTHONPATH.
+it adds. A row of which single queries differ from the float64 reference is refused; a peer whose do, or that differs
+from ours, gets no ratio. Peers that are missing say so: vLLM's files come on PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 from typing import Any
 
@@ -33,17 +31,14 @@ from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.contest import Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
-from paged.bench.timing import host_seconds, num_sets
+from paged.bench.timing import num_sets
 
 # A case takes no more samples than fit in so many seconds, beyond the least: 16k prompts take 60 ms and more a sample.
 MAX_SECONDS, MIN_REPEATS = 2.0, 10
-# Calls whose host time is taken: four kernels each, together far below the 1,024 launches that a device queues.
-HOST_CALLS = 64
 _VLLM_RATIO = {"prefill": 2.5, "decode": 1.3, "mixed": 2.0}
 _LONG_PREFILL = 4096
 _WIDE_HEAD = 256  # beyond it registers hold tiles of half as many rows
 _LARGE_KV_BYTES = 256_000_000
-_HOST_US = 30.0
 
 
 def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
@@ -75,25 +70,16 @@ def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
 
 
 def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
-    """The row of a case; host times only on a GPU, for batches with decode steps."""
+    """The row of a case."""
     case = case.small() if setting.small else case
     found, is_cold = contest(case, setting)
     row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
-    on_gpu, planning = setting.device.type == "cuda", row["peers"].pop("planning")
-    timed = found.calls if on_gpu and case.kind != "prefill" else {}
-    host = {name: statistics.median(host_seconds(timed[name], setting.device, HOST_CALLS)) * 1e6 for name in timed}
-    for name, peer in row["peers"].items():
-        peer["host_us"] = host.get(name)
+    row["planning_us"] = row["peers"].pop("planning")["median_us"] - row["median_us"]
     row |= {
         name: getattr(case, name)
         for name in ("name", "kind", "batch", "groups", "heads", "head_dim", "v_head_dim", "block_size")
     }
-    row |= {
-        "planning_us": planning["median_us"] - row["median_us"],
-        "host_us": host.get("ours"),
-        "host_with_planning_us": host.get("planning"),
-    }
-    return row | {"goals": goals(case, row, setting.limits) if on_gpu else []}
+    return row | {"goals": goals(case, row, setting.limits) if setting.device.type == "cuda" else []}
 
 
 def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Goal]:
@@ -107,8 +93,6 @@ def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Go
         found.append(at_least("90 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 90.0))
     if case.kind == "mixed":
         found.append(at_most("1.15x the perfect-overlap bound", row["median_us"] / row["bound_us"], 1.15))
-    if case.kind in ("decode", "mixed"):
-        found.append(at_most(f"{_HOST_US:.0f} us of host time", row["host_us"], _HOST_US))
     return found
 
 

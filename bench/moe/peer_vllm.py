@@ -31,14 +31,9 @@ _TABLES = {
 }
 # Up to so many entries an expert vLLM gives 4-bit weights to a compiled kernel on NVIDIA's chips.
 _COMPILED_INT4_ENTRIES = 6
-# What launches its kernels, beside those, and what that asks of the platform.
-_LAUNCHERS = {
-    None: "invoke_fused_moe_triton_kernel",
-    "e4m3": "invoke_fused_moe_triton_kernel",
-    "int8": "invoke_fused_moe_wna16_triton_kernel",
-    "int4": "invoke_fused_moe_wna16_triton_kernel",
-}
-_TAKEN = {*_LAUNCHERS.values(), "get_moe_wna16_block_config"}
+# What launches its kernels for weights as they are and for e4m3, and for whole numbers, beside the kernels themselves.
+_FLOAT_LAUNCHER, _INTEGER_LAUNCHER = "invoke_fused_moe_triton_kernel", "invoke_fused_moe_wna16_triton_kernel"
+_TAKEN = {_FLOAT_LAUNCHER, _INTEGER_LAUNCHER, "get_moe_wna16_block_config"}
 
 
 @functools.cache
@@ -126,6 +121,7 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
     ids, tile = batch.topk_ids, _tile(case, batch.topk_ids.device)
     num_entries, block_m = ids.numel(), tile["BLOCK_SIZE_M"]
     is_integer = _kind(case) in ("int8", "int4")
+    launcher = _INTEGER_LAUNCHER if is_integer else _FLOAT_LAUNCHER
     is_naive = not is_integer and layer.expert_map is None and num_entries * 4 <= case.model.num_experts
     w1, w2 = (_as_unsigned(w) for w in (layer.w1, layer.w2))
 
@@ -145,7 +141,7 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
             dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
             top_k = case.model.top_k if weights is None else 1
             routing = (weights, *aligned, weights is not None, top_k, tile, dtype)
-            scale, launch = layer.quantization.get(f"{name}_scale"), vllm_functions()[_LAUNCHERS[_kind(case)]]
+            scale, launch = layer.quantization.get(f"{name}_scale"), vllm_functions()[launcher]
             if is_integer:
                 assert case.format is not None
                 kinds = (_kind(case) == "int8", _kind(case) == "int4")

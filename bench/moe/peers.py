@@ -10,38 +10,12 @@ import importlib
 
 import torch
 
-import paged
 from paged.bench.contest import Peer
 from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
 from paged.bench.moe.peer_vllm import refused_by_vllm, vllm_call
 from paged.bench.timing import Call
 
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
-
-
-def _refused_by_grouped_mm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> str | None:
-    if not hasattr(torch, "_grouped_mm"):
-        return "this torch has no _grouped_mm"
-    if case.format is not None or dtype != torch.bfloat16:
-        return "takes bfloat16 alone"
-    return None if case.model.is_whole else "has no expert map"
-
-
-def _grouped_mm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
-    """Entries sorted by expert, torch's two grouped products, our activation, and the sum back in order."""
-    w1, w2 = layer.w1.mT, layer.w2.mT
-    top_k = case.model.top_k
-
-    def call() -> torch.Tensor:
-        ids, entries = batch.topk_ids.flatten().sort(stable=True)
-        ends = torch.histc(ids, bins=len(w1), min=0, max=len(w1) - 1).cumsum(0, dtype=torch.int32)
-        gate_up = torch._grouped_mm(batch.hidden_states[entries // top_k], w1, offs=ends)
-        parts = torch._grouped_mm(paged.silu_and_mul(gate_up), w2, offs=ends)
-        weighted = torch.empty_like(parts)
-        weighted[entries] = parts * batch.topk_weights.view(-1, 1)[entries].to(parts.dtype)
-        return weighted.view(-1, top_k, parts.shape[1]).sum(1)
-
-    return call
 
 
 def _refused_by_transformers(
@@ -74,7 +48,6 @@ def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batc
 
 PEERS = (
     Peer("vllm", refused_by_vllm, vllm_call),
-    Peer("torch_grouped_mm", _refused_by_grouped_mm, _grouped_mm_call),
     *(
         Peer(
             name,

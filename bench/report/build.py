@@ -118,7 +118,6 @@ def columns(runs: Sequence[Run]) -> list[Column]:
         _number("GB/s", "gb_per_s", "{:,.0f}"),
         _number("TFLOP/s", "tflop_per_s", "{:,.4g}"),
         _number("planning, µs", "planning_us"),
-        _number("host, µs", "host_us"),
         ("ended", _ended),
         _number("s", "seconds"),
         _text("last line", "summary"),

@@ -34,9 +34,8 @@ _ROW: Schema = {
     **dict.fromkeys(
         ("median_us?", "p20_us?", "p80_us?", "bound_us?", "percent?", "gb_per_s?", "tflop_per_s?"), _NUMBER
     ),
-    **dict.fromkeys(("value?", "over_chosen?", "returncode?", "seconds?"), _NUMBER),
+    **dict.fromkeys(("value?", "over_chosen?", "planning_us?", "returncode?", "seconds?"), _NUMBER),
     **dict.fromkeys(("unit?", "bound_by?", "summary?"), _TEXT),
-    **dict.fromkeys(("planning_us?", "host_us?"), _MAYBE),
     "tile?": (str, dict),
     "peers?": {...: {"median_us": _NUMBER, "ratio": _NUMBER}},
     "absent?": {...: _TEXT},
