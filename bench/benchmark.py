@@ -61,13 +61,11 @@ def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Arg
 
 @dataclass(frozen=True)
 class Setting:
-    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, which alone, and
-    beside which engine."""
+    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, beside which engine."""
 
     device: torch.device
     repeats: int
     small: bool = False
-    only: str = ""
     peers: str | None = None
 
     @property
@@ -114,7 +112,7 @@ class Benchmark:
             torch.set_num_threads(args.threads)
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
-        setting = Setting(torch.device(args.device), repeats, is_small, args.only, args.peers)
+        setting = Setting(torch.device(args.device), repeats, is_small, args.peers)
         cases = [case for case in self.cases(setting) if args.only in case.name]
         report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))

@@ -32,23 +32,19 @@ _VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
 Refuses = Callable[[AttentionCase, torch.dtype, torch.device], str | None]
 
 
-@functools.cache
-def missing(name: str, load: Callable[[], Any]) -> str | None:
-    """Why a package cannot be loaded, or None."""
-    try:
-        load()
-    except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
-        return f"{name} cannot be imported: {type(error).__name__}: {error}"
-    return None
-
-
 def _needs(name: str, load: Callable[[], Any]) -> Refuses:
     """Of a peer that takes values of the keys' size on a GPU, where its package can be loaded."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "needs a GPU"
-        return "takes values of the keys' size only" if case.v_head_dim else missing(name, load)
+        if case.v_head_dim:
+            return "takes values of the keys' size only"
+        try:
+            load()
+        except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
+            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        return None
 
     return refuses
 
