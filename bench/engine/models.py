@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from paged import LlmExecutor
-from paged.bench.environment import benchmark_dtype
+from paged.bench.benchmark import benchmark_dtype
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
