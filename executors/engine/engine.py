@@ -84,7 +84,7 @@ class Engine(EngineCore):
     @property
     def num_unfinished(self) -> int:
         """Requests that are not done."""
-        return len(self._lifecycle.requests)
+        return len(self._requests)
 
     def status(self) -> EngineStatus:
         """Queue, running sequences and cache, as of now."""
@@ -129,7 +129,7 @@ class Engine(EngineCore):
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
         request_id = None if request_id is None else as_seq_id("request_id", request_id)
-        if request_id in self._lifecycle.requests:
+        if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         params = _DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
@@ -170,7 +170,7 @@ class Engine(EngineCore):
         hashed = hash_seeds(np.array([seed & _MASK], np.uint64))
         seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
-        self._lifecycle.add(request)
+        self._add(request)
         return request.output
 
     def abort(self, request_id: SeqId) -> bool:
@@ -179,19 +179,19 @@ class Engine(EngineCore):
         Raises:
             InvalidInputError: it is neither a text nor an int.
         """
-        request = self._lifecycle.requests.get(as_seq_id("request_id", request_id))
+        request = self._requests.get(as_seq_id("request_id", request_id))
         if request is not None:
             self._abort(request)
         return request is not None
 
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """The output of a request that is not done."""
-        request = self._lifecycle.requests.get(as_seq_id("request_id", request_id))
+        request = self._requests.get(as_seq_id("request_id", request_id))
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; one that is done is left alone, and so is another that took its id."""
-        request = self._lifecycle.requests.get(output.request_id)
+        request = self._requests.get(output.request_id)
         if request is not None and request.output is output:
             self._abort(request)
 
@@ -229,7 +229,7 @@ class Engine(EngineCore):
         """
         loader = lora_loader(self.executor)
         # Those that wait hold no sequence yet, so the executor cannot know of them.
-        if named := [one.request_id for one in self._lifecycle.requests.values() if one.adapter == name]:
+        if named := [one.request_id for one in self._requests.values() if one.adapter == name]:
             raise InvalidInputError(f"adapter {name!r}: {len(named)} requests name it, first {named[0]!r}")
         loader.unload_lora(name)
 
@@ -261,7 +261,7 @@ class Engine(EngineCore):
                 outputs.append(self.add_request(prompt, one))
             with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
                 pending = set(outputs)
-                while pending and self._lifecycle.requests:
+                while pending and self._requests:
                     done = pending.intersection(output for output in self.step() if output.finished)
                     pending -= done
                     bar.update(len(done))
