@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paged.executors.llm_executor import LlmExecutor
     from paged.executors.requests.output import RequestOutput
     from paged.executors.requests.sampling_params import SamplingParams
-    from paged.executors.speculation.proposer import Proposer
+    from paged.executors.speculation.drafting import Proposer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
 DESCRIPTION = (

@@ -24,8 +24,7 @@ from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
 from paged.executors.sampling.row_matrix import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampled, Sampler
-from paged.executors.speculation.drafting import aligned_drafts, draft
-from paged.executors.speculation.proposer import Proposer
+from paged.executors.speculation.drafting import Proposer, aligned_drafts, draft
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
 from paged.seq_id import SeqId

@@ -24,7 +24,7 @@ from paged.executors.requests.output import CompletionOutput, RequestOutput
 from paged.executors.requests.request import Completion, Request
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
-from paged.executors.speculation.proposer import Proposer
+from paged.executors.speculation.drafting import Proposer
 from paged.executors.text.detokenizer import Tokenizer
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_float, as_int, shown
