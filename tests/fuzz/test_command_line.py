@@ -49,7 +49,7 @@ def run(*argv: str) -> tuple[int, str, str]:
 
 def _run(argv: Sequence[str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
-    sys.stdin = io.StringIO("")
+    sys.stdin = io.TextIOWrapper(io.BytesIO())
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main([*argv])
