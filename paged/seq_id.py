@@ -22,10 +22,8 @@ def as_seq_id(name: str, value: object) -> SeqId:
     Raises:
         InvalidInputError: it is anything else.
     """
-    if type(value) is str:
-        return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return str(value)
     try:
         return as_int(name, value, low=-(1 << _ID_BITS), high=1 << _ID_BITS)
     except InvalidInputError:
@@ -53,7 +51,7 @@ def _plain(value: Any) -> Hashable:
     if value is None or type(value) is bytes:
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return str(value)
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, frozenset):

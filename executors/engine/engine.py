@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -134,7 +135,10 @@ class Engine(EngineCore):
         params = _DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
-        params, metadata = params.snapshot(), _checked_metadata(metadata)
+        params = replace(params)  # checked again, and out of the caller's reach
+        if not isinstance(metadata, Mapping | None) or not all(isinstance(key, str) for key in metadata or ()):
+            raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
+        metadata = dict(metadata or {})
         check_adapter(self.executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
@@ -162,7 +166,7 @@ class Engine(EngineCore):
             output=RequestOutput(request_id, prompt.copy(), outputs),
             arrived=now,
             name=f"{self._name}-{arrival}",
-            cache_salt=None if cache_salt is None else str.__str__(cache_salt),
+            cache_salt=cache_salt,
             deadline=now + timeout_s,
             num_left=params.n,
         )
@@ -294,19 +298,3 @@ class Engine(EngineCore):
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
-
-
-def _checked_metadata(metadata: Any) -> dict[str, Any]:
-    if metadata is None:
-        return {}
-    try:
-        items: dict[Any, Any] = dict(metadata) if isinstance(metadata, Mapping) else {None: None}
-    except Exception as error:
-        raise InvalidInputError(f"metadata: {shown(metadata)}, which cannot be read") from error
-    if not all(isinstance(key, str) for key in items):
-        raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
-    # The adapter's name is compared with those of others.
-    checked: dict[str, Any] = {str.__str__(key): value for key, value in items.items()}
-    if isinstance(name := checked.get("lora_adapter"), str):
-        checked["lora_adapter"] = str.__str__(name)
-    return checked

@@ -22,7 +22,7 @@ from paged import (
     UnsupportedError,
 )
 from paged.executors.engine.cache_space import BlockSpace
-from paged.executors.engine.lifecycle import RequestLifecycle
+from paged.executors.engine.core import EngineCore
 from paged.executors.engine.step_runner import StepRunner
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
@@ -99,7 +99,7 @@ FAULTS = {
     "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
     "forward": Fault(StepRunner, ("_forward",), lambda _, group: group, "shape"),
     "logits": Fault(StepRunner, ("_forward",), lambda _, group: group, "nan"),
-    "metrics": Fault(RequestLifecycle, ("finish",), lambda _, completion, reason: [completion], "metrics"),
+    "metrics": Fault(EngineCore, ("_finish",), lambda _, completion, reason: [completion], "metrics"),
 }
 CASES = st.fixed_dictionaries({
     "fault": st.sampled_from(sorted(FAULTS)), "error": st.sampled_from(sorted(ERRORS)), "tokens": st.integers(0, 5),
