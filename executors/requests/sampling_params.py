@@ -18,7 +18,7 @@ MAX_IDS = 1 << 20
 MAX_LOGPROBS = 1024
 # In every step before `min_tokens` they are masked one by one.
 MAX_STOP_TOKENS = 1024
-# The automaton that finds stop strings takes about 200 bytes a character, and a request carries one.
+# Each is looked for in every new piece of text.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14
 
