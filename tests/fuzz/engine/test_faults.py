@@ -13,7 +13,6 @@ from paged import (
     AsyncEngine,
     DecodeInput,
     Engine,
-    EngineStoppedError,
     PrefillInput,
     PromptLookup,
     RequestOutput,
@@ -148,22 +147,6 @@ def test_faults_of_one_stream(case: dict[str, Any]) -> None:
             check_victim([output async for output in server.generate(VICTIM, params)][-1])
 
         stream_beside(small_engine(), scenario)
-
-
-def test_a_copy_that_fails_ends_its_stream(monkeypatch: Patch) -> None:
-    whole = RequestOutput.copy
-
-    def copy(self: RequestOutput) -> RequestOutput:
-        if list(self.prompt_token_ids) == VICTIM:
-            raise SilentError
-        return whole(self)
-
-    async def scenario(server: AsyncEngine) -> None:
-        with pytest.raises(EngineStoppedError, match="SilentError"):
-            await anext(server.generate(VICTIM))
-
-    monkeypatch.setattr(RequestOutput, "copy", copy)
-    stream_beside(small_engine(), scenario)
 
 
 class OddProposer:
