@@ -26,8 +26,16 @@ from paged.executors.adapted_model import AdaptedModel
 from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
 from paged.executors.row_batches import decode_items, prefill_items, results_mismatch, verify_item
-from paged.executors.status import ForwardWork, PromptProgress, WorkMeter
-from paged.executors.types import ExecutorCapabilities, ExecutorState, ExecutorStatus, MemoryRequirements, ModelInfo
+from paged.executors.types import (
+    ExecutorCapabilities,
+    ExecutorState,
+    ExecutorStatus,
+    ForwardWork,
+    MemoryRequirements,
+    ModelInfo,
+    PromptProgress,
+    WorkMeter,
+)
 from paged.forward_step import PreparedStep, validate_items
 from paged.kernels.common.scalars import as_int
 from paged.models.logits_policy import apply_policies

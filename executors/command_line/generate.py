@@ -92,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--seed", type=int, default=0, help="of sampling, and of the recall prompts")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end tokens")
-    sampling.add_argument("--logprobs", type=int, metavar="K", help="log probabilities of each token and the best K")
 
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
@@ -309,7 +308,6 @@ def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> l
             "finish_reason": one.finish_reason,
             "expected": prompt.expected,
             "correct": None if prompt.expected is None else one.text.strip() == prompt.expected,
-            "logprobs": one.logprobs,
         }
         for one in output.outputs
     ]
@@ -342,12 +340,10 @@ def _print_answers(
     """Answers on stdout; what was done on stderr where the text was streamed, so that it can be piped on."""
     if is_streamed:
         print()
-        _print_logprobs(answers[0], tokenizer)
     elif summary["correct"] is None:
         for answer in answers:
             adapter = "" if answer["adapter"] is None else f" [{answer['adapter']}]"
             print(f"--- {_short(answer['prompt'])}{one_line(adapter)}\n{answer['text']}")
-            _print_logprobs(answer, tokenizer)
     else:
         _print_task(answers)
         print(f"{summary['correct']} of {len(answers)} right")
@@ -373,12 +369,6 @@ def _print_task(answers: Sequence[Report]) -> None:
     for answer, text in zip(answers, texts, strict=True):
         note = "right" if answer["correct"] else f"WRONG, expected {answer['expected']}"
         print(f"{answer['prompt_tokens']:6}  {_short(answer['prompt']):48}  {text:{width}}  {note}")
-
-
-def _print_logprobs(answer: Report, tokenizer: ChatTokenizer) -> None:
-    """A line a token: the chosen one's log probability, then those of the best."""
-    for table in answer["logprobs"] or ():
-        print("  " + "  ".join(f"{tokenizer.decode([token])!r} {value:.3f}" for token, value in table.items()))
 
 
 def _short(text: str) -> str:

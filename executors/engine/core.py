@@ -22,7 +22,7 @@ from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
-from paged.executors.sampling.row_matrix import row_matrix
+from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampled, Sampler
 from paged.executors.speculation.drafting import Proposer, aligned_drafts, draft
 from paged.executors.unified_executor import UnifiedExecutor

@@ -18,14 +18,15 @@ from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.lora_loader import check_adapter, lora_loader
-from paged.executors.model_executor import ModelExecutor
+from paged.executors.model_executor import ModelExecutor, check_adapter, lora_loader
 from paged.executors.progress import progress_bar
 from paged.executors.requests.output import CompletionOutput, RequestOutput
 from paged.executors.requests.request import Completion, Request
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
+from paged.executors.speculation.draft_model import DraftModel
 from paged.executors.speculation.drafting import Proposer
+from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.executors.text.detokenizer import Tokenizer
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_float, as_int, shown
@@ -298,3 +299,40 @@ class Engine(EngineCore):
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
+
+
+class SpeculativeDecoder(Engine):
+    """An engine whose decodes carry drafts, of a draft model or, without one, of the text itself.
+
+    A step verifies the drafts of all sequences in one forward of the target. Greedy output is the target's own, and
+    sampled output is distributed as the target's (see `rejection_sample`). `metrics` counts drafts, and those accepted.
+
+    num_draft_tokens: for each sequence and step, at the most. max_ngram: of the text's lookup.
+
+    Raises:
+        InvalidInputError: a number is not positive, the vocabularies differ, or a step's budget is too small.
+        UnsupportedError: one of the executors cannot take tokens back, or the draft's has no cache manager.
+    """
+
+    def __init__(
+        self,
+        target: ModelExecutor,
+        draft: ModelExecutor | None = None,
+        *,
+        num_draft_tokens: int = 4,
+        max_ngram: int = 3,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if draft is None:
+            proposer: DraftModel | PromptLookup = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
+        else:
+            proposer = DraftModel(draft, num_draft_tokens, token_budget=(config or EngineConfig()).token_budget)
+        super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts that stayed, of those proposed so far; 0 before the first."""
+        return self.metrics.accepted_tokens / max(self.metrics.draft_tokens, 1)
