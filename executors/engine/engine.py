@@ -20,7 +20,7 @@ from paged.executors.engine.core import EngineCore
 from paged.executors.engine.metrics import EngineStatus
 from paged.executors.model_executor import ModelExecutor, check_adapter, lora_loader
 from paged.executors.progress import progress_bar
-from paged.executors.requests.output import CompletionOutput, RequestOutput
+from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
 from paged.executors.requests.request import Completion, Request
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
@@ -153,8 +153,8 @@ class Engine(EngineCore):
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
         # Not to be guessed, so that no id that a caller gives can be taken already.
         request_id = f"request-{arrival}-{secrets.token_hex(4)}" if request_id is None else request_id
-        is_silent = params.logprobs is None
-        outputs = [CompletionOutput(index, logprobs=None if is_silent else []) for index in range(params.n)]
+        growths = [Growth([], [], None if params.logprobs is None else []) for _ in range(params.n)]
+        outputs = [CompletionOutput(index, growth) for index, growth in enumerate(growths)]
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         request = Request(
             request_id=request_id,
