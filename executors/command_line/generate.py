@@ -247,18 +247,9 @@ def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
 def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
     from paged.executors.llm_executor import LlmExecutor
 
-    return LlmExecutor.from_pretrained(
-        folder,
-        device=args.device,
-        dtype=args.dtype,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        max_seq_len=args.max_seq_len,
-        num_swap_blocks=args.num_swap_blocks,
-        kv_cache_dtype=args.kv_cache_dtype,
-        max_loras=max(len(args.lora), 1),
-        max_lora_rank=args.max_lora_rank,
-    )
+    names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype max_lora_rank".split()
+    options = {name: getattr(args, name) for name in names}
+    return LlmExecutor.from_pretrained(folder, **options, max_loras=max(len(args.lora), 1))
 
 
 def _proposer(args: argparse.Namespace) -> Proposer | None:
@@ -274,19 +265,14 @@ def _proposer(args: argparse.Namespace) -> Proposer | None:
 
 def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:
     """Step to the end, with the text or a bar as it comes; blocks in use at the most, and seconds."""
-    manager, metrics = engine.executor.kv_manager, engine.metrics
+    manager = engine.executor.kv_manager
     assert manager is not None  # from_pretrained's models keep their KV in one
     peak_blocks, printed, start = 0, 0, time.perf_counter()
-    total = sum(len(output.prompt_token_ids) for output in outputs)
-    with contextlib.closing(
-        progress_bar(total, desc="prefill, decode", unit="tok", shown=shows_bar and not is_streamed)
-    ) as bar:
+    bar = progress_bar(len(outputs), desc="generate", unit="prompt", shown=shows_bar and not is_streamed)
+    with contextlib.closing(bar):
         while engine.num_unfinished:
-            before = metrics.prefill_tokens + metrics.decode_tokens, metrics.decode_tokens
-            engine.step()
+            bar.update(sum(output.finished for output in engine.step()))
             peak_blocks = max(peak_blocks, manager.stats().used_blocks)
-            bar.total += metrics.decode_tokens - before[1]
-            bar.update(metrics.prefill_tokens + metrics.decode_tokens - before[0])
             if is_streamed:
                 text = outputs[0].outputs[0].text
                 print(text[printed:], end="", flush=True)
