@@ -144,16 +144,9 @@ def _launch(is_bf16: bool, num_entries: int, *sizes: int) -> LoopLaunch:
 
 
 def linear_and_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ends: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """silu(gate) * up of products as in `linear` or, with ends, `grouped_linear`, of halves of the outputs or of
-    alternating ones, in x's dtype [num_entries, out_features / 2]; None where no loops do it in one pass."""
-    if not _in_blocks(weight, len(x if rows is None else rows)):
-        return None
-    mode = tile_linear.IN_TURNS if interleaved else tile_linear.HALVES
-    return tile_linear.linear(x, weight, ends, rows, mode=mode)
+    """silu(gate) * up of products as in `linear` or, with ends, `grouped_linear`, of halves of the outputs, in x's
+    dtype [num_entries, out_features / 2]; None where no loops do it in one pass."""
+    in_blocks = _in_blocks(weight, len(x if rows is None else rows))
+    return tile_linear.linear(x, weight, ends, rows, is_gated=True) if in_blocks else None

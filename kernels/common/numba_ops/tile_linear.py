@@ -57,8 +57,6 @@ _SUMS = 4 * TILE_WORDS
 # Columns of 32 rows of float32 that stay in the first cache for 32 outputs: with the loop's turns of four columns
 # 0.9 of the time of whole rows.
 _PART = 128
-# How outputs lie in the weights: in order; or gates and what they are multiplied by, as halves or in turns.
-PLAIN, HALVES, IN_TURNS = range(3)
 
 
 @device_function
@@ -133,10 +131,10 @@ def _multiply_vectors(w, starts, row_step, scratch, packed, steps, has_bias, is_
 
 
 @device_function
-def _write(scratch, tile, out, offsets, at, mode, block):
+def _write(scratch, tile, out, offsets, at, is_gated, block):
     """The sums of a tile of x, `tile` and the second one behind it, to its rows of out."""
     second = tile + 2 * TILE_WORDS
-    if mode == PLAIN:
+    if not is_gated:
         store_rows(scratch, tile, second, out, offsets, at, block * _BLOCK)
     else:
         for i in range(0, TILE_WORDS, LANES):
@@ -152,20 +150,18 @@ def _multiply_by(multiply_block: Any, columns: int, has_tiles_in_turns: bool) ->
     def multiply_chunk(tensors, scratch, offsets, begin, stop, weights, bias, has_bias, low, high, sizes):
         """Rows whose packed tiles stay in the cache, and blocks of outputs, from `low` to below `high`."""
         x, w, out, rows, has_rows = tensors
-        mode, num_outputs, steps, x_stride, w_stride, out_stride = sizes
+        is_gated, num_outputs, steps, x_stride, w_stride, out_stride = sizes
         packing = steps, columns, TILE_WORDS, steps * TILE_WORDS, TILE_ROWS
         if has_tiles_in_turns:
             packing = steps, columns, 2 * TILE_WORDS, TILE_WORDS, _BLOCK
         _pack(x, rows, has_rows, begin, stop, x_stride, scratch, offsets, packing)
-        gap, row_step, block_step = TILE_ROWS * w_stride, w_stride, _BLOCK * w_stride
-        if mode == HALVES:
-            gap, block_step = num_outputs // 2 * w_stride, TILE_ROWS * w_stride
-        elif mode == IN_TURNS:
-            gap, row_step = w_stride, 2 * w_stride
+        gap, block_size = TILE_ROWS * w_stride, _BLOCK
+        if is_gated:
+            gap, block_size = num_outputs // 2 * w_stride, TILE_ROWS
         for block in range(low, high):
-            first = weights + block * block_step
-            second, next_first = first + gap, first + block_step
-            starts = first, second, next_first, next_first + (TILE_ROWS * w_stride if mode == IN_TURNS else gap)
+            first = weights + block * block_size * w_stride
+            following = first + block_size * w_stride
+            starts = first, first + gap, following, following + gap
             for row in range(begin, stop, _BLOCK):
                 packed, is_pair = _SUMS + (row - begin) // TILE_ROWS * steps * TILE_WORDS, stop - row > TILE_ROWS
                 if has_bias:
@@ -174,18 +170,18 @@ def _multiply_by(multiply_block: Any, columns: int, has_tiles_in_turns: bool) ->
                     at = tile * TILE_ROWS
                     _find_rows(offsets, at, row + at, stop, rows, False, out_stride)
                     if stop - begin > _BLOCK:  # few rows are in the cache
-                        prefetch_rows(out, offsets, at, block * (_BLOCK if mode == PLAIN else TILE_ROWS))
-                multiply_block(w, starts, row_step, scratch, packed, steps, has_bias, is_pair)
+                        prefetch_rows(out, offsets, at, block * block_size)
+                multiply_block(w, starts, w_stride, scratch, packed, steps, has_bias, is_pair)
                 for tile in range(1 + is_pair):
-                    _write(scratch, tile * TILE_WORDS, out, offsets, tile * TILE_ROWS, mode, block)
+                    _write(scratch, tile * TILE_WORDS, out, offsets, tile * TILE_ROWS, is_gated, block)
 
     @device_function
     def multiply(tensors, ends, bias, has_bias, scratch, offsets, sizes, chunk):
         """Every thread takes as many blocks of outputs as the others: of one group's rows all, of several groups'
         some."""
-        num_groups, num_entries, mode, num_outputs, size, x_stride, w_group, w_stride, out_stride = sizes
+        num_groups, num_entries, is_gated, num_outputs, size, x_stride, w_group, w_stride, out_stride = sizes
         num_blocks = num_outputs // _BLOCK
-        of_chunk = mode, num_outputs, size // columns, x_stride, w_stride, out_stride
+        of_chunk = is_gated, num_outputs, size // columns, x_stride, w_stride, out_stride
         total, begin = np.int64(0), np.int64(0)
         for group in range(num_groups):
             stop = np.int64(ends[group]) if num_groups > 1 else num_entries
@@ -271,21 +267,23 @@ def linear(
     rows: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
-    mode: int = PLAIN,
+    is_gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Products of x [num_rows, in_features] with weights of its type that `takes` says yes to: [num_entries,
-    out_features] of `dtype`, x's or float32; of weights for gates silu(gate) * up in x's type, half as many.
+    out_features] of `dtype`, x's or float32; where they are gated, silu(gate) * up of their halves in x's type.
 
     weight: [out_features, in_features], or for groups one each, [num_groups, out_features, in_features]; then ends
     int32 [num_groups]: where each group's entries end. rows int64 [num_entries]: an entry's row of x, its own if None.
-    bias: [out_features] of x's type, contiguous, where the mode is PLAIN. What lies beyond the last end is not written.
+    bias: [out_features] of x's type, contiguous, where nothing is gated. What lies beyond the last end is not written.
     """
     *groups, num_outputs, size = weight.shape
-    num_entries, columns = len(x if rows is None else rows), num_outputs if mode == PLAIN else num_outputs // 2
+    num_entries, columns = len(x if rows is None else rows), num_outputs // 2 if is_gated else num_outputs
     out = torch.empty(num_entries, columns, dtype=dtype or x.dtype)
     strides = x.stride(0), weight.stride(0) if groups else 0, weight.stride(-2)
-    launch = _launch((*(groups or [1]), num_entries, mode, num_outputs, size, *strides, columns), x.dtype, out.dtype)
+    launch = _launch(
+        (*(groups or [1]), num_entries, is_gated, num_outputs, size, *strides, columns), x.dtype, out.dtype
+    )
     launch({"x": x, "w": weight, "out": out, "rows": rows, "ends": ends, "bias": bias})
     return out
 

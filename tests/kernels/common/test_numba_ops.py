@@ -176,7 +176,7 @@ class TestExperts:
             want = moe_reference.fused_moe(x, w1, w2, weights, ids, **options)
             assert_close(paged.fused_moe(*strided, weights, ids, **options), want, rounded=rounded)
         is_many = dtype == BF16 and num_tokens > 14
-        fused = 3 if in_blocks else 0  # without biases, by SiLU
+        fused = 2 if in_blocks else 0  # without biases, by SiLU of halves
         assert runs["grouped_linear"] == (0 if is_many and not in_blocks else 2 * 5 - fused)
         assert runs["linear_and_silu"] == fused
 
@@ -189,7 +189,7 @@ class TestExperts:
     def test_blocks_of_all_numbers_of_rows(
         self, dtype: torch.dtype, num_rows: int, num_outputs: int, size: int
     ) -> None:
-        """Halves of tiles, odd numbers of steps, several chunks of rows; strides, biases and both orders of gates."""
+        """Halves of tiles, odd numbers of steps, several chunks of rows; strides, biases and gates."""
         tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
         x = torch.randn(num_rows, size + 7).to(dtype)[:, :size]
         weight = (torch.randn(num_outputs, size + 3) / size**0.5).to(dtype)[:, :size]
@@ -197,8 +197,8 @@ class TestExperts:
         for kind in (dtype, torch.float32):
             assert_close(tiles.linear(x, weight, dtype=kind), want)
             assert_close(tiles.linear(x, weight, bias=bias, dtype=kind), want + bias.double())
-        for mode, gate, up in ((tiles.HALVES, *want.chunk(2, 1)), (tiles.IN_TURNS, want[:, ::2], want[:, 1::2])):
-            assert_close(tiles.linear(x, weight, mode=mode), torch.nn.functional.silu(gate) * up)
+        gate, up = want.chunk(2, 1)
+        assert_close(tiles.linear(x, weight, is_gated=True), torch.nn.functional.silu(gate) * up)
 
     @pytest.mark.usefixtures("in_blocks")
     def test_groups_of_any_number_of_rows(self, dtype: torch.dtype) -> None:
