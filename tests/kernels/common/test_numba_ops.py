@@ -138,7 +138,7 @@ def in_blocks(request: pytest.FixtureRequest, dtype: torch.dtype, monkeypatch: p
     if request.param and not linear.tile_linear.multiplies(dtype):
         pytest.skip("neither tiles nor wide vectors")
     if not request.param:
-        monkeypatch.setattr(linear.tile_linear, "has_tiles", lambda: False)
+        monkeypatch.setattr(linear.tile_linear.tiles, "has_tiles", lambda: False)
     monkeypatch.setattr(linear, "_MIN_ROWS_IN_BLOCKS", 0 if request.param else 1000)
     return bool(request.param)
 
