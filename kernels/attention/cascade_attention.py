@@ -78,7 +78,7 @@ def cascade_attention(
         shared = options | {name: given[name] for name in ("q", "k_cache", "v_cache", "k_scale", "v_scale")}
 
         def attend(plan: AttentionPlan, **own: Any) -> Any:
-            lengths = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens}
+            lengths: Any = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens}
             return paged_attention(**shared, **lengths, plan=plan, return_lse=True, **own)
 
         own = {"sinks": given["sinks"], "mask": given["mask"], "max_seqlen_q": max_seqlen_q}

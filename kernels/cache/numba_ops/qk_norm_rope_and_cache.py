@@ -12,41 +12,38 @@ from paged.kernels.common.numba_ops.rms_norm import inverse_rms
 from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
 
 
-@nb.device_function
-def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
-    """One head: normalised and rotated in float32, in `wide` from `at` on, then stored; in registers where it is only
-    rotated, in whole vectors."""
-    if not (has_weight or interleaved) and half % LANES == 0:
-        zero, minus_one = fill(np.float32(0)), fill(np.float32(-1))
-        for i in range(0, half, LANES):
-            a, b = load_vector(x, start + i), load_vector(x, start + half + i)
-            cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
-            minus_sin = multiply_add(sin, minus_one, zero)
-            store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
-            store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
-        for i in range(2 * half, size):
-            nb.store(out, to + i, nb.load(x, start + i))
-        return
-    for i in range(size):
-        wide[at + i] = nb.load(x, start + i)
-    if has_weight:
-        inverse = inverse_rms(wide, at, size, eps)
-        for i in range(size):
-            wide[at + i] = wide[at + i] * inverse * nb.load(weight, i)
-    first, second, step = at, at + half, 1
+@nb.inlined
+def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
+    """One head, which may be rotated in place: vectors of pairs in registers, then the pairs that are left."""
+    whole, second, step = half // LANES * LANES, half, 1
     if interleaved:
-        second, step = at + 1, 2
-    for i in range(half):
-        a, b, cos, sin = (
-            wide[first + i * step],
-            wide[second + i * step],
-            cos_sin[angles + i],
-            cos_sin[angles + half + i],
-        )
-        wide[first + i * step] = a * cos - b * sin
-        wide[second + i * step] = b * cos + a * sin
-    for i in range(size):
-        nb.store(out, to + i, wide[at + i])
+        whole, second, step = 0, 1, 2
+    zero, minus_one = fill(np.float32(0)), fill(np.float32(-1))
+    for i in range(0, whole, LANES):
+        a, b = load_vector(x, start + i), load_vector(x, start + half + i)
+        cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
+        minus_sin = multiply_add(sin, minus_one, zero)
+        store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
+        store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
+    for i in range(whole, half):
+        first, c, s = i * step, cos_sin[angles + i], cos_sin[angles + half + i]
+        one, other = nb.load(x, start + first), nb.load(x, start + first + second)
+        nb.store(out, to + first, one * c - other * s)
+        nb.store(out, to + first + second, other * c + one * s)
+    for i in range(2 * half, size):
+        nb.store(out, to + i, nb.load(x, start + i))
+
+
+@nb.inlined
+def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
+    """One head, normalised in float32 in `wide`, from `at` on, where there is a weight."""
+    if has_weight:
+        inverse = inverse_rms(x, start, size, eps)
+        for i in range(size):
+            wide[at + i] = nb.load(x, start + i) * inverse * nb.load(weight, i)
+        _rotate(wide, at, cos_sin, angles, out, to, size, half, interleaved)
+    else:
+        _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved)
 
 
 @nb.device_function
