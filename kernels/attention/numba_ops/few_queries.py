@@ -16,9 +16,11 @@ from paged.kernels.common.numba_ops.vectors import (
     fill,
     larger,
     largest_of,
+    load_part,
     load_vector,
     multiply_add,
     prefetch_row,
+    store_part,
     store_products,
     store_vector,
     sum_of,
@@ -80,7 +82,7 @@ def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, pa
             prefetch_row(cache, start + key * stride + head * head_stride, size)
 
 
-@nb.device_function
+@nb.inlined
 def _score(scratch, query, cache, key, stride, num_keys, size, to):
     """The products of a query with keys that are `stride` apart."""
     whole, many = size // LANES * LANES, num_keys // LANES * LANES
@@ -98,10 +100,10 @@ def _score(scratch, query, cache, key, stride, num_keys, size, to):
             scratch[to + one] += scratch[query + i] * nb.load(cache, key + one * stride + i)
 
 
-@nb.device_function
+@nb.inlined
 def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
     """sums += the weighted values of keys that are `stride` apart."""
-    whole, pairs, one = size // LANES * LANES, size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
+    pairs, one = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
     for i in range(0, pairs, 2 * LANES):  # no sum waits for the one before
         even, odd = load_vector(scratch, sums + i), fill(np.float32(0))
         next_even, next_odd = load_vector(scratch, sums + i + LANES), odd
@@ -119,19 +121,15 @@ def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
             next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
         store_vector(scratch, sums + i, multiply_add(one, odd, even))
         store_vector(scratch, sums + i + LANES, multiply_add(one, next_odd, next_even))
-    for i in range(pairs, whole, LANES):
-        total = load_vector(scratch, sums + i)
+    for i in range(pairs, size, LANES):
+        total = load_part(scratch, sums + i, size - i)
         for key in range(num_keys):
-            total = multiply_add(fill(scratch[weights + key]), load_vector(cache, value + key * stride + i), total)
-        store_vector(scratch, sums + i, total)
-    for i in range(whole, size):
-        rest = scratch[sums + i]
-        for key in range(num_keys):
-            rest += scratch[weights + key] * nb.load(cache, value + key * stride + i)
-        scratch[sums + i] = rest
+            values = load_part(cache, value + key * stride + i, size - i)
+            total = multiply_add(fill(scratch[weights + key]), values, total)
+        store_part(scratch, sums + i, total, size - i)
 
 
-@nb.device_function
+@nb.inlined
 def _weights(scratch, scores, num_keys, largest):
     """Make 2^(score - the largest so far) of a row's scores, in place, and of what lies behind them 0: how many are
     `LANES` in all. Returns the largest and the sum."""
@@ -148,14 +146,11 @@ def _weights(scratch, scores, num_keys, largest):
     return most_of_all, nb.exp2(largest - shift), sum_of(total)
 
 
-@nb.device_function
+@nb.inlined
 def _copy_scaled(source, start, factor, target, to, size):
-    whole = size // LANES * LANES
-    for i in range(0, whole, LANES):
-        scaled = multiply_add(load_vector(source, start + i), fill(factor), fill(np.float32(0)))
-        store_vector(target, to + i, scaled)
-    for i in range(whole, size):
-        nb.store(target, to + i, nb.load(source, start + i) * factor)
+    for i in range(0, size, LANES):
+        scaled = multiply_add(load_part(source, start + i, size - i), fill(factor), fill(np.float32(0)))
+        store_part(target, to + i, scaled, size - i)
 
 
 @nb.device_function
