@@ -254,7 +254,8 @@ import importlib, pathlib, sys
 def kept():
     for name in [name for name in sys.modules if name.startswith("paged")]:
         del sys.modules[name]
-    importlib.import_module("paged.kernels.layers.numba_ops.silu_and_mul")._silu_and_mul.address
+    module = importlib.import_module("paged.kernels.cache.numba_ops.qk_norm_rope_and_cache")
+    module._qk_norm_rope_and_cache.address
     return len(list(pathlib.Path().rglob("*.nbc")))
 assert [kept(), kept()] == [1, 1]
 with open("paged/kernels/common/numba_ops/rms_norm.py", "a") as file:
