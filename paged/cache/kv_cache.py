@@ -50,8 +50,8 @@ class PagedKvCacheConfig:
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
-        enable_prefix_cache is not a bool, the hash is another, or groups are not CacheGroups, share a layer, have
-        one beyond num_layers, or come with a sliding_window beside their own.
+            enable_prefix_cache is not a bool, the hash is another, or groups are not CacheGroups, share a layer, have
+            one beyond num_layers, or come with a sliding_window beside their own.
     """
 
     num_layers: int
