@@ -27,8 +27,8 @@ AREAS = {
 }
 
 
-def on_config(config: MkDocsConfig) -> None:
-    """The reference at the end of the navigation, and the sources as its reader wants them: packages, not links."""
+def on_startup(command: str, dirty: bool) -> None:
+    """The sources as the reference's reader wants them: packages, not links; before it looks for them."""
     shutil.rmtree(SOURCES, ignore_errors=True)
     shutil.copytree("paged", SOURCES / "paged", ignore=shutil.ignore_patterns("__pycache__"))
     for path in (SOURCES / "paged").rglob("*"):
@@ -36,6 +36,10 @@ def on_config(config: MkDocsConfig) -> None:
             (path / "__init__.py").touch()
         elif path.suffix == ".py":  # what a caller of an operation gets
             path.write_text(re.sub(r"-> Run\[(.*)\]:\n", r"-> \1:\n", path.read_text()))
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """The reference at the end of the navigation."""
     pages: Any = [{title: path} for title, path in _paths().items()]
     assert config.nav is not None
     config.nav.append({"Reference": pages})
