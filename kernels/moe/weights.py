@@ -17,10 +17,8 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
+from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, FP8_BLOCK, format_of_words, num_words
 
-# Values of a token, and rows and columns of weights, that share a scale in 128 x 128 quantisation (DeepSeek-V3, 2024).
-FP8_GROUP = 128
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
 _QUANTIZED = (*_FORMATS, torch.int32)
 _E2M1_SCALES = (*E8M0, torch.float8_e4m3fn)
@@ -64,7 +62,7 @@ class ExpertLinear(NamedTuple):
         if self.scale.dim() < 3:
             return self.w.shape[1] if self.scale.dim() == 1 else 1, in_features
         if self.format == "e4m3":
-            return FP8_GROUP, FP8_GROUP
+            return FP8_BLOCK, FP8_BLOCK
         return 1, E2M1_GROUPS.get(self.format) or in_features // self.scale.shape[2]
 
 
@@ -154,7 +152,7 @@ def _check_scales(name: str, linear: ExpertLinear, in_features: int) -> None:
     if form in E2M1_GROUPS:
         expected = num_experts, num_rows, -(-in_features // E2M1_GROUPS[form])
     elif scale.dim() > 2:
-        blocks = tuple(-(-size // FP8_GROUP) for size in (num_rows, in_features))
+        blocks = tuple(-(-size // FP8_BLOCK) for size in (num_rows, in_features))
         expected = (num_experts, *blocks) if form == "e4m3" else (num_experts, num_rows, "groups")
     # Those of words say what the words are.
     dtypes = (torch.float32,) if form == "e4m3" else (*FLOAT_DTYPES, *_E2M1_SCALES * linear.is_packed)

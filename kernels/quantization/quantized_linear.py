@@ -16,9 +16,9 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.packed.quantize_rows import quantize_rows
 from paged.kernels.common.scalars import shown
 from paged.kernels.quantization.gemm import quantized_gemm
-from paged.kernels.quantization.quantize_rows import quantize_rows
 from paged.kernels.quantization.torch_ops import quantized_linear as torch_op
 from paged.kernels.quantization.weight import QuantizedWeight
 
@@ -78,7 +78,6 @@ def _run(given: Arguments) -> torch.Tensor:
         return torch_op.quantized_linear(x, weight, bias, out)
     x_scale = None
     if weight.quantizes_input:
-        in_groups = weight.scale.dim() == 2
-        x, x_scale = quantize_rows(x, weight.values.dtype, in_groups=in_groups, scale=weight.input_scale)
+        x, x_scale = quantize_rows(x, weight.values.dtype, in_groups=weight.scale.dim() == 2)(x, weight.input_scale)
     quantized_gemm(x, x_scale, weight, bias, out)
     return out

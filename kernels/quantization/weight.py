@@ -15,11 +15,8 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
+from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, FP8_BLOCK, format_of_words, num_words
 from paged.kernels.common.scalars import as_bool, as_int
-
-# Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).
-FP8_BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,12 @@ from torch import nn
 
 from paged.errors import UnsupportedError
 from paged.kernels.common.operation import Bound
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
-from paged.kernels.quantization.weight import FP8_BLOCK
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
 from paged.models.loading.mxfp4 import Mxfp4Experts

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, MXFP4_GROUP, NVFP4_GROUP
+from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.weight import QuantizedWeight
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import num_words
+from paged.kernels.common.packed.packing import FP8_BLOCK, num_words
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.quantized_linear import quantized_linear
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.loading.weights import ConvertedSlot, PackedModule, WeightSlots, without_ones
 from paged.models.quantization.layouts import Layout
 

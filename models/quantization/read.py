@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.scalars import shown
-from paged.kernels.quantization.weight import FP8_BLOCK
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Slot, StoredTensors, read_tensor

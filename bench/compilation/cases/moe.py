@@ -8,10 +8,9 @@ from typing import Any
 from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, NUM_SMS, TARGETS, CompileCase, kernel_case
 from paged.bench.compilation.cases.moe_steps import KINDS, QWEN3_30B_A3B
 from paged.kernels.common.device import Device
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
 from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
-from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kernel
-from paged.kernels.moe.weights import FP8_GROUP
 
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
 GPT_OSS_20B = (32, 4, 2880, 2880)
@@ -107,7 +106,7 @@ def gemm_case(
         "INTERLEAVED": biased,
         "FORMAT": "e2m1" if scale_kind else kind,
         "SCALE": scale_kind,
-        "X_GROUP": FP8_GROUP,
+        "X_GROUP": FP8_BLOCK,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
         "BLOCK_M": tile.block_m,
@@ -177,14 +176,7 @@ def _quantized(target: str) -> list[CompileCase]:
     for layout in (e4m3, int4):
         tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout == e4m3)
         found.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
-    quantize = kernel_case(
-        f"quantize_token_groups for {target}",
-        _quantize_token_groups_kernel,
-        {"SIZE": shape.hidden_size, "GROUP": FP8_GROUP, "BLOCK_ROWS": 8, "NATIVE": is_native},
-        {"q_ptr": "*u8" if is_native else "*bf16", "scale_ptr": "*fp32"},
-        targets=(target,),
-    )
-    return [*found, quantize]
+    return found
 
 
 def _packed(target: str) -> list[CompileCase]:

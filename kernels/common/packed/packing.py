@@ -27,6 +27,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Columns that share a scale in the formats that fix it (Open Compute Project, 2023; NVIDIA, 2025).
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 E2M1_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
+# Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).
+FP8_BLOCK = 128
 # Types that scales come in which are powers of two: 2^(byte - 127).
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 

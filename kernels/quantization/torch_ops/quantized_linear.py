@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.weight import QuantizedWeight
 
 
 def quantized_linear(

@@ -63,7 +63,7 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any], *, rounds
         return tensor.to(hidden_states.dtype).double()
 
     def linear(name: str, w: torch.Tensor, x: torch.Tensor, expert: int) -> torch.Tensor:
-        factors = moe_reference.quantize_token_groups(x[None])[0] if rounds_factors else x
+        factors = common_reference.quantize_rows(x[None], torch.float8_e4m3fn, 128)[0] if rounds_factors else x
         product, bias = w[expert].double() @ factors, options.get(f"{name}_bias")
         product = to_dtype(product) if backend == "torch" else product
         total = product if bias is None else product + bias[expert].cpu().double()

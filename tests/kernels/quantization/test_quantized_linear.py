@@ -12,8 +12,8 @@ import torch
 
 from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantized_linear
 from paged.kernels.common.device import Device
-from paged.kernels.common.packed import decode, product
-from paged.kernels.quantization import gemm, gemm_kernel, partials, quantize_rows, reference
+from paged.kernels.common.packed import decode, product, quantize_rows
+from paged.kernels.quantization import gemm, gemm_kernel, partials, reference
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.faulty import planted
 from tests.tolerance import assert_close, dtypes

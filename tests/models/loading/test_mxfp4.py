@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged.errors import UnsupportedError
-from paged.kernels.moe import reference
+from paged.kernels.common import reference
 from paged.models.loading.mxfp4 import Mxfp4Experts
 from paged.models.registry import load_model
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
