@@ -20,7 +20,7 @@ from paged.bench.timing import Call
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.packed.quantize_rows import quantize_rows
-from paged.kernels.moe.sum import moe_sum
+from paged.kernels.moe.fused_moe import moe_sum
 
 # How vLLM's tables are named by what they were tuned for.
 _TABLES = {

@@ -17,10 +17,9 @@ from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
-from paged.models.loading.mxfp4 import Mxfp4Experts
 from paged.models.loading.weights import WeightSlots
-from paged.models.quantization.packed_weights import PackedWeights
-from paged.models.quantization.quantization import Quantization
+from paged.models.quantization.layouts import Quantization
+from paged.models.quantization.packed_weights import Mxfp4Experts, PackedWeights
 
 
 class _Transposed:

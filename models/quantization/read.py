@@ -16,8 +16,17 @@ from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Slot, StoredTensors, read_tensor
-from paged.models.quantization.layouts import Awq, EightBit, Gptq, Layout, Mxfp4, Nvfp4, PackQuantized
-from paged.models.quantization.quantization import Quantization, Rule
+from paged.models.quantization.layouts import (
+    Awq,
+    EightBit,
+    Gptq,
+    Layout,
+    Mxfp4,
+    Nvfp4,
+    PackQuantized,
+    Quantization,
+    Rule,
+)
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _SCALES = (".scales", ".weight_scale")

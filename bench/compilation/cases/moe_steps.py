@@ -8,12 +8,12 @@ import torch
 import triton
 
 from paged.bench.compilation.case import CompileCase, kernel_case
+from paged.kernels.moe.fused_moe import _moe_sum_kernel
 from paged.kernels.moe.gemv import _down_gemv_kernel, _gate_up_gemv_kernel, down_gemv_tile
 from paged.kernels.moe.moe_align_block_size import _count_kernel, _place_kernel
 from paged.kernels.moe.route_and_align import _route_and_align_kernel
 from paged.kernels.moe.route_tokens import _route_tokens_kernel
 from paged.kernels.moe.routing import Routing
-from paged.kernels.moe.sum import _moe_sum_kernel
 
 # Experts, experts a token, hidden size, intermediate size.
 QWEN3_30B_A3B = (128, 8, 2048, 768)

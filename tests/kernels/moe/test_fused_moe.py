@@ -13,10 +13,10 @@ from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_bloc
 from paged.kernels.common import reference as common_reference
 from paged.kernels.common.device import Device
 from paged.kernels.moe import reference as moe_reference
-from paged.kernels.moe.alignment import MoeAlignment
 from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, takes_gemv
 from paged.kernels.moe.fused_moe import moe_block_size, token_counts
 from paged.kernels.moe.gemm import expert_gemm
+from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.weights import ExpertLinear
 from tests.pairwise import pairwise
 from tests.tolerance import assert_close, dtypes

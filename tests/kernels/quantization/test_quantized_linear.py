@@ -13,7 +13,7 @@ import torch
 from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantized_linear
 from paged.kernels.common.device import Device
 from paged.kernels.common.packed import decode, product, quantize_rows
-from paged.kernels.quantization import gemm, gemm_kernel, partials, reference
+from paged.kernels.quantization import gemm, gemm_kernel, reference
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.faulty import planted
 from tests.tolerance import assert_close, dtypes
@@ -291,7 +291,7 @@ def test_results_do_not_depend_on_other_rows(backend: str, device: torch.device)
     assert_close(alone, reference.quantized_linear(problem.x, problem.weight))
 
 
-MODULES = {each.__name__.rpartition(".")[2]: each for each in (decode, product, gemm_kernel, partials, quantize_rows)}
+MODULES = {each.__name__.rpartition(".")[2]: each for each in (decode, product, gemm_kernel, quantize_rows)}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
     "no fault": ("gemm_kernel", "", ""),
@@ -311,9 +311,9 @@ MUTATIONS = {
     ),
     "another row's activation scale": ("gemm_kernel", "x_rows * num_x_groups", "x_rows * 0"),
     "a step is dropped": ("product", "range(first_step, end_step)", "range(first_step, end_step - 1)"),
-    "a split is dropped": ("partials", "tl.static_range(NUM_SPLITS):", "tl.static_range(1, NUM_SPLITS):"),
-    "no bias": ("partials", "if bias_ptr is not None:", "if False:"),
-    "no scale for all": ("partials", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
+    "a split is dropped": ("gemm_kernel", "tl.static_range(NUM_SPLITS):", "tl.static_range(1, NUM_SPLITS):"),
+    "no bias": ("gemm_kernel", "if bias_ptr is not None:", "if False:"),
+    "no scale for all": ("gemm_kernel", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
     "activations are cut off": ("quantize_rows", "round_to_int8(x)", "x.to(tl.int8)"),
     "activations beyond the largest code": ("quantize_rows", "largest / LARGEST", "largest / (LARGEST + 64)"),
 }
