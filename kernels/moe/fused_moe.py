@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paged.kernels.common.checks import (
+    check_contiguous,
     check_last_dim_contiguous,
     check_shape,
     check_tensor,
@@ -313,12 +314,6 @@ def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: in
     num_entries, device = topk_ids.numel(), topk_ids.device
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
-    for name, tensor in zip(aligned._fields, aligned, strict=True):
-        check_tensor(f"aligned.{name}", tensor, ("size",), (torch.int32,), device)
-        check_last_dim_contiguous(f"aligned.{name}", tensor)
-    given = tuple(tensor.numel() for tensor in aligned)
-    if given != sizes:
-        raise InvalidInputError(
-            f"aligned: sizes {given}, expected {sizes}, those of {num_entries} entries of {num_experts} experts in "
-            f"blocks of {block_size}"
-        )
+    for name, tensor, size in zip(aligned._fields, aligned, sizes, strict=True):
+        check_tensor(f"aligned.{name}", tensor, (size,), (torch.int32,), device)
+        check_contiguous(f"aligned.{name}", tensor)

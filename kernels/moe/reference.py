@@ -69,46 +69,37 @@ def fused_moe(
     *,
     activation: str = "silu",
     expert_map: torch.Tensor | None = None,
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
     interleaved: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zeros: torch.Tensor | None = None,
-    w2_zeros: torch.Tensor | None = None,
-    w1_tensor_scale: torch.Tensor | None = None,
-    w2_tensor_scale: torch.Tensor | None = None,
+    **options: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`fused_moe`, one entry at a time."""
+    """`fused_moe`, one entry at a time; options: its biases, scales and zero points."""
     x, weights = f64(hidden_states), f64(topk_weights)
-    num_experts, hidden_size, _ = w2.shape
     rows = torch.arange(w1.shape[1])
     gate_rows, up_rows = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
-    w1_bias = torch.zeros(num_experts, w1.shape[1]) if w1_bias is None else w1_bias
-    w2_bias = torch.zeros(num_experts, hidden_size) if w2_bias is None else w2_bias
 
     @functools.cache
-    def matrices(local: int) -> tuple[torch.Tensor, torch.Tensor]:
-        def expert(*given: torch.Tensor | None) -> list[torch.Tensor | None]:
-            return [None if each is None else each[local] for each in given]
-
-        first = dequantize(w1[local], *expert(w1_scale, w1_zeros, w1_tensor_scale), num_columns=x.shape[1])
-        second = dequantize(w2[local], *expert(w2_scale, w2_zeros, w2_tensor_scale), num_columns=w1.shape[1] // 2)
-        return first, second
+    def expert(local: int) -> list[tuple[torch.Tensor, torch.Tensor | float]]:
+        """Weights and biases of both projections."""
+        found = []
+        for name, w, columns in (("w1", w1, x.shape[1]), ("w2", w2, w1.shape[1] // 2)):
+            given = [options.get(f"{name}_{each}") for each in ("bias", "scale", "zeros", "tensor_scale")]
+            bias, *scales = (None if each is None else each[local] for each in given)
+            found.append((dequantize(w[local], *scales, num_columns=columns), 0.0 if bias is None else f64(bias)))
+        return found
 
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
-        for weight, expert in zip(weights[token], topk_ids[token].tolist(), strict=True):
+        for weight, chosen in zip(weights[token], topk_ids[token].tolist(), strict=True):
             if torch.isnan(weight):
                 out[token] = math.nan
                 continue
-            local = expert if expert_map is None or expert < 0 else int(expert_map[expert])
+            local = chosen if expert_map is None or chosen < 0 else int(expert_map[chosen])
             if local >= 0:
-                first, second = matrices(local)
+                (first, first_bias), (second, second_bias) = expert(local)
                 given = quantize_rows(x[token, None], w1.dtype, 128)[0] if w1.dtype == torch.float8_e4m3fn else x[token]
-                product = first @ given + f64(w1_bias[local])
+                product = first @ given + first_bias
                 activated = gated_activation(product[gate_rows], product[up_rows], activation)
                 if w2.dtype == torch.float8_e4m3fn:
                     activated = quantize_rows(activated[None], w2.dtype, 128)[0]
-                out[token] += weight * (second @ activated + f64(w2_bias[local]))
+                out[token] += weight * (second @ activated + second_bias)
     return out
