@@ -156,10 +156,7 @@ def fused_moe(
     def run(given: Arguments) -> torch.Tensor:
         x, out = given["hidden_states"], given["out"]
         first, second = (
-            ExpertLinear(
-                given[w], given[f"{w}_bias"], given[f"{w}_scale"], given[f"{w}_zeros"], given[f"{w}_tensor_scale"]
-            )
-            for w in ("w1", "w2")
+            ExpertLinear(given[w], *(given[f"{w}_{each}"] for each in ExpertLinear._fields[1:])) for w in ("w1", "w2")
         )
         out = like_the_first(x) if out is None else out
         routes = given["topk_weights"], given["topk_ids"], given["expert_map"]

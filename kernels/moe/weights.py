@@ -52,6 +52,10 @@ class ExpertLinear(NamedTuple):
         codes = 1 if self.scale is None else {torch.uint8: 2, torch.int32: 8}.get(self.w.dtype, 1)
         return self.w.shape[2] * codes
 
+    def options(self, name: str) -> dict[str, torch.Tensor | None]:
+        """Keywords of `fused_moe` for all but `w`, where this is "w1" or "w2"."""
+        return {f"{name}_{field}": tensor for field, tensor in self._asdict().items() if field != "w"}
+
     def group(self, in_features: int) -> tuple[int, int]:
         """Rows and columns of the weights that share a scale; 0 for all of them."""
         assert self.scale is not None

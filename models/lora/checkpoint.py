@@ -109,7 +109,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
             name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
             for name in found
         }
-    return {name: LowRank(*pair, scale) for name, pair in pairs.items()}
+    return {name: LowRank(a, b, scale) for name, (a, b) in pairs.items()}
 
 
 def _check_settings(hf: HfConfig) -> None:
