@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.reference import dequantize, f64, gated_activation, quantize_rows
-from paged.kernels.moe.routing import SCORINGS, Routing
+from paged.kernels.moe.routing import Routing
 
 
 def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`route_tokens`, one token at a time; options: its other arguments."""
     routing = Routing(top_k, **options)
-    if routing.scoring not in SCORINGS:
-        raise InvalidInputError(f"scoring={routing.scoring!r}: expected 'softmax' or 'sigmoid'")
     logits = f64(router_logits)
     num_tokens, num_experts = logits.shape
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else 1 / (1 + torch.exp(-logits))

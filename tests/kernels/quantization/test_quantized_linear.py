@@ -43,6 +43,13 @@ FORMATS = {
 }
 
 
+def _quantized(name: str, plain: torch.Tensor, **fields: Any) -> QuantizedWeight:
+    form, arguments = FORMATS[name]
+    options = {name: value for name, value in arguments.items() if name != "quantizes_input"}
+    fields |= {name: value for name, value in arguments.items() if name == "quantizes_input"}
+    return dataclasses.replace(quantize(plain, form, **options), **fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Rows and a layer. Rows and columns of weights differ in size by up to 4, so that no scale is another's.
@@ -65,11 +72,10 @@ class Problem:
         biased: bool = False,
         **options: Any,
     ) -> Problem:
-        form, arguments = FORMATS[name]
         rows, columns = size
         sizes = torch.exp2(2 * torch.rand(-(-rows // 8), -(-columns // 16)))
         plain = torch.randn(rows, columns) * sizes.repeat_interleave(8, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
-        weight = quantize(plain.to(device) / columns**0.5, form, **(arguments | options))
+        weight = _quantized(name, plain.to(device) / columns**0.5, **options)
         x = torch.randn(num_rows, columns, device=device).to(dtype)
         if weight.quantizes_input:
             x[near_ties(x, weight)] = 0
@@ -202,9 +208,8 @@ def test_what_is_not_finite_stays_in_its_row(name: str, device: torch.device) ->
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounds_to_the_nearest_code(name: str) -> None:
     """A weight is off by half the distance of neighbouring codes at most, beside the rounding of its scale."""
-    form, arguments = FORMATS[name]
-    plain = torch.randn(40, 384)
-    off = (reference.dequantize(quantize(plain, form, **arguments)) - plain).abs().max() / plain.abs().max()
+    form, plain = FORMATS[name][0], torch.randn(40, 384)
+    off = (reference.dequantize(_quantized(name, plain)) - plain).abs().max() / plain.abs().max()
     # Half a step of the largest code; MXFP4's scales are powers of 2, so that its largest code may be twice too large.
     assert 0 < off <= {"e4m3": 16 / 448, "int8": 0.51 / 127, "int4": 0.51 / 7, "mxfp4": 2 / 6, "nvfp4": 1.1 / 6}[form]
 
