@@ -1,4 +1,5 @@
-"""Runs a benchmark: its options, the loop over its cases, the line of a row."""
+"""Runs a benchmark: its options, the loop over its cases, the line of a row, and the results with what they were made
+with."""
 
 from __future__ import annotations
 
@@ -6,24 +7,29 @@ import argparse
 import gc
 import json
 import math
+import os
+import platform
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paged.bench.check import WrongResultError
-from paged.bench.environment import DEVICE, INTERPRETING, benchmark_dtype, environment, save
-from paged.bench.goal import verdict
-from paged.bench.limits import Ceilings
-from paged.bench.timing import CompiledWhileTimedError, ceilings
-from paged.kernels.common.compat import interpreting
+from paged.bench.limits import Ceilings, verdict
+from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name
+from paged.kernels.common.compat import HAS_TRITON, interpreting
 
 Json = dict[str, Any]
 Write = Callable[[str], object]
+INTERPRETING = "TRITON_INTERPRET=1: the interpreter's times mean nothing, unset it to benchmark"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The exit code of a benchmark whose process can no longer use the GPU.
 DEVICE_LOST = 3
 # The arguments of argparse for every option that more than one benchmark may have.
@@ -55,13 +61,11 @@ def option_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Arg
 
 @dataclass(frozen=True)
 class Setting:
-    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, which alone, and
-    beside which engine."""
+    """How cases are measured: where, by how many samples each, whether at the sizes for a CPU, beside which engine."""
 
     device: torch.device
     repeats: int
     small: bool = False
-    only: str = ""
     peers: str | None = None
 
     @property
@@ -80,8 +84,7 @@ class Benchmark:
 
     name: of its results. doc: of its module. cases: those of a setting. measure: a case's row. repeats: samples by
     device. options: names of the shared ones that it has. device, threads: where the command line names none.
-    has_limits: results hold the ceilings of the device. about, summary: what else they hold, before any row and of all
-    rows.
+    has_limits: results hold the ceilings of the device.
     """
 
     name: str
@@ -93,8 +96,6 @@ class Benchmark:
     device: str = DEVICE
     threads: int | None = None
     has_limits: bool = True
-    about: Callable[[], Json] = dict
-    summary: Callable[[Sequence[Json]], dict[str, dict[str, float]]] = lambda _: {}
 
     def main(self, argv: Sequence[str] | None = None, write: Write = print) -> int:
         """Print a line a case; the exit code is 1 where one was refused its row, DEVICE_LOST where the others can run
@@ -105,13 +106,15 @@ class Benchmark:
         args = parser.parse_args(argv)
         if interpreting():
             parser.error(INTERPRETING)
+        if args.device == "cuda" and not torch.cuda.is_available():
+            parser.error("torch sees no GPU")
         if args.threads:
             torch.set_num_threads(args.threads)
         end = time.monotonic() + args.budget
         repeats, is_small = args.repeats or self.repeats[args.device], args.small or args.device == "cpu"
-        setting = Setting(torch.device(args.device), repeats, is_small, args.only, args.peers)
+        setting = Setting(torch.device(args.device), repeats, is_small, args.peers)
         cases = [case for case in self.cases(setting) if args.only in case.name]
-        report = environment(self.name, setting.device, setting.limits if self.has_limits else None) | self.about()
+        report = environment(self.name, setting.device, setting.limits if self.has_limits else None)
         write("\n".join(f"{name}: {value}" for name, value in report.items() if value))
         report |= {"rows": [], "refused": {}, "not_run": [case.name for case in cases]}
         if args.resume and args.json and args.json.exists():
@@ -136,15 +139,12 @@ class Benchmark:
                 if not isinstance(error, WrongResultError):
                     write(traceback.format_exc(limit=-4))
             report["not_run"].remove(case.name)
-            report |= self.summary(report["rows"])
             if args.json:  # after every case, as a run may be killed at any time
                 save(args.json, report)
             if not _released(setting.device):
                 write("the device is lost: no further case can run in this process")
                 is_lost = True
                 break
-        for name, found in self.summary(report["rows"]).items():
-            write(f"{name.replace('_', ' ')}: {', '.join(f'{what} {value:.2f}' for what, value in found.items())}")
         write(f"{len(report['rows'])} rows, {len(report['refused'])} refused, {len(report['not_run'])} not run")
         return DEVICE_LOST if is_lost else int(bool(report["refused"]))
 
@@ -164,6 +164,51 @@ def _resumed(path: Path) -> Json:
         kept["not_run"].remove(found["running"])
         kept["refused"][found["running"]] = "it ended the process"
     return kept
+
+
+def benchmark_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def environment(benchmark: str, device: torch.device, limits: Ceilings | None = None) -> dict[str, Any]:
+    """What a reader needs to judge rows: which benchmark's, the device, versions, date.
+
+    limits: what the device was measured to reach, for rows that have a limit; their dtype stands with it.
+    """
+    found = {
+        "benchmark": benchmark,
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton") if HAS_TRITON else None,
+        "peers": peer_versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if limits is None:
+        return found
+    return found | {
+        "dtype": str(benchmark_dtype(device)).removeprefix("torch."),
+        "copy_gb_per_s": limits.copy / 1e9,
+        "read_gb_per_s": limits.read / 1e9,
+        "matmul_tflop_per_s": limits.matmul / 1e12,
+    }
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of the peers' packages where they are installed."""
+    versions = {"cudnn": str(torch.backends.cudnn.version())} if torch.cuda.is_available() else {}
+    for package in ("vllm", "flashinfer-python", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write results as JSON, never half of them: a run saves after every case, and may be killed at any time."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(draft, path)
 
 
 def _released(device: torch.device) -> bool:
@@ -186,9 +231,8 @@ def line(row: Json) -> str:
     if "percent" in row:
         parts.append(f"{row['percent']:.1f} % of {row['bound_by']}{'' if row['cold'] else ' (warm)'}")
         parts.append(f"{row['gb_per_s']:.1f} GB/s, {row['tflop_per_s']:.2f} TFLOP/s")
-    for name in ("planning_us", "host_us"):
-        if row.get(name) is not None:
-            parts.append(f"{name.removesuffix('_us')} {row[name]:.1f} us")
+    if "planning_us" in row:
+        parts.append(f"planning {row['planning_us']:.1f} us")
     parts += [f"{name} {peer['ratio']:.2f}x" for name, peer in row.get("peers", {}).items()]
     parts += [f"{name} {why}" for name, why in row.get("absent", {}).items() if why.startswith(("wrong", "failed"))]
     parts += [verdict(goal) for goal in row.get("goals", []) if goal["met"] is not None]

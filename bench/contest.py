@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from paged.bench.benchmark import INTERPRETING, Setting
 from paged.bench.check import WrongResultError
-from paged.bench.environment import INTERPRETING
-from paged.bench.limits import Ceilings, Cost, speed
+from paged.bench.limits import Cost, speed
 from paged.bench.timing import Call, sampler, take_in_turns
 from paged.kernels.common.compat import interpreting
 
@@ -29,18 +29,17 @@ class Peer:
 
 
 class Contest:
-    """Implementations of one operation on the same tensors, and the samples taken of each, in seconds.
+    """Implementations of one operation on the same tensors.
 
     calls: those of each implementation that takes part. absent: why each other one does not.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, setting: Setting) -> None:
         """Raises RuntimeError in Triton's interpreter, whose times mean nothing."""
         if interpreting():
             raise RuntimeError(INTERPRETING)
-        self._device = device
+        self._setting = setting
         self._samplers: dict[str, Callable[[], float]] = {}
-        self._samples: dict[str, list[float]] = {}
         self._method = ""
         self.calls: dict[str, Sequence[Call]] = {}
         self.absent: dict[str, str] = {}
@@ -52,20 +51,15 @@ class Contest:
             WrongResultError: it does not.
         """
         check(calls[0]())
-        method, self._samplers[name] = sampler(calls, self._device, capturable=capturable)
+        method, self._samplers[name] = sampler(calls, self._setting.device, capturable=capturable)
         self._method, self.calls[name] = self._method or method, calls
 
     def add_peers(
-        self,
-        peers: Sequence[Peer],
-        case: Any,
-        dtype: torch.dtype,
-        make: Callable[[Peer], Sequence[Call]],
-        check: Callable[[Any], None],
+        self, peers: Sequence[Peer], case: Any, make: Callable[[Peer], Sequence[Call]], check: Callable[[Any], None]
     ) -> None:
         """Those of the peers that take the case and pass the check; whatever another fails with, it becomes absent."""
         for peer in peers:
-            reason = peer.refuses(case, dtype, self._device)
+            reason = peer.refuses(case, self._setting.dtype, self._setting.device)
             if reason is None:
                 try:
                     self.add(peer.name, make(peer), check)
@@ -76,13 +70,11 @@ class Contest:
                     reason = f"failed: {type(error).__name__}: {str(error)[:500]}"
             self.absent[peer.name] = reason
 
-    def run(self, repeats: int, seconds: float = math.inf, least: int = 1) -> None:
-        """Sample everyone in turns, see `take_in_turns`."""
-        self._samples = take_in_turns(self._samplers, repeats, seconds=seconds, least=least)
-
-    def row(self, cost: Cost, limits: Ceilings, *, cold: bool) -> dict[str, Any]:
-        """Our times beside the limit, and each peer's with its median over ours as `ratio`."""
-        results = {name: speed(samples, cost, limits) for name, samples in self._samples.items()}
+    def row(self, cost: Cost, *, cold: bool, seconds: float = math.inf, least: int = 1) -> dict[str, Any]:
+        """Sample everyone in turns, see `take_in_turns`: our times beside the limit, and each peer's with its median
+        over ours as `ratio`."""
+        samples = take_in_turns(self._samplers, self._setting.repeats, seconds=seconds, least=least)
+        results = {name: speed(found, cost, self._setting.limits) for name, found in samples.items()}
         own = results.pop("ours")
         for result in results.values():
             result["ratio"] = result["median_us"] / own["median_us"]
@@ -91,7 +83,7 @@ class Contest:
             "num_bytes": cost.num_bytes,
             "method": self._method,
             "cold": cold,
-            "samples": len(self._samples["ours"]),
+            "samples": len(samples["ours"]),
             **own,
             "peers": results,
             "absent": self.absent,

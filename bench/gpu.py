@@ -6,10 +6,9 @@ Needs torch, triton and pytest, and installs nothing. Each step is a process of 
 when one fails or runs out of time the others follow all the same, and what it wrote so far stays. A benchmark whose
 process ends before its time, or loses the GPU, goes on in another with the cases that are left.
 
-DIR gets eight files: gpu.json (the steps), gpu.log (all output but what compilers warn of, which is in warnings.log),
-attention.json, moe.json, engine.json, kernels.json, and gpu.tar.gz, packed after every step, with all of these, the
-report's page, and the tuned tiles. Each later step has less of 540 seconds: `--only engine tune report`
-gives them all of another run.
+DIR gets gpu.json (the steps), gpu.log (all output), attention.json, moe.json, engine.json, kernels.json, report.html,
+and the tuned tiles in tiles/. Each later step has less of 540 seconds: `--only engine tune report` gives them all of
+another run.
 """
 
 from __future__ import annotations
@@ -19,20 +18,16 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
-from paged.bench.benchmark import option_parser
-from paged.bench.environment import DEVICE, environment, save
+from paged.bench.benchmark import DEVICE, environment, option_parser, save
 
 ROOT = Path(__file__).resolve().parents[1]
 # Compiling is most of the tests' time; so many processes keep most of 16 cores busy with it and share the GPU.
@@ -44,7 +39,7 @@ _LAST_CASE_SECONDS = 30.0
 # Processes that a benchmark may use up.
 _MOST_PROCESSES = 6
 _STEPS = ("tests", "attention", "moe", "engine", "kernels", "tune", "report")
-# What compilers say of kernels: Triton, LLVM and ptxas.
+# What compilers say of kernels, Triton, LLVM and ptxas: it is in the log alone.
 _COMPILER_WARNING = re.compile(r"ptxas|wgmma|MLIR|(loc\(.*\)|\w:\d+:\d+): (warning|remark):")
 
 
@@ -70,14 +65,14 @@ class Outcome:
     summary: str
 
 
-def steps(out: Path, extras: Path) -> list[Step]:
+def steps(out: Path) -> list[Step]:
     """Correctness, attention, MoE, engine, all kernels, tiles of the MoE, report: 180, 160, 70, 65, 25, 20 and 15 of
-    540 seconds, or more where one is early. extras: a folder for what is only packed."""
+    540 seconds, or more where one is early."""
     python = [sys.executable, "-m"]
     ignored = [f"--ignore={path}" for path in _CPU_ONLY_TESTS]
     paths = ["tests/kernels", "tests/cache", "tests/models/test_step_graphs.py"]
     tests = [*python, "paged.bench.suite", "--processes", str(_TEST_PROCESSES), *paths, *ignored]
-    tune = [*python, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", "64", "4096", "--out", str(extras)]
+    tune = [*python, "paged.bench.moe.tune", "--model", "Qwen3-30B-A3B", "--tokens", "64", "4096"]
 
     def bench(name: str, share: float, *options: str) -> Step:
         def command(seconds: float) -> list[str]:
@@ -89,7 +84,10 @@ def steps(out: Path, extras: Path) -> list[Step]:
 
     def report(_: float) -> list[str]:
         written = [str(path) for path in sorted(out.glob("*.json"))]
-        return [*python, "paged.bench.report.build", *written, "--out", str(extras)]
+        return [*python, "paged.bench.report.build", *written, "--out", str(out)]
+
+    def tiles(seconds: float) -> list[str]:
+        return [*tune, "--out", str(out / "tiles"), "--budget", str(max(0.0, seconds - _LAST_CASE_SECONDS))]
 
     return [
         Step("tests", lambda _: tests, 0.33),
@@ -97,18 +95,18 @@ def steps(out: Path, extras: Path) -> list[Step]:
         bench("moe", 0.35),
         bench("engine", 0.5, "--device", "cuda"),
         bench("kernels", 0.4),
-        Step("tune", lambda seconds: [*tune, "--budget", str(max(0.0, seconds - _LAST_CASE_SECONDS))], 0.6),
+        Step("tune", tiles, 0.6),
         Step("report", report, 1.0),
     ]
 
 
-def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO, warnings: TextIO) -> Outcome:
+def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
     """Run a step, passing its output on line by line; at its limit it is killed with all that it started."""
     start = time.monotonic()
     resume: list[str] = []
     for _ in range(_MOST_PROCESSES):
         left = seconds - (time.monotonic() - start)
-        returncode, summary = _run_process([*step.command(left), *resume], left, variables, log, warnings)
+        returncode, summary = _run_process([*step.command(left), *resume], left, variables, log)
         left = seconds - (time.monotonic() - start)
         if returncode in (0, 1) or not step.resumes or left < _LAST_CASE_SECONDS:
             break
@@ -116,9 +114,7 @@ def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: Text
     return Outcome(step.name, round(seconds, 1), round(time.monotonic() - start, 1), returncode, summary)
 
 
-def _run_process(
-    command: Sequence[str], seconds: float, variables: Mapping[str, str], log: TextIO, warnings: TextIO
-) -> tuple[int, str]:
+def _run_process(command: Sequence[str], seconds: float, variables: Mapping[str, str], log: TextIO) -> tuple[int, str]:
     """The exit code, and the last line."""
     summary = ""
     log.write(f"\n=== at most {seconds:.0f} s: {' '.join(command)}\n")
@@ -137,14 +133,11 @@ def _run_process(
     watch.start()
     try:
         for line in process.stdout:
-            if _COMPILER_WARNING.search(line):
-                warnings.write(line)
-                warnings.flush()
-                continue
-            print(line, end="", flush=True)
             log.write(line)
             log.flush()
-            summary = line.strip() or summary
+            if not _COMPILER_WARNING.search(line):
+                print(line, end="", flush=True)
+                summary = line.strip() or summary
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -154,30 +147,18 @@ def _run_process(
     return returncode, summary
 
 
-def pack(out: Path, extras: Path) -> None:
-    """Pack both folders into gpu.tar.gz, which is never half of one."""
-    draft, archive = out / "gpu.part", out / "gpu.tar.gz"
-    with tarfile.open(draft, "w:gz") as tar:
-        for path in (*sorted(out.iterdir()), *sorted(extras.iterdir())):
-            if path not in (draft, archive):
-                tar.add(path, path.name)
-    draft.replace(archive)
-
-
-def run(steps: Sequence[Step], out: Path, extras: Path, budget: float, peers: Path | None = None) -> int:
-    """Run the steps within `budget` seconds, write gpu.json and pack after each; 0 where all ended well."""
+def run(steps: Sequence[Step], out: Path, budget: float, peers: Path | None = None) -> int:
+    """Run the steps within `budget` seconds, write gpu.json after each; 0 where all ended well."""
     end = time.monotonic() + budget
     paths = [str(ROOT), *([str(peers.resolve())] if peers else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     outcomes, told = [], environment("gpu", torch.device(DEVICE))
-    with ExitStack() as files:
-        log, warnings = (files.enter_context((out / name).open("w")) for name in ("gpu.log", "warnings.log"))
+    with (out / "gpu.log").open("w") as log:
         for step in steps:
             seconds = max(1.0, step.share * (end - time.monotonic()))
-            outcomes.append(run_step(step, seconds, variables, log, warnings))
+            outcomes.append(run_step(step, seconds, variables, log))
             save(out / "gpu.json", {**told, "steps": [asdict(outcome) for outcome in outcomes]})
-            pack(out, extras)
     for outcome in outcomes:
         print(f"{outcome.name:10} {outcome.returncode:4} {outcome.seconds:6.0f} s  {outcome.summary}")
     return int(any(outcome.returncode for outcome in outcomes))
@@ -197,9 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--peers {args.peers}: no such folder")
     out = args.out.resolve()  # the steps run in the repository's folder
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = [step for step in steps(out, Path(folder)) if args.only is None or step.name in args.only]
-        return run(chosen, out, Path(folder), args.budget, args.peers)
+    chosen = [step for step in steps(out) if args.only is None or step.name in args.only]
+    return run(chosen, out, args.budget, args.peers)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The least time an operation can take: what it must compute and move, over what the device was measured to reach."""
+"""The least time an operation can take, what it must compute and move over what the device was measured to reach; and
+the goals of rows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +58,28 @@ def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, A
         "bound_by": bound_by,
         "percent": 100 * bound / median,
     }
+
+
+Goal = dict[str, Any]
+"""As a row holds it: text; value, reached and met, which are None where what the goal compares with did not run.
+
+reached: value over target or, where less is better, target over value; from 1 on the goal is met.
+"""
+
+
+def at_least(text: str, value: float | None, target: float) -> Goal:
+    return _goal(f"at least {text}", value, None if value is None else value / target)
+
+
+def at_most(text: str, value: float | None, target: float) -> Goal:
+    """value: above 0."""
+    return _goal(f"at most {text}", value, None if value is None else target / value)
+
+
+def _goal(text: str, value: float | None, reached: float | None) -> Goal:
+    return {"text": text, "value": value, "reached": reached, "met": None if reached is None else reached >= 1}
+
+
+def verdict(goal: Mapping[str, Any]) -> str:
+    """A goal that has a value, and whether it is met."""
+    return f"{goal['text']}: {'met' if goal['met'] else 'MISSED'} ({goal['value']:.4g})"

@@ -43,13 +43,13 @@ def run_group(ids: Sequence[str], limit: float) -> tuple[int, str]:
         file.flush()
         # Verbose, so that the last line of a process that was killed is the test it was at.
         command = [*_PYTEST, "-v", "-rf", "--tb=short", f"@{file.name}"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            text, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            text, _ = process.communicate()
-        return process.returncode, text
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            try:
+                text, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                text, _ = process.communicate()
+    return process.returncode, text
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
@@ -62,17 +62,17 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     write(errors)
     # Several groups a process, so that none waits long for the last, and so few that starting them is little work.
     parts = groups(ids, max(20, len(ids) // (6 * args.processes)))
-    counts: dict[str, int] = {"groups passed": 0, "groups failed": 0}
+    num_failed = 0
     with ThreadPoolExecutor(args.processes) as pool:
-        futures = {pool.submit(run_group, part, args.limit): part for part in parts}
+        futures = {pool.submit(run_group, part, args.limit): part[0].partition("::")[0] for part in parts}
         for future in as_completed(futures):
             code, text = future.result()
-            failed, name = code not in (0, _NO_TESTS), futures[future][0].partition("::")[0]
-            counts["groups failed" if failed else "groups passed"] += 1
+            failed = code not in (0, _NO_TESTS)
+            num_failed += failed
             lines = [line for line in text.splitlines() if " PASSED" not in line]
-            write("\n".join([*(lines if failed else lines[-1:]), f"{name}: exit code {code}"]))
-    write(f"{len(ids)} tests, " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    return int(bool(errors or counts["groups failed"]))
+            write("\n".join([*(lines if failed else lines[-1:]), f"{futures[future]}: exit code {code}"]))
+    write(f"{len(ids)} tests, {len(parts) - num_failed} groups passed, {num_failed} groups failed")
+    return int(bool(errors or num_failed))
 
 
 if __name__ == "__main__":

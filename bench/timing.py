@@ -125,22 +125,6 @@ def take_in_turns(
     return samples
 
 
-def host_seconds(calls: Sequence[Call], device: torch.device, repeats: int) -> list[float]:
-    """Seconds that the host spends in each of `repeats` calls, warmed up, with no wait for the device in between.
-
-    The launches queue up: all of them together must stay under the driver's 1,024 or so, or the host waits after all.
-    """
-    samples = []
-    torch.cuda.synchronize(device)
-    with timed():
-        for call in itertools.islice(itertools.cycle(calls), repeats):
-            start = time.perf_counter()
-            call()
-            samples.append(time.perf_counter() - start)
-    torch.cuda.synchronize(device)
-    return samples
-
-
 def _elapsed(run: Call) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

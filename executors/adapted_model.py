@@ -11,7 +11,7 @@ import torch
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import PagedError, UnsupportedError
-from paged.executors.row_batches import cache_id_of, is_decode_step
+from paged.executors.row_batches import is_decode_step
 from paged.executors.types import ModelInfo
 from paged.models.base import DecoderOnlyLLM
 from paged.models.logits_policy import apply_policies
@@ -78,7 +78,7 @@ class AdaptedModel:
             return self._run_by_kind(items)
         finally:
             for item in items:
-                self._start(cache_id_of(item)).num_tokens = item.pos_offset + len(item.q_tokens)
+                self._start(item.cache_id).num_tokens = item.pos_offset + len(item.q_tokens)
 
     def get_handle(self, cache_id: SeqId) -> KvCacheHandle | None:
         return cast("KvCacheHandle | None", self._handles.get(cache_id))
@@ -102,7 +102,7 @@ class AdaptedModel:
         """Run decode steps in one `decode_batch`, the others by a `prefill` or a `forward_verify` each."""
         model, is_default = self._model, type(self._model).forward_verify is DecoderOnlyLLM.forward_verify
         steps = [
-            (cache_id_of(item), item.q_tokens[0], item.pos_offset)
+            (item.cache_id, item.q_tokens[0], item.pos_offset)
             for item in items
             if is_decode_step(item) and not isinstance(item.logits_policy, VerifyLogits)
         ]
@@ -115,9 +115,9 @@ class AdaptedModel:
             if isinstance(item.logits_policy, VerifyLogits):
                 # The default decodes one by one and must be told the length; a model with its own keeps the length too.
                 start = {"start_pos": item.pos_offset} if is_default else {}
-                results.append(model.forward_verify(cache_id_of(item), item.q_tokens, **start))
+                results.append(model.forward_verify(item.cache_id, item.q_tokens, **start))
                 continue
-            logits = next(decoded_rows) if is_decode_step(item) else model.prefill(cache_id_of(item), item.q_tokens)
+            logits = next(decoded_rows) if is_decode_step(item) else model.prefill(item.cache_id, item.q_tokens)
             is_wanted = item.is_final_chunk and logits is not None
             results.append(apply_policies(logits[None], [item.logits_policy])[0] if is_wanted else None)
         return results

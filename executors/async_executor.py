@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from paged.executors.isolation import for_future
-from paged.executors.lora_loader import lora_loader
-from paged.executors.model_executor import ModelExecutor
+from paged.executors.model_executor import ModelExecutor, lora_loader
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,7 +19,6 @@ from paged.executors.parallel.driver import Driver
 from paged.executors.parallel.follower import follow, load_adapter
 from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
-from paged.executors.row_batches import cache_id_of
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
@@ -220,7 +219,7 @@ class LlmExecutor(UnifiedExecutor):
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         for item in items:
             if "lora_adapter" in item.metadata:
-                self._lm.set_lora_adapter_for_cache(cache_id_of(item), item.metadata["lora_adapter"])
+                self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
         return self._lm.prepare_step(handles)

@@ -1,19 +1,21 @@
-"""What every executor can be asked: 18 calls, five of them required."""
+"""What every executor can be asked: 18 calls, five of them required; and three of those that take adapters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
 from paged.cache.manager import PagedKvCacheManager
-from paged.errors import PagedError, UnsupportedError
+from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 from paged.kernels.common.compilation import serving_begins
+from paged.kernels.common.scalars import shown
 from paged.seq_id import SeqId
 
 
@@ -104,3 +106,44 @@ class ModelExecutor(ABC):
 
     def release_cache(self, seq_id: SeqId) -> None:  # noqa: B027
         """Give back the KV cache of a sequence; one that does not exist is no error."""
+
+
+@runtime_checkable
+class LoraLoader(Protocol):
+    """An executor whose items may name an adapter; `LlmExecutor` says what its calls do and raise."""
+
+    def load_lora(self, name: str, path: str | Path) -> None: ...
+
+    def unload_lora(self, name: str) -> None: ...
+
+    def list_loras(self) -> tuple[str, ...]: ...
+
+
+def lora_loader(executor: ModelExecutor) -> LoraLoader:
+    """The executor, if it loads adapters.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if not isinstance(executor, LoraLoader):
+        raise UnsupportedError(f"{type(executor).__name__} takes no adapters")
+    return executor
+
+
+def check_adapter(executor: ModelExecutor, name: object) -> None:
+    """Raise unless sequences of the executor can run with the adapter of that name; None is none.
+
+    Raises:
+        InvalidInputError: it is no text, or not loaded.
+        UnsupportedError: the executor takes no adapters.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(f"lora_adapter: {shown(name)}, expected the name of an adapter, or None")
+    if not executor.capabilities().supports_lora:
+        raise UnsupportedError(f"lora_adapter: {name!r}, and {type(executor).__name__} takes no adapters")
+    loaded = executor.list_loras() if isinstance(executor, LoraLoader) else ()
+    # Adapters of another's model are known to it alone, and then there is no snapshot.
+    if name not in loaded and executor.lora_metrics_snapshot() is not None:
+        raise InvalidInputError(f"lora_adapter: {name!r}, which is not loaded; loaded are {list(loaded)}")

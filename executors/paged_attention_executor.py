@@ -16,13 +16,12 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.types import MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import ForwardStep, PreparedStep
+from paged.forward_step import ForwardStep, PreparedStep, StepPreparer
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
 from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
 from paged.kernels.common.scalars import as_int, shown
 from paged.models.logits_policy import answer_items
-from paged.step_preparer import StepPreparer
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ T = TypeVar("T")
 
 
 class ProgressBar:
-    """What is used of tqdm's bar, and stands in where there is none; `total` may grow."""
-
-    total = 0
+    """What is used of tqdm's bar, and stands in where there is none."""
 
     def update(self, n: int, /) -> object: ...
 

@@ -13,12 +13,6 @@ from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, Uni
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError
 from paged.kernels.common.checks import check_shape
-from paged.seq_id import SeqId
-
-
-def cache_id_of(item: UnifiedBatchItem) -> SeqId:
-    """The cache an item continues."""
-    return item.seq_id if item.kv_cache is None else item.kv_cache.cache_id
 
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:

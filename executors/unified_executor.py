@@ -25,9 +25,17 @@ from paged.errors import InvalidInputError, PagedError, StaleHandleError, Unsupp
 from paged.executors.adapted_model import AdaptedModel
 from paged.executors.isolation import describe, quietly, raise_exit
 from paged.executors.model_executor import ExecutorShutDownError, ModelExecutor
-from paged.executors.row_batches import cache_id_of, decode_items, prefill_items, results_mismatch, verify_item
-from paged.executors.status import ForwardWork, PromptProgress, WorkMeter
-from paged.executors.types import ExecutorCapabilities, ExecutorState, ExecutorStatus, MemoryRequirements, ModelInfo
+from paged.executors.row_batches import decode_items, prefill_items, results_mismatch, verify_item
+from paged.executors.types import (
+    ExecutorCapabilities,
+    ExecutorState,
+    ExecutorStatus,
+    ForwardWork,
+    MemoryRequirements,
+    ModelInfo,
+    PromptProgress,
+    WorkMeter,
+)
 from paged.forward_step import PreparedStep, validate_items
 from paged.kernels.common.scalars import as_int
 from paged.models.logits_policy import apply_policies
@@ -112,7 +120,7 @@ class UnifiedExecutor(ModelExecutor):
             num_tokens = sum(len(item.q_tokens) for group in groups for item in group)
             logits = self._logits_of(groups, ForwardWork(sum(map(len, groups)), num_tokens, 0))
             return [
-                PrefillOutput(rows.unsqueeze(1), [self._live_handle(cache_id_of(item)) for item in group])
+                PrefillOutput(rows.unsqueeze(1), [self._live_handle(item.cache_id) for item in group])
                 for rows, group in zip(logits, groups, strict=True)
             ]
 
@@ -218,7 +226,7 @@ class UnifiedExecutor(ModelExecutor):
                 yield
         except BaseException:
             for item in items:
-                handle = self._sequences.get_handle(cache_id_of(item))
+                handle = self._sequences.get_handle(item.cache_id)
                 if handle is not None:
                     self._roll_back(handle, None if handle.cache_id in new else item.pos_offset)
             raise
@@ -231,14 +239,8 @@ class UnifiedExecutor(ModelExecutor):
             max_seq_len=self._info.max_sequence_length,
             length_of=self._length,
         )
-        lengths = {cache_id_of(item): item.pos_offset for item in items}
-        if len(lengths) != len(items):
-            raise InvalidInputError(f"items: {len(items)} for {len(lengths)} sequences, expected one each")
-        return {
-            cache_id
-            for cache_id, length in lengths.items()
-            if length == 0 and self._sequences.get_handle(cache_id) is None
-        }
+        started = {item.cache_id for item in items if item.pos_offset == 0}
+        return {cache_id for cache_id in started if self._sequences.get_handle(cache_id) is None}
 
     def _roll_back(self, handle: KvCacheHandle, length: int | None) -> None:
         """Bring a cache back to the length it had, None where it did not exist."""
@@ -260,7 +262,7 @@ class UnifiedExecutor(ModelExecutor):
         self._sequences.truncate(handle, new_len)
 
     def _length(self, item: UnifiedBatchItem) -> int:
-        handle = self._sequences.get_handle(cache_id_of(item))
+        handle = self._sequences.get_handle(item.cache_id)
         if item.kv_cache is not None and handle is not item.kv_cache:
             self._check_handle(item.kv_cache)
         return 0 if handle is None else handle.num_tokens

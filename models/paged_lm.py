@@ -17,7 +17,7 @@ from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.forward_step import ForwardStep, PreparedStep, validate_items
+from paged.forward_step import ForwardStep, PreparedStep, StepPreparer, validate_items
 from paged.kernels.common.compilation import run_compiled
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
@@ -31,7 +31,6 @@ from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
 from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
 from paged.seq_id import SeqId
 from paged.staging import to_device
-from paged.step_preparer import StepPreparer
 
 Track = Callable[..., Iterable[Any]]
 # Around a step: lets the other ranks run theirs. The step, its rows' adapters, and what is drawn from its logits.

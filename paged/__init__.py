@@ -41,7 +41,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.executors.async_executor": ("AsyncModelExecutor",),
     "paged.executors.text.chat_tokenizer": ("ChatTokenizer",),
     "paged.executors.speculation.draft_model": ("DraftModel",),
-    "paged.executors.engine.engine": ("Engine",),
+    "paged.executors.engine.engine": ("Engine", "SpeculativeDecoder"),
     "paged.executors.engine.config": ("EngineConfig", "QueueFullError"),
     "paged.executors.engine.metrics": ("EngineMetrics", "EngineStatus", "prometheus_text"),
     "paged.executors.llm_executor": ("LlmExecutor",),
@@ -50,7 +50,6 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.executors.speculation.prompt_lookup": ("PromptLookup",),
     "paged.executors.requests.output": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "paged.executors.requests.sampling_params": ("SamplingParams",),
-    "paged.executors.engine.speculative_decoder": ("SpeculativeDecoder",),
     "paged.executors.types": (
         "ExecutorCapabilities",
         "ExecutorState",

@@ -93,6 +93,11 @@ class UnifiedBatchItem:
         if type(self.pos_offset) is not int or self.pos_offset < 0:
             object.__setattr__(self, "pos_offset", as_int("pos_offset", self.pos_offset))
 
+    @property
+    def cache_id(self) -> SeqId:
+        """The sequence that it continues in the cache."""
+        return self.seq_id if self.kv_cache is None else self.kv_cache.cache_id
+
 
 @dataclass(frozen=True)
 class UnifiedBatch:

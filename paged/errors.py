@@ -1,17 +1,8 @@
 """The error family: what was given, what was expected, and everything left as it was."""
 
-from paged.kernels.common.errors import InvalidInputError, PagedError, UnsupportedError
-
-__all__ = [
-    "CheckpointError",
-    "InvalidInputError",
-    "OutOfBlocksError",
-    "PagedError",
-    "RankFailedError",
-    "SequenceTooLongError",
-    "StaleHandleError",
-    "UnsupportedError",
-]
+from paged.kernels.common.errors import InvalidInputError as InvalidInputError
+from paged.kernels.common.errors import PagedError as PagedError
+from paged.kernels.common.errors import UnsupportedError as UnsupportedError
 
 
 class OutOfBlocksError(PagedError):

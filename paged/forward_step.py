@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +19,7 @@ from paged.batch import KvSlotRequest, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.cache.slot_reservation import KvSlotReservation
-from paged.errors import InvalidInputError, SequenceTooLongError
+from paged.errors import InvalidInputError, PagedError, SequenceTooLongError
 from paged.kernels.attention.plan import AttentionPlan
 from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
 from paged.staging import to_device
@@ -217,6 +218,41 @@ def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> ND
     return np.concatenate([np.arange(*rows) for rows in zip(firsts[final], ends[final], strict=True)])
 
 
+class StepPreparer:
+    """Holds at most one prepared step: the next forward uses it or cancels it, and preparing another cancels it too."""
+
+    def __init__(self, manager: PagedKvCacheManager, *, vocab_size: int, max_seq_len: int) -> None:
+        """vocab_size, max_seq_len: the model's."""
+        self._manager = manager
+        self._limits = {"vocab_size": vocab_size, "max_seq_len": max_seq_len}
+        self._prepared: PreparedStep | None = None
+
+    def prepare(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
+        """Prepare a forward over one more token of each sequence; None where there is no room for it."""
+        self._cancel()
+        try:
+            self._prepared = PreparedStep(self._manager, handles, **self._limits)
+        except PagedError:
+            return None
+        return self._prepared
+
+    def expects(self, items: Sequence[UnifiedBatchItem]) -> bool:
+        """Whether their forward is prepared, which also says that they need no other check."""
+        return self._prepared is not None and self._prepared.fits(items)
+
+    def forward(self, items: Sequence[UnifiedBatchItem]) -> AbstractContextManager[ForwardStep]:
+        """`forward_step`, with what was prepared."""
+        if not self.expects(items):
+            self._cancel()
+        prepared, self._prepared = self._prepared, None
+        return forward_step(self._manager, items, prepared)
+
+    def _cancel(self) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.cancel()
+
+
 def validate_items(
     items: Sequence[UnifiedBatchItem],
     *,
@@ -234,23 +270,16 @@ def validate_items(
             cache's length, or a token id outside [0, vocab_size).
         SequenceTooLongError: an item would reach beyond `max_seq_len`.
     """
-    seq_ids = [item.seq_id for item in items]
-    if len(set(seq_ids)) != len(seq_ids):
-        raise InvalidInputError(f"item {_repeated(seq_ids)!r}: its seq_id is given twice")
-    caches = {item.seq_id: id(item.kv_cache) for item in items if item.kv_cache is not None}
-    if len(set(caches.values())) != len(caches):
-        repeated = [seq_id for seq_id, cache in caches.items() if cache == _repeated(list(caches.values()))]
-        raise InvalidInputError(f"item {repeated[1]!r}: its kv_cache is given twice")
+    for name in ("seq_id", "cache_id"):
+        ids = list(map(attrgetter(name), items))
+        if len(set(ids)) != len(ids):
+            raise InvalidInputError(f"item {Counter(ids).most_common(1)[0][0]!r}: its {name} is given twice")
     for item in items:
         tokens, length = item.q_tokens, length_of(item)
         end = length + len(tokens)
         is_known = length == item.pos_offset and length < end <= max_seq_len
         if not is_known or min(tokens) < 0 or max(tokens) >= vocab_size:
             _refuse(item, length, vocab_size, max_seq_len)
-
-
-def _repeated(values: list[Any]) -> Any:
-    return Counter(values).most_common(1)[0][0]
 
 
 def _refuse(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> NoReturn:

@@ -171,9 +171,7 @@ def _line(sequence: SequenceLine) -> str:
     if sequence.num_swapped:
         notes.append(f"{sequence.num_swapped} blocks in host memory")
     if sequence.namespace is not None:
-        namespace = sequence.namespace
-        text = repr(namespace) if isinstance(namespace, str | int | tuple) else namespace
-        notes.append(f"namespace {one_line(text, _LONGEST_ID)}")
+        notes.append(f"namespace {one_line(repr(sequence.namespace), _LONGEST_ID)}")
     return f"{sequence.letter}  {one_line(sequence.request_id, _LONGEST_ID)}: {', '.join(notes)}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from numbers import Number
 from typing import Any
 
 from paged.errors import InvalidInputError
@@ -23,10 +22,8 @@ def as_seq_id(name: str, value: object) -> SeqId:
     Raises:
         InvalidInputError: it is anything else.
     """
-    if type(value) is str:
-        return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return str(value)
     try:
         return as_int(name, value, low=-(1 << _ID_BITS), high=1 << _ID_BITS)
     except InvalidInputError:
@@ -35,67 +32,28 @@ def as_seq_id(name: str, value: object) -> SeqId:
 
 
 def as_namespace(name: str, value: object) -> Hashable:
-    """`value` as a namespace: anything that can be hashed, but for numbers that are no integers, as a dictionary takes
-    True and 1.0 for 1; the same for what stands in tuples and sets. Integers of any library become ints. What is of
-    another class becomes an `OpaqueNamespace`; `given_namespace` has it again.
+    """`value` as a namespace: None, a str, bytes, an int of 128 bits, or a tuple or frozenset of these. Bools and
+    floats are none, as a dictionary takes True and 1.0 for 1. Integers of any library become ints.
 
     Raises:
-        InvalidInputError: it is none.
+        InvalidInputError: it is anything else.
     """
     try:
         return _plain(value)
     except MemoryError:
         raise
     except Exception as error:
-        expected = "what can be hashed, and no bool or float"
+        expected = "None, a str, bytes, an int, or a tuple or frozenset of these"
         raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}") from error
 
 
-class OpaqueNamespace:
-    """A value of a class of the caller's: hashed and shown just once, as other tenants' calls must not fail, nor find
-    something else, where it changes its mind. What cannot be compared is another one.
-    """
-
-    __slots__ = ("_hash", "_shown", "value")
-
-    def __init__(self, value: Hashable) -> None:
-        self.value = value
-        self._hash = hash(value)
-        self._shown = repr(value)  # what the first block's hash begins with
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, OpaqueNamespace) or self._hash != other._hash:
-            return False
-        try:
-            return self.value is other.value or bool(self.value == other.value)
-        except Exception:
-            return False
-
-    def __repr__(self) -> str:
-        return self._shown
-
-
-def given_namespace(namespace: Hashable) -> Hashable:
-    """What the caller gave for a namespace of the cache."""
-    return namespace.value if isinstance(namespace, OpaqueNamespace) else namespace
-
-
 def _plain(value: Any) -> Hashable:
-    if value is None or isinstance(value, OpaqueNamespace):
+    if value is None or type(value) is bytes:
         return value
     if isinstance(value, str):
-        return str.__str__(value)
-    if type(value) is bytes:
-        return bytes(value)
+        return str(value)
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, frozenset):
         return frozenset(map(_plain, value))
-    if isinstance(value, Number) or hasattr(value, "tolist"):
-        return as_int("namespace", value, low=-(1 << _ID_BITS), high=1 << _ID_BITS)
-    return OpaqueNamespace(value)
+    return as_int("namespace", value, low=-(1 << _ID_BITS), high=1 << _ID_BITS)

@@ -19,7 +19,6 @@ import paged
 from paged.bench.limits import Cost
 from paged.bench.timing import Call
 from paged.kernels.attention import reference
-from paged.kernels.attention.config import DECODE_MAX_ROWS
 
 # Layers a case rotates through at the most, where even so many do not fill the cache.
 MAX_LAYERS = 512
@@ -31,8 +30,7 @@ Group = tuple[int, int, int]
 class AttentionCase:
     """One row. kind: "prefill" (whole prompts), "decode" (one query a sequence) or "mixed" (all else).
 
-    v_head_dim: 0 where values are as wide as keys. compiled: peers that compile for every shape, 10 s and more, take
-    part.
+    v_head_dim: 0 where values are as wide as keys.
     """
 
     kind: str
@@ -42,7 +40,6 @@ class AttentionCase:
     block_size: int = 16
     head_dim: int = 128
     v_head_dim: int = 0
-    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -87,22 +84,6 @@ class AttentionCase:
             for count, q_len, seq_len in self.groups
         )
         return dataclasses.replace(self, batch=f"{self.batch}.small", groups=groups)
-
-    def sibling(self) -> AttentionCase:
-        """A ragged batch that takes the same tiles and splits, small enough for the reference as a whole.
-
-        16 single queries of a shape at most, 2 long ones: prompts of 160 tokens, so that they see whole blocks of keys
-        beside the masked ones, or chunks of the fewest tokens that fill a prefill tile after up to 600. Both are
-        multiples of 16 like the full case's, for which Triton compiles kernels of their own.
-        """
-        group = self.heads[0] // self.heads[1]
-        chunk = 16 * (DECODE_MAX_ROWS // (16 * group) + 1)
-        groups = []
-        for count, q_len, seq_len in self.groups:
-            rows = q_len if q_len <= 8 else (160 if q_len == seq_len else chunk)
-            contexts = [min(seq_len - q_len, 600 - 37 * index) for index in range(min(count, 16 if rows == 1 else 2))]
-            groups += [(1, rows, rows + context) for context in contexts]
-        return dataclasses.replace(self, batch="sibling", groups=tuple(groups), compiled=False)
 
     def tensors(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> tuple[Step, list[Layer]]:
         """Random tensors made on the device, over block tables that are shuffled through the whole pool."""
@@ -246,8 +227,8 @@ CASES = (
         for options in _OPTIONS
         for case in (_decode(64, 8, **options), _prefill(4, 4, **options), _chunk(**options))
     ),
-    _prefill(2, 8, compiled=True),
-    _decode(16, 8, compiled=True),
+    _prefill(2, 8),
+    _decode(16, 8),
     AttentionCase("mixed", "first_chunk_2k+63x8k", ((1, 2048, 2048), (63, 1, 8192))),
     *(_decode(*size) for size in ((1, 8), (256, 1), (256, 8))),
     *(_prefill(*size) for size in ((1, 2), (16, 2), (1, 4), (4, 16), (16, 4))),

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from paged.bench.attention.cases import AttentionCase, Layer, MakeCalls, Step
 from paged.bench.contest import Peer
@@ -33,23 +32,19 @@ _VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
 Refuses = Callable[[AttentionCase, torch.dtype, torch.device], str | None]
 
 
-@functools.cache
-def missing(name: str, load: Callable[[], Any]) -> str | None:
-    """Why a package cannot be loaded, or None."""
-    try:
-        load()
-    except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
-        return f"{name} cannot be imported: {type(error).__name__}: {error}"
-    return None
-
-
 def _needs(name: str, load: Callable[[], Any]) -> Refuses:
     """Of a peer that takes values of the keys' size on a GPU, where its package can be loaded."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "needs a GPU"
-        return "takes values of the keys' size only" if case.v_head_dim else missing(name, load)
+        if case.v_head_dim:
+            return "takes values of the keys' size only"
+        try:
+            load()
+        except Exception as error:  # an import probes for drivers and libraries, and fails in as many ways
+            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        return None
 
     return refuses
 
@@ -109,14 +104,12 @@ def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
     return [functools.partial(call, layer) for layer in layers]
 
 
-def _dense_on(device_type: str, *, compiled: bool = False) -> Refuses:
-    """Of a peer that takes sequences of one length, as copies, on one type of device; compiled: see `AttentionCase`."""
+def _dense_on(device_type: str) -> Refuses:
+    """Of a peer that takes sequences of one length, as copies, on one type of device."""
 
     def refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str | None:
         if device.type != device_type:
             return f"is compared on {device_type} devices only"
-        if compiled and not case.compiled:
-            return "compiles for every shape: timed in a few cases only"
         if not case.is_uniform:
             return "needs sequences of one length, whole prompts or decode steps"
         num_bytes = case.cost(dtype).num_bytes
@@ -146,20 +139,6 @@ def _sdpa_calls(backend: SDPBackend) -> MakeCalls:
         return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
     return make
-
-
-def _flex_calls(step: Step, layers: list[Layer]) -> list[Call]:
-    device, seq_len = step.block_table.device, step.max_seqlen_k
-    mask = None
-    if step.max_seqlen_q > 1:
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, seq_len, seq_len, device=str(device))
-    attend = torch.compile(flex_attention, dynamic=False)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    return [functools.partial(call, *_dense(step, layer)) for layer in layers]
 
 
 def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
@@ -196,6 +175,5 @@ PEERS = (
     Peer("sdpa_cudnn", _dense_on("cuda"), _sdpa_calls(SDPBackend.CUDNN_ATTENTION)),
     Peer("sdpa_flash", _dense_on("cuda"), _sdpa_calls(SDPBackend.FLASH_ATTENTION)),
     Peer("sdpa_math", _dense_on("cpu"), _sdpa_calls(SDPBackend.MATH)),
-    Peer("flex", _dense_on("cuda", compiled=True), _flex_calls),
     Peer("flashinfer", _needs("FlashInfer", _load_flashinfer), _flashinfer_calls),
 )

@@ -7,15 +7,12 @@ float32 at small sizes. Block tables are shuffled; each call reads another layer
 cache can hold.
 
 A row is of a call whose plan was made before, as for all layers of a step but the first; `planning_us` is what making
-it adds. `host_us` is the host's time in a call outside a graph. A row that differs from the float64 reference is
-refused; a peer that does, or that differs from ours, gets no ratio. Peers that are missing say so: vLLM's files come on
-PYTHONPATH.
+it adds. A row of which single queries differ from the float64 reference is refused; a peer whose do, or that differs
+from ours, gets no ratio. Peers that are missing say so: vLLM's files come on PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import functools
-import statistics
 import sys
 from typing import Any
 
@@ -25,7 +22,6 @@ from paged.bench.attention.cases import (
     CASES,
     MAX_LAYERS,
     AttentionCase,
-    expected,
     expected_spots,
     ours,
     ours_with_planning,
@@ -34,40 +30,27 @@ from paged.bench.attention.peers import PEERS
 from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.contest import Contest
-from paged.bench.environment import benchmark_dtype
-from paged.bench.goal import Goal, at_least, at_most
-from paged.bench.limits import Ceilings
-from paged.bench.timing import host_seconds, num_sets
+from paged.bench.limits import Ceilings, Goal, at_least, at_most
+from paged.bench.timing import num_sets
 
 # A case takes no more samples than fit in so many seconds, beyond the least: 16k prompts take 60 ms and more a sample.
 MAX_SECONDS, MIN_REPEATS = 2.0, 10
-# Calls whose host time is taken: four kernels each, together far below the 1,024 launches that a device queues.
-HOST_CALLS = 64
 _VLLM_RATIO = {"prefill": 2.5, "decode": 1.3, "mixed": 2.0}
 _LONG_PREFILL = 4096
 _WIDE_HEAD = 256  # beyond it registers hold tiles of half as many rows
 _LARGE_KV_BYTES = 256_000_000
-_HOST_US = 30.0
 
 
-@functools.cache
-def check(case: AttentionCase, device: torch.device) -> None:
-    """Raise WrongResultError unless `paged_attention` gives what the float64 reference gives; once for each case."""
-    step, (layer,) = case.tensors(device, benchmark_dtype(device), 1)
-    compare(ours(step, [layer])[0](), expected(step, layer))
-
-
-def contest(case: AttentionCase, device: torch.device) -> tuple[Contest, bool]:
+def contest(case: AttentionCase, setting: Setting) -> tuple[Contest, bool]:
     """Ours, with a plan made before and with a plan of its own, and the peers; whether the tensors exceed the cache.
 
     Raises:
         WrongResultError: the operation does not agree with the reference.
     """
     torch.manual_seed(0)
-    dtype, found = benchmark_dtype(device), Contest(device)
-    check(case.sibling(), device)
-    num_layers, is_cold = num_sets(case.cost(dtype).num_bytes, device, MAX_LAYERS)
-    step, layers = case.tensors(device, dtype, num_layers)
+    found = Contest(setting)
+    num_layers, is_cold = num_sets(case.cost(setting.dtype).num_bytes, setting.device, MAX_LAYERS)
+    step, layers = case.tensors(setting.device, setting.dtype, num_layers)
     spots = expected_spots(step, layers[0])
 
     def check_spots(out: torch.Tensor) -> None:
@@ -82,54 +65,35 @@ def contest(case: AttentionCase, device: torch.device) -> tuple[Contest, bool]:
         compare(out.reshape(our_out.shape), our_out)
 
     found.add("planning", ours_with_planning(step, layers), check_all)
-    found.add_peers(PEERS, case, dtype, lambda peer: peer.make(step, layers), check_all)
+    found.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)
     return found, is_cold
 
 
 def measure(case: AttentionCase, setting: Setting) -> dict[str, Any]:
-    """The row of a case; host times only on a GPU, for batches with decode steps."""
+    """The row of a case."""
     case = case.small() if setting.small else case
-    found, is_cold = contest(case, setting.device)
-    found.run(setting.repeats, MAX_SECONDS, MIN_REPEATS)
-    row = found.row(case.cost(setting.dtype), setting.limits, cold=is_cold)
-    on_gpu, planning = setting.device.type == "cuda", row["peers"].pop("planning")
-    timed = found.calls if on_gpu and case.kind != "prefill" else {}
-    host = {name: statistics.median(host_seconds(timed[name], setting.device, HOST_CALLS)) * 1e6 for name in timed}
-    for name, peer in row["peers"].items():
-        peer["host_us"] = host.get(name)
+    found, is_cold = contest(case, setting)
+    row = found.row(case.cost(setting.dtype), cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS)
+    row["planning_us"] = row["peers"].pop("planning")["median_us"] - row["median_us"]
     row |= {
         name: getattr(case, name)
         for name in ("name", "kind", "batch", "groups", "heads", "head_dim", "v_head_dim", "block_size")
     }
-    row |= {
-        "longest_key": max(seq_len for _, seq_len in case.lengths),
-        "per_sequence_bound_us": per_sequence_bound(case, setting.dtype, setting.limits) * 1e6,
-        "planning_us": planning["median_us"] - row["median_us"],
-        "host_us": host.get("ours"),
-        "host_with_planning_us": host.get("planning"),
-    }
-    return row | {"goals": goals(case, row, setting.limits) if on_gpu else []}
+    return row | {"goals": goals(case, row, setting.limits) if setting.device.type == "cuda" else []}
 
 
 def goals(case: AttentionCase, row: dict[str, Any], limits: Ceilings) -> list[Goal]:
     """What a row is meant to reach on one H200; `row` is without it."""
     ratios = {name: peer.get("ratio") for name, peer in row["peers"].items()}
     found = [at_least(f"{_VLLM_RATIO[case.kind]}x vLLM's Triton kernel", ratios.get("vllm"), _VLLM_RATIO[case.kind])]
-    if case.kind == "prefill" and row["longest_key"] >= _LONG_PREFILL and case.head_dim <= _WIDE_HEAD:
+    if case.kind == "prefill" and max(case.lengths)[1] >= _LONG_PREFILL and case.head_dim <= _WIDE_HEAD:
         found.append(at_least("500 TFLOP/s", row["tflop_per_s"], 500.0))
         found.append(at_least("0.85x cuDNN on contiguous keys", ratios.get("sdpa_cudnn"), 0.85))
     if case.kind == "decode" and row["num_bytes"] >= _LARGE_KV_BYTES:
         found.append(at_least("90 % of the copy bandwidth", 100 * row["gb_per_s"] * 1e9 / limits.copy, 90.0))
     if case.kind == "mixed":
         found.append(at_most("1.15x the perfect-overlap bound", row["median_us"] / row["bound_us"], 1.15))
-    if case.kind in ("decode", "mixed"):
-        found.append(at_most(f"{_HOST_US:.0f} us of host time", row["host_us"], _HOST_US))
     return found
-
-
-def per_sequence_bound(case: AttentionCase, dtype: torch.dtype, limits: Ceilings) -> float:
-    """Seconds of a schedule that overlaps memory and matrix units within a sequence, but not across."""
-    return sum(count * limits.bound(case.cost(dtype, [(q_len, seq_len)]))[0] for count, q_len, seq_len in case.groups)
 
 
 BENCHMARK = Benchmark("attention", __doc__, lambda _: CASES, measure, {"cuda": 50, "cpu": 10})

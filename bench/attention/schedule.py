@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -27,7 +27,7 @@ from paged.bench.limits import Ceilings
 from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import AttentionTile
-from paged.kernels.attention.plan import AttentionPlan, AttentionSchedule, AttentionShape
+from paged.kernels.attention.plan import AttentionPlan, AttentionShape
 from paged.kernels.common.device import Device
 
 Lengths = Sequence[tuple[int, int]]  # (query length, key length) a sequence
@@ -46,8 +46,6 @@ SWEEP: dict[str, Lengths] = {
     for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
     for length in (1024, 4096, 8192, 32_768)
 }
-
-
 HEAD_DIM, ELEMENT_SIZE = 128, 2
 SM_BANDWIDTH, SM_FLOPS, L2_SPEEDUP = 4.3e12 / 132, 790e12 / 132, 2
 # A program's start: five dependent loads (count, item, lengths, block table, keys) and its epilogue; that of one which
@@ -55,34 +53,25 @@ SM_BANDWIDTH, SM_FLOPS, L2_SPEEDUP = 4.3e12 / 132, 790e12 / 132, 2
 START_S, IDLE_S, LAUNCH_S = 2e-6, 0.7e-6, 4e-6
 
 
-@dataclass(frozen=True)
-class WorkItem:
-    """One item of a work list: so many key blocks of one tile, a partial result where the tile is split."""
+class Launch(NamedTuple):
+    """One kind's work list in grid order, each item run once a KV head: its key blocks, and whether it gives a partial
+    result of a tile that is split.
 
-    blocks: int
-    is_partial: bool
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kind's work list: its items in grid order, each run once a KV head, and how many tiles they were cut from.
-
-    num_idle: programs of the grid, an upper bound known to the host, that find no item.
+    num_tiles: those that the items were cut from. num_idle: programs of the grid, an upper bound known to the host,
+    that find no item.
     """
 
     kind: str
     tile: AttentionTile
     num_kv_heads: int
-    items: list[WorkItem]
+    items: Sequence[tuple[int, bool]]
     num_tiles: int
-    num_split_tiles: int
     num_idle: int = 0
 
     @property
-    def partial_bytes(self) -> int:
-        """Size of the partial results, outputs and log-sum-exps in float32."""
-        slots = sum(item.is_partial for item in self.items)
-        return slots * self.num_kv_heads * self.tile.block_m * (HEAD_DIM + 1) * 4
+    def partial_s(self) -> float:
+        """Seconds in which one SM moves a partial result, outputs and log-sum-exps in float32."""
+        return self.tile.block_m * (HEAD_DIM + 1) * 4 / SM_BANDWIDTH
 
     @property
     def block_s(self) -> float:
@@ -94,26 +83,9 @@ class Launch:
 
     def programs(self) -> list[float]:
         """Seconds of every program in grid order, where the KV head runs fastest."""
-        partial_s = self.tile.block_m * (HEAD_DIM + 1) * 4 / SM_BANDWIDTH * self.tile.programs_per_sm
-        return [
-            START_S + item.blocks * self.block_s + item.is_partial * partial_s
-            for item in self.items
-            for _ in range(self.num_kv_heads)
-        ]
-
-    def ideal_s(self, num_sms: int) -> float:
-        """The tiles unsplit, spread evenly over the chip: what splitting adds counts as imbalance."""
-        blocks = sum(item.blocks for item in self.items)
-        work = (self.num_tiles * START_S + blocks * self.block_s) * self.num_kv_heads
-        return work / (num_sms * self.tile.programs_per_sm)
-
-    def idle_s(self, num_sms: int) -> float:
-        """The programs that find nothing to do."""
-        return self.num_idle * IDLE_S / (num_sms * self.tile.programs_per_sm)
-
-    def merge_s(self, num_sms: int) -> float:
-        """The merge of the split tiles: a launch, and the partial results read once."""
-        return LAUNCH_S + self.partial_bytes / (SM_BANDWIDTH * num_sms) if self.num_split_tiles else 0.0
+        partial_s = self.partial_s * self.tile.programs_per_sm
+        items = [START_S + blocks * self.block_s + is_partial * partial_s for blocks, is_partial in self.items]
+        return [seconds for seconds in items for _ in range(self.num_kv_heads)]
 
 
 def makespan(launch: Launch, num_sms: int) -> float:
@@ -124,26 +96,28 @@ def makespan(launch: Launch, num_sms: int) -> float:
     return max(ends)
 
 
-HEADS = ("makespan", "ideal", "ratio", "roofline", "total", "items", "idle", "splits", "partials KB")
-
-
 def simulate(launches: Sequence[Launch], num_sms: int, roofline_s: float = 0.0) -> dict[str, float]:
     """One batch on one chip, its launches one after the other, by the heads of the table; times in microseconds.
 
-    makespan: the time in programs; ideal: in perfect balance; ratio: of these two; roofline: what memory and matrix
-    units need at the least; total: with launches, idle programs and merges.
+    makespan: the time in programs; ideal: of the tiles unsplit, spread evenly over the chip, so that what splitting
+    adds counts as imbalance; ratio: of these two; roofline: what memory and matrix units need at the least; total: with
+    launches, idle programs and merges, each a launch that reads the partial results once.
     """
+    ideal = around = 0.0
+    for launch in launches:
+        slots, heads = num_sms * launch.tile.programs_per_sm, launch.num_kv_heads
+        blocks, partials = (sum(column) for column in zip(*launch.items, strict=True))
+        ideal += (launch.num_tiles * START_S + blocks * launch.block_s) * heads / slots
+        around += LAUNCH_S + launch.num_idle * IDLE_S / slots
+        around += LAUNCH_S + partials * heads * launch.partial_s / num_sms if partials else 0.0
     in_programs = sum(makespan(launch, num_sms) for launch in launches)
-    around = sum(launch.idle_s(num_sms) + launch.merge_s(num_sms) + LAUNCH_S for launch in launches)
-    ideal = sum(launch.ideal_s(num_sms) for launch in launches)
-    values = (
-        *(1e6 * in_programs, 1e6 * ideal, in_programs / ideal, 1e6 * roofline_s, 1e6 * (in_programs + around)),
-        sum(len(launch.items) for launch in launches),
-        sum(launch.num_idle for launch in launches),
-        sum(launch.num_split_tiles for launch in launches),
-        sum(launch.partial_bytes for launch in launches) // 1024,
-    )
-    return dict(zip(HEADS, values, strict=True))
+    return {
+        "makespan": 1e6 * in_programs,
+        "ideal": 1e6 * ideal,
+        "ratio": in_programs / ideal,
+        "roofline": 1e6 * roofline_s,
+        "total": 1e6 * (in_programs + around),
+    }
 
 
 def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]:
@@ -166,24 +140,14 @@ def plan(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> list[Launch]
     maxima = {"max_seqlen_q": int(q_lens.max()), "max_seqlen_k": int(seq_lens.max())}
     with mock.patch.object(attention_plan, "device_of", return_value=Device(ARCH[num_sms], num_sms)):
         schedules = AttentionPlan(offsets, seq_lens, **maxima).schedules(shape)
-    launches = [
-        _launch(kind, schedule, num_kv_heads) for kind, schedule in zip(("decode", "prefill"), schedules, strict=False)
-    ]
-    return [launch for launch in launches if launch.items]
-
-
-def _launch(kind: str, schedule: AttentionSchedule, num_kv_heads: int) -> Launch:
-    num_items, num_split_tiles = schedule.counts.tolist()
-    items = schedule.items[:num_items].tolist()
-    return Launch(
-        kind=kind,
-        tile=schedule.tile,
-        num_kv_heads=num_kv_heads,
-        items=[WorkItem(end - begin, slot >= 0) for _, _, begin, end, slot in items],
-        num_tiles=len({(seq, tile) for seq, tile, *_ in items}),
-        num_split_tiles=num_split_tiles,
-        num_idle=(schedule.items.shape[0] - num_items) * num_kv_heads,
-    )
+    found = []
+    for kind, schedule in zip(("decode", "prefill"), schedules, strict=False):
+        if items := schedule.items[: int(schedule.counts[0])].tolist():
+            blocks = [(end - begin, slot >= 0) for _, _, begin, end, slot in items]
+            num_tiles = len({(seq, tile) for seq, tile, *_ in items})
+            num_idle = (len(schedule.items) - len(items)) * num_kv_heads
+            found.append(Launch(kind, schedule.tile, num_kv_heads, blocks, num_tiles, num_idle))
+    return found
 
 
 def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> dict[str, float]:
@@ -194,12 +158,6 @@ def outcome(lengths: Lengths, heads: tuple[int, int], num_sms: int) -> dict[str,
     return simulate(plan(lengths, heads, num_sms), num_sms, limits.bound(cost)[0])
 
 
-def _shown(head: str, value: float) -> str:
-    if isinstance(value, int):
-        return str(value)
-    return f"{value:.3f}" if head == "ratio" else f"{value:.1f}us"
-
-
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = option_parser(__doc__, "only")
@@ -207,12 +165,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads / KV heads")
     args = parser.parse_args(argv)
     cases = {name: lengths for name, lengths in (CASES | SWEEP).items() if args.only in name}
-    print(f"{'case':36} {'heads':>5} {'SMs':>3} " + " ".join(f"{head:>11}" for head in HEADS))
+    print(f"{'case, us':36} {'heads':>5} SMs    makespan       ideal       ratio    roofline       total")
     for num_sms, heads, (name, lengths) in itertools.product(args.sms, args.heads, cases.items()):
         num_q_heads, num_kv_heads = map(int, heads.split("/"))
         found = outcome(lengths, (num_q_heads, num_kv_heads), num_sms)
-        cells = " ".join(f"{_shown(head, value):>11}" for head, value in found.items())
-        print(f"{name:36} {heads:>5} {num_sms:3} {cells}")
+        print(f"{name:36} {heads:>5} {num_sms:3} " + " ".join(f"{value:11.3f}" for value in found.values()))
 
 
 if __name__ == "__main__":

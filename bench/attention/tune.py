@@ -3,36 +3,52 @@
     python -m bench.attention.tune [--json FILE] [--budget SECONDS] [--only NAME] [--repeats N]
 
 A candidate that does not compile, spills too much to launch, or gives another result than the chooser's tile is refused
-with the reason. The chooser's own tile is timed first and again last, so that drift shows. What wins here goes into
+with the reason. The report sorts the others by `over_chosen`, the chooser's time over theirs. What wins here goes into
 `kernels/attention/config.py` by hand, with its measurement in the comment. Needs a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
-from paged.bench.benchmark import option_parser
+from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
-from paged.bench.environment import benchmark_dtype, environment, save
-from paged.bench.limits import Ceilings, speed
-from paged.bench.timing import ceilings, num_sets, take
+from paged.bench.limits import speed
+from paged.bench.timing import num_sets, take
 from paged.kernels.attention import plan as attention_plan
 from paged.kernels.attention.config import AttentionTile
 
-REPEATS = 30
 # Two prompts, decodes and verify rows, each gathered and in boxes: what the tiles differ for.
 NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
 NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16"]
+# Tiles of a batch that follow each other, before the next batch has its turn with as many.
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class TileCase:
+    """A batch with one tile, or with the chooser's."""
+
+    case: AttentionCase
+    tile: AttentionTile | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.tile or 'chosen'}"
+
+    @property
+    def kind(self) -> str:
+        return "prefill" if self.case.kind == "prefill" else "decode"
 
 
 def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
@@ -59,65 +75,49 @@ def with_tile(kind: str, tile: AttentionTile | None) -> mock._patch:  # type: ig
     return mock.patch.object(attention_plan, name, choose if tile is None else lambda *_, **__: tile)
 
 
-def tune(
-    case: AttentionCase, device: torch.device, repeats: int, limits: Ceilings, is_over: Callable[[], bool]
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows of tiles and their speed, fastest first, and why other tiles have none."""
+def cases(_: Setting) -> list[TileCase]:
+    """Where time runs out, what was tried is spread over all batches and tiles."""
+    found = []
+    for case in (case for case in CASES if case.name in NAMES):
+        tiles = list(candidates(TileCase(case).kind, case.block_size))
+        random.Random(0).shuffle(tiles)
+        found += [(rank // _AT_ONCE, TileCase(case, tile)) for rank, tile in enumerate([None, *tiles])]
+    return [case for _, case in sorted(found, key=lambda pair: pair[0])]
+
+
+@functools.lru_cache(maxsize=1)
+def _batch(case: AttentionCase, setting: Setting) -> tuple[Any, ...]:
+    """Tensors, the chooser's result, and its median time in microseconds."""
     torch.manual_seed(0)
-    dtype = benchmark_dtype(device)
-    step, layers = case.tensors(device, dtype, num_sets(case.cost(dtype).num_bytes, device, MAX_LAYERS)[0])
-    kind = "prefill" if case.kind == "prefill" else "decode"
-    want = ours(step, layers)[0]()
-    rows: list[dict[str, Any]] = []
-    refused: dict[str, str] = {}
-
-    def add(name: dict[str, Any] | str, tile: AttentionTile | None = None) -> None:
-        with with_tile(kind, tile):
-            calls = ours(step, layers)
-            compare(calls[0](), want)
-            found = speed(take(calls, device, repeats), case.cost(dtype), limits)
-        rows.append({"name": case.name, "tile": name, **found})
-
-    add("the chooser's")
-    tiles = list(candidates(kind, case.block_size))
-    random.Random(0).shuffle(tiles)  # where time runs out, what was tried is spread over all of them
-    for tile in tiles:
-        if is_over():
-            break
-        try:
-            add(asdict(tile), tile)
-        except Exception as error:  # too much shared memory, or what the compiler refuses: the others go on
-            refused[f"{case.name} {tile}"] = f"{type(error).__name__}: {str(error)[:200]}"
-    add("the chooser's, again")
-    return sorted(rows, key=lambda row: float(row["median_us"])), refused
+    cost = case.cost(setting.dtype)
+    tensors = case.tensors(setting.device, setting.dtype, num_sets(cost.num_bytes, setting.device, MAX_LAYERS)[0])
+    calls = ours(*tensors)
+    chosen = speed(take(calls, setting.device, setting.repeats), cost, setting.limits)
+    return tensors, calls[0](), chosen["median_us"]
 
 
-def main(argv: Sequence[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """Print the fastest tiles of every case; the JSON holds all."""
-    parser = option_parser(__doc__, "json", "only", "repeats", "budget", budget=500.0, repeats=REPEATS)
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no GPU: tiles can only be compared where they run")
-    device = torch.device("cuda")
-    chosen = [case for case in CASES if case.name in NAMES and args.only in case.name]
-    limits = ceilings(device, benchmark_dtype(device), REPEATS)
-    not_run = [case.name for case in chosen]
-    report: dict[str, Any] = environment("tune_attention", device, limits)
-    report |= {"rows": [], "refused": {}, "not_run": not_run}
-    end = time.monotonic() + args.budget
-    for index, case in enumerate(chosen):
-        case_end = time.monotonic() + (end - time.monotonic()) / (len(chosen) - index)
-        rows, refused = tune(case, device, args.repeats, limits, lambda end=case_end: time.monotonic() > end)  # type: ignore[misc]
-        report["rows"] += rows
-        report["refused"] |= refused
-        not_run.remove(case.name)
-        write(f"{case.name}: {len(rows)} timed, {len(refused)} refused")
-        for row in rows[:8]:
-            write(f"  {row['median_us']:10.2f} us  {row['tile']}")
-        if args.json:
-            save(args.json, report)
-    return 0
+def measure(case: TileCase, setting: Setting) -> dict[str, Any]:
+    """The row of a tile."""
+    tensors, want, chosen_us = _batch(case.case, setting)
+    with with_tile(case.kind, case.tile):
+        calls = ours(*tensors)
+        compare(calls[0](), want)
+        found = speed(take(calls, setting.device, setting.repeats), case.case.cost(setting.dtype), setting.limits)
+    tile = "the chooser's" if case.tile is None else asdict(case.tile)
+    row = {"name": case.case.name, "tile": tile, "over_chosen": chosen_us / found["median_us"]}
+    return {**row, **found, "cold": True}
 
+
+BENCHMARK = Benchmark(
+    "tune_attention",
+    __doc__,
+    cases,
+    measure,
+    {"cuda": 30},
+    options=("json", "only", "repeats", "budget", "resume"),
+    device="cuda",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

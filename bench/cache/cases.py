@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from paged import CacheGroup, KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
+from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
 from paged.bench.check import WrongResultError
 
 BLOCK_SIZE = 16
@@ -39,11 +39,6 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     has_peer: bool = True
     goal_us: float | None = None
-
-    @property
-    def group(self) -> str:
-        """Cases of one group are sampled in turns."""
-        return self.name.partition(".")[0]
 
     def ours(self) -> Samples:
         return self.function(**self.arguments)
@@ -76,13 +71,11 @@ def check_hit(num_cached_tokens: int, num_tokens: int, *, cached: bool) -> None:
         raise WrongResultError(f"{num_cached_tokens} tokens were found in the prefix cache, expected {least} to {most}")
 
 
-def _manager(
-    num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True, groups: Sequence[CacheGroup] | None = None
-) -> PagedKvCacheManager:
+def _manager(num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True) -> PagedKvCacheManager:
     # One element a token keeps the cache of a million blocks at 64 MB.
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "block_size": BLOCK_SIZE, "num_blocks": num_blocks}
     config = PagedKvCacheConfig(**sizes, dtype=torch.float16, device="cpu", enable_prefix_cache=prefix_cache)
-    return PagedKvCacheManager(config if groups is None else replace(config, num_layers=len(groups), groups=groups))
+    return PagedKvCacheManager(config)
 
 
 def _publish_free(cache: PagedKvCacheManager, tokens: list[int]) -> None:
@@ -122,22 +115,6 @@ def decode_step() -> Samples:
             yield perf_counter() - start
 
 
-def step(*, windows: Sequence[int | None]) -> Samples:
-    """Slots and metadata of a decode step: a group of one layer for each window."""
-    groups = [CacheGroup((layer,), sliding_window=window) for layer, window in enumerate(windows)]
-    while True:
-        cache, lengths = _decoding(groups)
-        items = [(handle, 1) for handle in cache.handles()]
-        for step in range(1, DECODE_STEPS + 1):
-            start = perf_counter()
-            with cache.reserve(
-                [KvSlotRequest(index, length + step) for index, length in enumerate(lengths)]
-            ) as reservation:
-                cache.build_metadata(items)
-                reservation.commit()
-            yield perf_counter() - start
-
-
 def metadata(*, num_chunks: int) -> Samples:
     """`build_metadata` after `reserve`, of sequences that grow between the calls; the last `num_chunks` are chunks."""
     while True:
@@ -157,13 +134,12 @@ def metadata(*, num_chunks: int) -> Samples:
             yield seconds
 
 
-def _decoding(groups: Sequence[CacheGroup] | None = None) -> tuple[PagedKvCacheManager, list[int]]:
+def _decoding() -> tuple[PagedKvCacheManager, list[int]]:
     """A cache with `decode_lengths()` tokens in the sequences 0 to 255."""
-    cache, lengths = _manager(groups=groups), decode_lengths()
+    cache, lengths = _manager(), decode_lengths()
     for index, length in enumerate(lengths):
         cache.allocate(index)
-        for target in (*range(_CHUNK, length, _CHUNK), length):  # a window gives back what is behind it
-            cache.reserve([KvSlotRequest(index, target)]).commit()
+        cache.reserve([KvSlotRequest(index, length)]).commit()
     return cache, lengths
 
 
@@ -211,8 +187,6 @@ CASES = [
     Case("evict", evict, {**_PROMPT, "num_blocks": 4096}),
     Case("metadata.decode", metadata, {"num_chunks": 0}, has_peer=False, goal_us=100.0),
     Case("metadata.mixed", metadata, {"num_chunks": 8}, has_peer=False),
-    Case("step.one_group", step, {"windows": [None]}, has_peer=False),
-    Case("step.two_groups", step, {"windows": [None, 512]}, has_peer=False),
     *(
         Case(f"pool.{name}", allocate_free, {**_PROMPT, "prefix_cache": True, "num_blocks": count}, has_peer=False)
         for name, count in (("1k", 1_000), ("10k", 10_000), ("100k", 100_000), ("1M", 1_000_000))

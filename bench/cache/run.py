@@ -15,35 +15,26 @@ evict: room for 2,048 tokens in a pool full of cached blocks. Ours looks the new
 metadata: what a forward of 256 sequences needs, 8 of them chunks of 64 tokens in "mixed". Ours alone.
 pool: allocate_free with the prefix cache in pools of that many blocks. Ours alone.
 
-What bounds ours: packing ids, 8 ns each, and hashing them are a third of publish_free. Beside rows of 32k tokens the
-shorter prompts find the processor's caches cold.
+What bounds ours: packing ids, 8 ns each, and hashing them are a third of publish_free.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.cache.cases import CASES, Case
-from paged.bench.goal import at_least, at_most
-from paged.bench.limits import times_us
+from paged.bench.limits import at_least, at_most, times_us
 from paged.bench.timing import take_in_turns
 
 PEER_VERSION = "0.33.0"
 _WARM_UP = 3
 _GOAL_RATIO = 3.0
-# What grows over a group, and by how much the input does: (larger row, smaller row, growth of the input).
-_GROWTH = [
-    ("pool.1M", "pool.1k", 1000),
-    ("prefix_match.32k_cached", "prefix_match.4k_cached", 8),
-    ("step.two_groups", "step.one_group", 2),
-]
 
 
 def load_peer() -> tuple[ModuleType | None, str]:
@@ -57,16 +48,15 @@ def load_peer() -> tuple[ModuleType | None, str]:
         return None, f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH ({type(error).__name__}: {error})"
 
 
-def measure_group(cases: Sequence[Case], peer: ModuleType | None, repeats: int) -> dict[str, dict[str, Any]]:
-    """Rows of `cases` by name, whose samples and the peer's are taken in turns; the first ones warm up."""
-    samples: dict[tuple[str, str], Iterator[float]] = {(case.name, "ours"): case.ours() for case in cases}
-    if peer:
-        samples |= {(case.name, "theirs"): case.theirs(peer) for case in cases if case.has_peer}
-    taken = take_in_turns({key: found.__next__ for key, found in samples.items()}, _WARM_UP + repeats)
-    return {
-        case.name: row(case, *(taken.get((case.name, side), [])[_WARM_UP:] for side in ("ours", "theirs")))
-        for case in cases
-    }
+def measure(case: Case, setting: Setting) -> dict[str, Any]:
+    """A row, whose samples and the peer's are taken in turns; the first ones warm up."""
+    peer, description = load_peer()
+    samples = {"ours": case.ours()}
+    if peer and case.has_peer:
+        samples["theirs"] = case.theirs(peer)
+    taken = take_in_turns({side: found.__next__ for side, found in samples.items()}, _WARM_UP + setting.repeats)
+    absent = {} if peer else {"vllm": description}
+    return row(case, *(taken.get(side, [])[_WARM_UP:] for side in ("ours", "theirs"))) | {"absent": absent}
 
 
 def row(case: Case, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
@@ -83,38 +73,15 @@ def row(case: Case, ours: Sequence[float], theirs: Sequence[float]) -> dict[str,
     return {"name": case.name, **own, "peers": peers, "goals": goals}
 
 
-def growth(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How much longer the larger of two inputs takes, for every pair of rows that stands in `rows`."""
-    medians = {row["name"]: row["median_us"] for row in rows}
-    return {
-        f"{large} / {small}, input x{factor}": medians[large] / medians[small]
-        for large, small, factor in _GROWTH
-        if large in medians and small in medians
-    }
-
-
-@cache
-def _rows(group: str, setting: Setting) -> dict[str, dict[str, Any]]:
-    cases = [case for case in CASES if case.group == group and setting.only in case.name]
-    return measure_group(cases, load_peer()[0], setting.repeats)
-
-
-def _about() -> dict[str, Any]:
-    peer, description = load_peer()
-    return {"absent": {} if peer else {"vllm": description}}
-
-
 BENCHMARK = Benchmark(
     "cache",
     __doc__,
     lambda _: CASES,
-    lambda case, setting: _rows(case.group, setting)[case.name],
+    measure,
     {"cpu": 100},
     options=("json", "only", "repeats"),
     device="cpu",
     has_limits=False,
-    about=_about,
-    summary=lambda rows: {"growth": growth(rows)},
 )
 main = BENCHMARK.main
 

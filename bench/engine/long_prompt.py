@@ -10,7 +10,7 @@ import torch
 
 from paged import Engine, EngineConfig, SamplingParams
 from paged.bench.engine.models import MODELS, random_executor
-from paged.bench.goal import at_most
+from paged.bench.limits import at_most
 from paged.bench.timing import timed
 
 _NUM_DECODES = 32
@@ -20,8 +20,7 @@ _BUDGET = 2048
 def long_prompt(name: str, model: str, stretch: float | None, device: torch.device, repeats: int) -> dict[str, Any]:
     """The slowest step of decodes while a long prompt comes in, over the steps without it.
 
-    Those take longer as the decodes grow: from the median of `repeats` before to that of as many after. slowest_steady:
-    of these steps over their median, which is the machine's doing.
+    Those take longer as the decodes grow: from the median of `repeats` before to that of as many after.
     """
     length = 32_768 if device.type == "cuda" else 4096
     # For prompts that come in 8 tokens a step, the least that is paced.
@@ -44,23 +43,19 @@ def long_prompt(name: str, model: str, stretch: float | None, device: torch.devi
         return perf_counter() - start
 
     with timed():
-        steady_before = [step() for _ in range(repeats)]
+        before = statistics.median(step() for _ in range(repeats))
         long = engine.add_request([7] * length, SamplingParams(temperature=0, max_tokens=1))
         samples = []
         while not long.finished:
             samples.append(step())
-        steady_after = [step() for _ in range(repeats)]
-    before, after = statistics.median(steady_before), statistics.median(steady_after)
-    noise = [seconds / before for seconds in steady_before] + [seconds / after for seconds in steady_after]
+        after = statistics.median(step() for _ in range(repeats))
     growth = (after - before) / len(samples)
     stretches = [seconds / (before + growth * index) for index, seconds in enumerate(samples)]
     worst = max(stretches)
     detail = {
         "before_ms": before * 1e3,
         "after_ms": after * 1e3,
-        "slowest_steady": max(noise),
         "median_times_steady": statistics.median(stretches),
-        "p99_times_steady": statistics.quantiles(stretches, n=100)[98],
         "steps": len(samples),
         "prompt_seconds": sum(samples),
     }

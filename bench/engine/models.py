@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from paged import LlmExecutor
-from paged.bench.environment import benchmark_dtype
+from paged.bench.benchmark import benchmark_dtype
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
@@ -77,7 +77,7 @@ def random_executor(config: Mapping[str, Any], device: torch.device, num_tokens:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         if device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(device)
-            room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype).kv_tokens
+            room = summarize(Path(folder), device_bytes=int(free_bytes * _MEMORY_SHARE), dtype=dtype)["kv_tokens"]
             num_tokens = min(num_tokens, room or 0)
         block_size = default_block_size(device_of(device).arch)
         return LlmExecutor.from_pretrained(

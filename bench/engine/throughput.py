@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import statistics
 import tempfile
 from dataclasses import fields
 from time import perf_counter
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 
 from paged import LlmExecutor
+from paged.bench.benchmark import benchmark_dtype
 from paged.bench.engine.cost import generation
 from paged.bench.engine.models import MODELS, save_random
-from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, run_engine
-from paged.bench.environment import benchmark_dtype
-from paged.bench.goal import at_least
-from paged.bench.limits import speed
+from paged.bench.engine.runs import Run, check_same_texts, quiet_runs, row_beside, run_engine
 from paged.bench.timing import measured_ceilings
 from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.device import device_of
@@ -32,7 +29,7 @@ _CEILING_REPEATS = 5
 
 
 def throughput(size: str, least: float, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Our tokens a second over the peer's, on the same weights. percent: see `cost.generation`."""
+    """Our tokens a second, and the peer's on the same weights. percent: see `cost.generation`."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -70,29 +67,16 @@ def throughput(size: str, least: float, device: torch.device, repeats: int) -> d
     runs, stolen = quiet_runs(
         {
             "ours": lambda _: run_engine(executor, prompts, _NEW_TOKENS),
-            "peer": lambda _: theirs(None, _NEW_TOKENS),
-            "peer_sized": lambda _: theirs(sized, _NEW_TOKENS),
+            "transformers": lambda _: theirs(None, _NEW_TOKENS),
+            "transformers sized": lambda _: theirs(sized, _NEW_TOKENS),
         },
         *_ROUNDS[device.type],
     )
     # In 16 bits almost every text turns somewhere in 64 tokens: there the first ones are compared.
     length = _NEW_TOKENS if dtype == torch.float32 else 1
-    for our_run, their_run in zip(runs["ours"], runs["peer_sized"], strict=True):
+    for our_run, their_run in zip(runs["ours"], runs["transformers sized"], strict=True):
         check_same_texts(our_run.tokens, their_run.tokens, length)
-    seconds = {engine: [run.seconds for run in found] for engine, found in runs.items()}
-    ours, plain_seconds, sized_seconds = map(statistics.median, seconds.values())
     cost = generation(executor, config, list(map(len, prompts)), _NEW_TOKENS)
     limits = measured_ceilings(device, dtype, _CEILING_REPEATS, cost.num_bytes // _NEW_TOKENS)
-    times = speed(seconds["ours"], cost, limits) | {"cold": True}
-    total, ratio = _NUM_PROMPTS * _NEW_TOKENS, plain_seconds / ours
-    detail = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tokens_per_second": total / ours,
-        "peer_tokens_per_second": total / plain_seconds,
-        "peer_sized_tokens_per_second": total / sized_seconds,
-        "over_peer_sized": sized_seconds / ours,
-        "stolen_percent": 100 * stolen,
-    }
-    goals = [at_least(f"{least:g}x", ratio, least)]
-    row = {"name": f"throughput.{size}", "value": ratio, "unit": "times the peer", "goals": goals, "detail": detail}
-    return row | times
+    name, num_tokens = f"throughput.{size}", _NUM_PROMPTS * _NEW_TOKENS
+    return row_beside(name, runs, stolen, num_tokens, cost, limits, least, "transformers")

@@ -157,14 +157,13 @@ def microseconds(call: Callable[[], object]) -> float:
 def main() -> None:
     pretend_gpu()
     for name, layer_of in (("dense", dense_layer), ("MoE", moe_layer)):
-        layers = [layer_of(), layer_of(lambda operation: operation)]
-        rows = {
-            each: [(microseconds(layer[each]), python_calls(layer[each])) for layer in layers] for each in layers[0]
-        }
-        ways = list(zip(*rows.values(), strict=True))
-        rows[f"{name} layer"] = [(sum(us for us, _ in way), sum(calls for _, calls in way)) for way in ways]
-        for operation, ((time_us, calls), (plain_us, plain_calls)) in rows.items():
-            print(f"{operation:28} {time_us:7.1f} us {calls:5} calls   plain {plain_us:7.1f} us {plain_calls:5} calls")
+        rows: dict[str, list[float]] = {}
+        for layer in (layer_of(), layer_of(lambda operation: operation)):
+            for operation, call in layer.items():
+                rows.setdefault(operation, []).extend((microseconds(call), python_calls(call)))
+        rows[f"{name} layer"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+        for operation, numbers in rows.items():
+            print("{:28} {:7.1f} us {:5} calls   plain {:7.1f} us {:5} calls".format(operation, *numbers))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
         RuntimeError: in Triton's interpreter.
         WrongResultError: the operation does not agree with the reference.
     """
-    contest, scale = Contest(setting.device), "small" if setting.small else "full"
+    contest, scale = Contest(setting), "small" if setting.small else "full"
     torch.manual_seed(0)
     check(case.work("check", setting.device, setting.dtype))
     work = case.work(scale, setting.device, setting.dtype)
@@ -47,9 +47,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     count, is_cold = num_sets(work.cost.num_bytes // 2, setting.device, MAX_SETS)
     works = [work, *(case.work(scale, setting.device, setting.dtype) for _ in range(count - 1))]
     contest.add("ours", [work.call for work in works], lambda _: None, capturable=case.capturable)
-    contest.run(setting.repeats)
-    row = contest.row(work.cost, setting.limits, cold=is_cold)
-    return {"name": case.name, "size": case.size(scale), **row}
+    return {"name": case.name, "size": case.size(scale), **contest.row(work.cost, cold=is_cold)}
 
 
 BENCHMARK = Benchmark("kernels", __doc__, lambda _: CASES, measure, {"cuda": 100, "cpu": 20})

@@ -1,49 +1,173 @@
 """Calls other implementations of experts on the same batches, in the same process.
 
-A rank's part of the experts is for kernels with an expert map alone.
+Of vLLM its Triton kernels for both products, launched as vLLM does, with its tiles; alignment, activation, rounding to
+e4m3 and the sum around them are ours. A rank's part of the experts is for kernels with an expert map alone.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import paged
 from paged.bench.contest import Peer
 from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
-from paged.bench.moe.peer_vllm import refused_by_vllm, vllm_call
 from paged.bench.timing import Call
+from paged.kernels.common.compat import tl, triton
+from paged.kernels.common.device import device_of
+from paged.kernels.common.packed.quantize_rows import quantize_rows
+from paged.kernels.moe.fused_moe import moe_sum
 
-# The experts of transformers that copy the weights of every entry copy no more than this.
-_MAX_COPIED_BYTES = 32 << 20
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
+# How vLLM's tables are named by what they were tuned for.
+_TABLES = {
+    None: "",
+    "e4m3": ",dtype=fp8_w8a8,block_shape=[128,128]",
+    "int8": ",dtype=int8_w8a16",
+    "int4": ",dtype=int4_w4a16",
+}
+# Up to so many entries an expert vLLM gives 4-bit weights to a compiled kernel on NVIDIA's chips.
+_COMPILED_INT4_ENTRIES = 6
+# What launches its kernels for weights as they are and for e4m3, and for whole numbers, beside the kernels themselves.
+_FLOAT_LAUNCHER, _INTEGER_LAUNCHER = "invoke_fused_moe_triton_kernel", "invoke_fused_moe_wna16_triton_kernel"
+_TAKEN = {_FLOAT_LAUNCHER, _INTEGER_LAUNCHER, "get_moe_wna16_block_config"}
 
 
-def _refused_by_grouped_mm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> str | None:
-    if not hasattr(torch, "_grouped_mm"):
-        return "this torch has no _grouped_mm"
-    if case.format is not None or dtype != torch.bfloat16:
-        return "takes bfloat16 alone"
-    return None if case.model.is_whole else "has no expert map"
+@functools.cache
+def _vllm_folder() -> Path:
+    """Where vLLM's Python files of experts lie.
+
+    Raises:
+        FileNotFoundError: they are not on the path.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("vllm is not on the Python path")
+    return Path(spec.submodule_search_locations[0], "model_executor/layers/fused_moe")
 
 
-def _grouped_mm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
-    """Entries sorted by expert, torch's two grouped products, our activation, and the sum back in order."""
-    w1, w2 = layer.w1.mT, layer.w2.mT
-    top_k = case.model.top_k
+def _swaps_ab(block_m: int, block_n: int) -> bool:
+    return device_of(torch.device("cuda")).arch == "sm_90" and block_m < 64 and block_n >= 64
+
+
+@functools.cache
+def vllm_functions() -> dict[str, Any]:
+    """vLLM's Triton kernels and what launches them by name, out of a file whose own imports ask for its compiled
+    extension or for a driver."""
+    path = _vllm_folder() / "fused_moe.py"
+    names: dict[str, Any] = {"__name__": "vllm.model_executor.layers.fused_moe", "tl": tl, "triton": triton}
+    names |= {"torch": torch, "Any": Any, "enable_swap_ab": _swaps_ab, "resolve_moe_use_td": lambda: False}
+    names["warn_if_moe_use_td_ineffective"] = lambda *_, **__: None
+    tree = ast.parse(path.read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    tree.body = [
+        node
+        for node in functions
+        if node.name in _TAKEN or any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
+    ]
+    # Line numbers stay those of the file, where Triton looks for a function's source.
+    exec(compile(tree, str(path), "exec", dont_inherit=True), names)
+    return names
+
+
+def _kind(case: MoeCase) -> str | None:
+    return None if case.format is None else case.format.kind
+
+
+@functools.cache
+def _table(case: MoeCase, device: torch.device) -> dict[int, dict[str, int]]:
+    """Its tuned table for the experts of this rank; empty where there is none."""
+    name, model = torch.cuda.get_device_name(device).replace(" ", "_"), case.model
+    experts = f"E={model.num_local_experts},N={model.intermediate_size}"
+    path = _vllm_folder() / f"configs/{experts},device_name={name}{_TABLES[_kind(case)]}.json"
+    if not path.exists():
+        return {}
+    return {int(key): tile for key, tile in json.loads(path.read_text()).items() if key.isdigit()}
+
+
+def _tile(case: MoeCase, device: torch.device) -> dict[str, int]:
+    """The table's tile for the nearest number of tokens; for int8 and int4 without one what vLLM then takes."""
+    if table := _table(case, device):
+        return table[min(table, key=lambda num_tokens: abs(num_tokens - case.num_tokens))]
+    block_m = 16 if case.num_tokens <= 20 else 32 if case.num_tokens <= 40 else 64
+    return {"BLOCK_SIZE_M": block_m, "GROUP_SIZE_M": 1, "SPLIT_K": 1}
+
+
+def refused_by_vllm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "needs a GPU"
+    try:
+        vllm_functions()
+    except Exception as error:  # another version's file may fail in many ways
+        return f"vLLM's kernel cannot be read: {type(error).__name__}: {error}"
+    kind = _kind(case)
+    if kind == "e4m3" and str(case.format) != "e4m3-128x128":
+        return "rounds what such weights multiply with a scale a token, not one for every 128 values"
+    if kind == "int4" and case.num_tokens * case.model.top_k <= _COMPILED_INT4_ENTRIES * case.model.num_experts:
+        return "takes a compiled kernel, which is not here, for so few entries"
+    if kind in ("mxfp4", "nvfp4") or (case.format is not None and case.format.in_words):
+        return "has no kernel here for words of eight codes"
+    if kind in ("int8", "int4"):
+        return None
+    return None if _table(case, device) else "vLLM ships no table for these experts on this device"
+
+
+def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
+    """As in vLLM, entries up to a quarter of the experts are not aligned, but for int8 and int4; and with an expert map
+    the blocks of experts that are elsewhere are there and get zeros."""
+    ids, tile = batch.topk_ids, _tile(case, batch.topk_ids.device)
+    num_entries, block_m = ids.numel(), tile["BLOCK_SIZE_M"]
+    is_integer = _kind(case) in ("int8", "int4")
+    launcher = _INTEGER_LAUNCHER if is_integer else _FLOAT_LAUNCHER
+    is_naive = not is_integer and layer.expert_map is None and num_entries * 4 <= case.model.num_experts
+    w1, w2 = (_as_unsigned(w) for w in (layer.w1, layer.w2))
 
     def call() -> torch.Tensor:
-        ids, entries = batch.topk_ids.flatten().sort(stable=True)
-        ends = torch.histc(ids, bins=len(w1), min=0, max=len(w1) - 1).cumsum(0, dtype=torch.int32)
-        gate_up = torch._grouped_mm(batch.hidden_states[entries // top_k], w1, offs=ends)
-        parts = torch._grouped_mm(paged.silu_and_mul(gate_up), w2, offs=ends)
-        weighted = torch.empty_like(parts)
-        weighted[entries] = parts * batch.topk_weights.view(-1, 1)[entries].to(parts.dtype)
-        return weighted.view(-1, top_k, parts.shape[1]).sum(1)
+        num_padded = torch.full((1,), num_entries * block_m, dtype=torch.int32, device=ids.device)
+        aligned: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] = (None, ids.view(-1), num_padded)
+        if not is_naive:
+            aligned = paged.moe_align_block_size(ids, block_m, case.model.num_experts)
+            if layer.expert_map is not None:
+                experts = aligned[1]
+                rows = torch.where(experts >= 0, layer.expert_map[experts.clamp(min=0)], -1)
+                aligned = (aligned[0], rows, aligned[2])
+
+        def product(x: torch.Tensor, w: torch.Tensor, name: str, weights: torch.Tensor | None) -> torch.Tensor:
+            """The first, or with `weights` the second, whose rows are entries."""
+            out = x.new_empty(1, num_entries, w.shape[1])
+            dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
+            top_k = case.model.top_k if weights is None else 1
+            routing = (weights, *aligned, weights is not None, top_k, tile, dtype)
+            scale, launch = layer.quantization.get(f"{name}_scale"), vllm_functions()[launcher]
+            if is_integer:
+                assert case.format is not None
+                kinds = (_kind(case) == "int8", _kind(case) == "int4")
+                launch(x, w, out, scale, None, *routing, *kinds, [0, case.format.group_k])
+            else:
+                x, x_scale = (x, None) if scale is None else quantize_rows(x, w.dtype, in_groups=True)(x, None)
+                is_e4m3 = (scale is not None, False, False, False, False)
+                launch(x, w, out, x_scale, scale, *routing, *is_e4m3, None if scale is None else [128, 128])
+            return out[0]
+
+        gate_up = product(batch.hidden_states, w1, "w1", None)
+        parts = product(paged.silu_and_mul(gate_up), w2, "w2", batch.topk_weights)
+        out = torch.empty_like(batch.hidden_states)
+        moe_sum(parts, batch.topk_weights, ids, len(w2), layer.expert_map, out)
+        return out
 
     return call
+
+
+def _as_unsigned(w: torch.Tensor) -> torch.Tensor:
+    """8-bit whole numbers as vLLM stores them, 128 above what they are."""
+    return w.view(torch.uint8) ^ 128 if w.dtype == torch.int8 else w
 
 
 def _refused_by_transformers(
@@ -57,15 +181,7 @@ def _refused_by_transformers(
         return "takes no quantised weights"
     if not case.model.is_whole:
         return "has no expert map"
-    if implementation == "grouped_mm":
-        return None
-    if device.type != "cpu":
-        return "takes part on a CPU alone"
-    model = case.model
-    copied = 3 * case.num_tokens * model.top_k * model.hidden_size * model.intermediate_size * dtype.itemsize
-    if implementation == "batched_mm" and copied > _MAX_COPIED_BYTES:
-        return f"copies {copied >> 20} MB of weights, more than {_MAX_COPIED_BYTES >> 20} MB"
-    return None
+    return "takes part on a CPU alone" if implementation == "eager" and device.type != "cpu" else None
 
 
 def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
@@ -84,17 +200,12 @@ def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batc
 
 PEERS = (
     Peer("vllm", refused_by_vllm, vllm_call),
-    Peer("torch_grouped_mm", _refused_by_grouped_mm, _grouped_mm_call),
     *(
         Peer(
             name,
             functools.partial(_refused_by_transformers, implementation),
             functools.partial(_transformers_call, implementation),
         )
-        for name, implementation in (
-            ("transformers", "grouped_mm"),
-            ("transformers_eager", "eager"),
-            ("transformers_batched_mm", "batched_mm"),
-        )
+        for name, implementation in (("transformers", "grouped_mm"), ("transformers_eager", "eager"))
     ),
 )

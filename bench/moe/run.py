@@ -18,9 +18,7 @@ the device.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ import torch
 from paged.bench.benchmark import Benchmark, Setting
 from paged.bench.check import compare
 from paged.bench.contest import Contest
-from paged.bench.goal import at_least
-from paged.bench.limits import Ceilings
+from paged.bench.limits import Ceilings, at_least
 from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
 from paged.bench.moe.peers import PEERS
 from paged.bench.timing import num_sets
@@ -37,8 +34,6 @@ from paged.kernels.moe import reference
 
 # A case takes no more samples than fit in so many seconds, beyond the least.
 MAX_SECONDS, MIN_REPEATS = 1.0, 5
-# The comparison on a CPU, whose shortest calls take 200 us, takes so many samples for one of other cases, in this time.
-CPU_REPEATS, CPU_SECONDS = 400, 6.0
 MAX_BATCHES = 8
 
 
@@ -56,7 +51,7 @@ def measure(case: MoeCase, setting: Setting) -> dict[str, Any]:
     cost = case.cost(layer, batches[0])
     count, is_cold = num_sets(cost.num_bytes, device, MAX_BATCHES)
     batches += [case.batch(device, dtype) for _ in range(count - 1)]
-    tolerance, contest = _tolerance(case), Contest(device)
+    tolerance, contest = _tolerance(case), Contest(setting)
     # One token is compared with the reference, which takes an expert of Mixtral a second.
     token = slice(case.num_tokens // 2, case.num_tokens // 2 + 1)
     expected = reference.fused_moe(*layer.arguments(batches[0].rows(token)), **layer.options)
@@ -65,12 +60,9 @@ def measure(case: MoeCase, setting: Setting) -> dict[str, Any]:
     contest.add_peers(
         PEERS,
         case,
-        dtype,
         lambda peer: [peer.make(case, layer, batch) for batch in batches],
         lambda theirs: compare(theirs, out, *tolerance),
     )
-    rounds, seconds = (CPU_REPEATS, CPU_SECONDS) if is_for_cpu else (1, MAX_SECONDS)
-    contest.run(rounds * setting.repeats, seconds, MIN_REPEATS)
     histogram = case.histogram(batches[0])
     row = {
         "name": name,
@@ -82,7 +74,7 @@ def measure(case: MoeCase, setting: Setting) -> dict[str, Any]:
         "local_experts": len(histogram),
         "largest_expert": max(histogram),
         "matmul_dtype": str(dtype).removeprefix("torch."),
-        **contest.row(cost, setting.limits, cold=is_cold),
+        **contest.row(cost, cold=is_cold, seconds=MAX_SECONDS, least=MIN_REPEATS),
     }
     return row | {"goals": goals(row, setting.limits) if device.type == "cuda" or is_for_cpu else []}
 
@@ -110,22 +102,12 @@ def goals(row: dict[str, Any], limits: Ceilings) -> list[dict[str, Any]]:
     return found
 
 
-def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of every peer's ratios, over the rows that have one."""
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        for name, peer in row["peers"].items():
-            ratios.setdefault(name, []).append(peer["ratio"])
-    return {name: statistics.geometric_mean(found) for name, found in ratios.items()}
-
-
 BENCHMARK = Benchmark(
     "moe",
     __doc__,
     lambda setting: [*CASES, *(CPU_CASES if setting.device.type == "cpu" else ())],
     measure,
-    {"cuda": 30, "cpu": 5},
-    summary=lambda rows: {"geometric_means": geometric_means(rows)},
+    {"cuda": 30, "cpu": 500},
 )
 main = BENCHMARK.main
 

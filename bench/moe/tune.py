@@ -29,10 +29,9 @@ import torch
 import triton
 from tqdm import tqdm
 
-from paged.bench.benchmark import option_parser
+from paged.bench.benchmark import INTERPRETING, option_parser, save
 from paged.bench.compilation.cases.moe import gemm_case
 from paged.bench.compilation.compile import SHARED_LIMIT, compile_case, problems
-from paged.bench.environment import INTERPRETING, save
 from paged.bench.moe.cases import GPT_OSS, MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.moe.formats import MXFP4, NVFP4, Format
 from paged.bench.timing import take

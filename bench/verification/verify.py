@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_all(args: argparse.Namespace, device: torch.device, *, interpreted: bool) -> list[Row]:
     import torch
 
-    from paged.bench.environment import benchmark_dtype
+    from paged.bench.benchmark import benchmark_dtype
     from paged.bench.verification.cases import CHECKS
 
     # The interpreter holds bfloat16 as raw integers, and only part of its arithmetic converts them.

@@ -38,7 +38,7 @@ PRESETS = {
     "schedule": Preset("attention.schedule", "how evenly attention's work fills a chip"),
     "tune-attention": Preset("attention.tune", "attention's tiles beside one another", needs_gpu=True),
     "tune-moe": Preset("moe.tune", "finds and writes the experts' tiles for a model", needs_gpu=True),
-    "report": Preset("report.build", "a page of charts and tables of what the others wrote with --json"),
+    "report": Preset("report.build", "a page of tables of what the others wrote with --json"),
 }
 # What `all` runs, by importance.
 _ALL = ("attention", "moe", "kernels", "engine", "cache")

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError, PagedError
-from paged.executors.command_line.answers import answers_of, print_answers, summary_of
 from paged.executors.command_line.checkpoint_folder import checkpoint_folder
 from paged.executors.command_line.cli import RECALL
-from paged.executors.command_line.prompts import Prompt, read_prompts
 from paged.executors.command_line.safe_output import native_stderr_dropped, print_json
 from paged.executors.progress import progress_bar
+from paged.printable import one_line
 
 if TYPE_CHECKING:
     from paged.executors.engine.engine import Engine
     from paged.executors.llm_executor import LlmExecutor
     from paged.executors.requests.output import RequestOutput
     from paged.executors.requests.sampling_params import SamplingParams
-    from paged.executors.speculation.proposer import Proposer
+    from paged.executors.speculation.drafting import Proposer
     from paged.executors.text.chat_tokenizer import ChatTokenizer
+
+_MAX_COUNT = 100_000
+# A file may be /dev/zero; 64 MiB are more tokens than any context holds.
+_MAX_BYTES = 64 << 20
+# Of the engine's metrics.
+_COUNTS = "steps mixed_steps prefill_tokens decode_tokens draft_tokens accepted_tokens".split()
+Report = dict[str, Any]
 
 DESCRIPTION = (
     "Answers all prompts at once: chunked prefill and decode steps share a forward. One prompt streams its answer. "
     "Without a model it takes the bundled recall checkpoint; without prompts that checkpoint's own task, and checks "
     "the answers."
 )
+
+
+class Prompt(NamedTuple):
+    """expected: its answer, where the task tells."""
+
+    text: str
+    expected: str | None = None
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
-    sampling.add_argument("--max-new-tokens", "--max-tokens", type=int, default=32, metavar="N", dest="max_tokens")
+    sampling.add_argument("--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the best token")
     sampling.add_argument("--top-k", type=int, default=0, help="0 for all")
     sampling.add_argument("--top-p", type=float, default=1.0)
@@ -78,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--seed", type=int, default=0, help="of sampling, and of the recall prompts")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end tokens")
-    sampling.add_argument("--logprobs", type=int, metavar="K", help="log probabilities of each token and the best K")
 
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
@@ -114,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     from paged.executors.text.chat_tokenizer import ChatTokenizer
 
     folders = _lora_folders(args.lora)
-    prompts = read_prompts(args)
+    prompts = _read_prompts(args)
     folder = checkpoint_folder(args.model)
     with native_stderr_dropped():
         tokenizer = ChatTokenizer.from_folder(folder)
@@ -152,14 +165,57 @@ def run(args: argparse.Namespace) -> int:
     answers = [
         answer
         for (index, name), output in zip(pairs, outputs, strict=True)
-        for answer in answers_of(prompts[index], name, output)
+        for answer in _answers_of(prompts[index], name, output)
     ]
-    summary = summary_of(answers, engine, peak_blocks, seconds, len(prompts))
+    summary = _summary_of(answers, engine, peak_blocks, seconds, len(prompts))
     if args.json:
         print_json({"answers": answers, "summary": summary})
     else:
-        print_answers(answers, summary, executor, tokenizer, is_streamed=is_streamed)
+        _print_answers(answers, summary, executor, tokenizer, is_streamed=is_streamed)
     return int(any(answer["correct"] is False for answer in answers))
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """`--prompt`s, then the lines of `--prompts`. Without any, the bundled checkpoint's own task; for another model
+    the lines of stdin, where that is no terminal.
+
+    Raises:
+        InvalidInputError: there are none, or the file cannot be read.
+    """
+    texts, is_recall = list(args.prompt), False
+    with contextlib.suppress(OSError, ValueError):  # no name of a file
+        is_recall = Path(args.model).resolve() == RECALL
+    if args.system is not None and not args.chat:
+        raise InvalidInputError("--system: only with --chat")
+    if not 0 < args.count <= _MAX_COUNT:
+        raise InvalidInputError(f"--count {args.count}: expected 1 to {_MAX_COUNT}")
+    if args.prompts is not None:
+        texts += _lines(args.prompts)
+    elif not texts and not is_recall and sys.stdin is not None and not sys.stdin.isatty():
+        texts += _lines("-")
+    if texts:
+        return [Prompt(text) for text in texts]
+    if args.prompts is not None or not is_recall:
+        raise InvalidInputError("no prompts: give --prompt TEXT, --prompts FILE, or lines on stdin")
+    from paged.models.recall.task import sample_prompts
+
+    return [Prompt(prompt.text, prompt.answer) for prompt in sample_prompts(args.seed, args.count)]
+
+
+def _lines(source: str) -> list[str]:
+    """Lines end at newlines alone: form feeds, U+2028 and so on are text. Blank ones are skipped."""
+    if source == "-" and sys.stdin is None:
+        raise InvalidInputError("--prompts -: stdin is closed")
+    try:
+        # As bytes: the stream lets some faults of UTF-8 pass.
+        with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"--prompts {source}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > _MAX_BYTES:
+        raise InvalidInputError(f"--prompts {source}: more than {_MAX_BYTES} bytes")
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) -> list[int]:
@@ -191,18 +247,9 @@ def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
 def _executor(folder: Path, args: argparse.Namespace) -> LlmExecutor:
     from paged.executors.llm_executor import LlmExecutor
 
-    return LlmExecutor.from_pretrained(
-        folder,
-        device=args.device,
-        dtype=args.dtype,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        max_seq_len=args.max_seq_len,
-        num_swap_blocks=args.num_swap_blocks,
-        kv_cache_dtype=args.kv_cache_dtype,
-        max_loras=max(len(args.lora), 1),
-        max_lora_rank=args.max_lora_rank,
-    )
+    names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype max_lora_rank".split()
+    options = {name: getattr(args, name) for name in names}
+    return LlmExecutor.from_pretrained(folder, **options, max_loras=max(len(args.lora), 1))
 
 
 def _proposer(args: argparse.Namespace) -> Proposer | None:
@@ -218,19 +265,98 @@ def _proposer(args: argparse.Namespace) -> Proposer | None:
 
 def _run(engine: Engine, outputs: Sequence[RequestOutput], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:
     """Step to the end, with the text or a bar as it comes; blocks in use at the most, and seconds."""
-    manager, metrics = engine.executor.kv_manager, engine.metrics
+    manager = engine.executor.kv_manager
     assert manager is not None  # from_pretrained's models keep their KV in one
     peak_blocks, printed, start = 0, 0, time.perf_counter()
-    total = sum(len(output.prompt_token_ids) for output in outputs)
-    with closing(progress_bar(total, desc="prefill, decode", unit="tok", shown=shows_bar and not is_streamed)) as bar:
+    bar = progress_bar(len(outputs), desc="generate", unit="prompt", shown=shows_bar and not is_streamed)
+    with contextlib.closing(bar):
         while engine.num_unfinished:
-            before = metrics.prefill_tokens + metrics.decode_tokens, metrics.decode_tokens
-            engine.step()
+            bar.update(sum(output.finished for output in engine.step()))
             peak_blocks = max(peak_blocks, manager.stats().used_blocks)
-            bar.total += metrics.decode_tokens - before[1]
-            bar.update(metrics.prefill_tokens + metrics.decode_tokens - before[0])
             if is_streamed:
                 text = outputs[0].outputs[0].text
                 print(text[printed:], end="", flush=True)
                 printed = len(text)
     return peak_blocks, time.perf_counter() - start
+
+
+def _answers_of(prompt: Prompt, adapter: str | None, output: RequestOutput) -> list[Report]:
+    """The completions of a request that has ended. `expected` and `correct` are None unless the task tells what is
+    right; `logprobs` has, for every token, log probabilities by token id, the chosen one first.
+    """
+    return [
+        {
+            "prompt": prompt.text,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "adapter": adapter,
+            "text": one.text,
+            "new_tokens": len(one.token_ids),
+            "finish_reason": one.finish_reason,
+            "expected": prompt.expected,
+            "correct": None if prompt.expected is None else one.text.strip() == prompt.expected,
+        }
+        for one in output.outputs
+    ]
+
+
+def _summary_of(
+    answers: Sequence[Report], engine: Engine, peak_blocks: int, seconds: float, num_prompts: int
+) -> Report:
+    """What the engine measured in a run that has ended. Tokens are those that went through the model, drafts included;
+    blocks are of the KV cache, at the most.
+    """
+    metrics, manager = engine.metrics, engine.executor.kv_manager
+    assert manager is not None
+    is_task = any(answer["expected"] is not None for answer in answers)
+    return {
+        "prompts": num_prompts,
+        "correct": sum(answer["correct"] for answer in answers) if is_task else None,
+        **{name: getattr(metrics, name) for name in _COUNTS},
+        "seconds": seconds,
+        "tokens_per_second": (metrics.prefill_tokens + metrics.decode_tokens) / seconds,
+        "peak_blocks": peak_blocks,
+        "num_blocks": manager.config.num_blocks,
+        "block_size": manager.config.block_size,
+    }
+
+
+def _print_answers(
+    answers: Sequence[Report], summary: Report, executor: LlmExecutor, tokenizer: ChatTokenizer, *, is_streamed: bool
+) -> None:
+    """Answers on stdout; what was done on stderr where the text was streamed, so that it can be piped on."""
+    if is_streamed:
+        print()
+    elif summary["correct"] is None:
+        for answer in answers:
+            adapter = "" if answer["adapter"] is None else f" [{answer['adapter']}]"
+            print(f"--- {_short(answer['prompt'])}{one_line(adapter)}\n{answer['text']}")
+    else:
+        _print_task(answers)
+        print(f"{summary['correct']} of {len(answers)} right")
+    info, stream = executor.info(), sys.stderr if is_streamed else sys.stdout
+    drafts = ", {accepted_tokens} of {draft_tokens} drafts right" if summary["draft_tokens"] else ""
+    counts = (
+        "{prefill_tokens} prompt and {decode_tokens} decode tokens in {steps} forwards ({mixed_steps} mixed)"
+        f"{drafts}, {{seconds:.2f}} s, {{tokens_per_second:.0f}} tokens/s\n"
+        "KV cache: {peak_blocks} of {num_blocks} blocks used, {block_size} tokens each"
+    )
+    print(
+        f"{one_line(info.model_id)} ({info.model_type}, {info.num_parameters:,} parameters, {info.dtype}) "
+        f"on {info.device}: {counts.format(**summary)}",
+        file=stream,
+    )
+
+
+def _print_task(answers: Sequence[Report]) -> None:
+    """A line an answer, with what is right."""
+    texts = [one_line(answer["text"].strip()) for answer in answers]
+    width = max([len(text) for text in texts] + [6])
+    print(f"{'tokens':>6}  {'prompt':48}  {'answer':{width}}")
+    for answer, text in zip(answers, texts, strict=True):
+        note = "right" if answer["correct"] else f"WRONG, expected {answer['expected']}"
+        print(f"{answer['prompt_tokens']:6}  {_short(answer['prompt']):48}  {text:{width}}  {note}")
+
+
+def _short(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= 48 else f"{line[:20]} ... {line[-23:]}"

@@ -121,42 +121,28 @@ def _features(device: torch.device, backend: str) -> list[Feature]:
     import torch
 
     from paged.kernels.common.compat import interpreting
-    from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
+    from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of, has_numba
     from paged.kernels.common.fp8 import has_native_e4m3
     from paged.kernels.moe.config import FOLDER
 
     on_gpu, arch, name = device.type == "cuda", device_of(device).arch, device_of(device).name.replace(" ", "_")
-    no_gpu = "no GPU that torch can use"
     interpreted = backend == "triton" and not on_gpu and interpreting()
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else not interpreted
-    bf16 = arch if on_gpu else "the interpreter multiplies its raw bits" if interpreted else "by PyTorch"
     has_fp8 = on_gpu and has_native_e4m3(device)
     has_tma = on_gpu and arch in LARGE_SHARED_MEMORY
     tables = sorted(path.name for path in FOLDER.glob(f"*device_name={name},*.json")) if name else []
-    no_tables = "none for this device: tiles come from the shape; `paged bench tune-moe` writes one"
+    has_loops = backend in ("torch", "numba") and os.environ.get("PAGED_BACKEND") != "torch" and has_numba()
+    where, by = (arch, arch) if on_gpu else ("no GPU that torch can use", "by PyTorch")
     return [
-        ("bfloat16", has_bf16, bf16 if has_bf16 or not on_gpu else f"{arch} has no such matrix unit"),
+        ("bfloat16", has_bf16, "the interpreter multiplies its raw bits" if interpreted else by),
         ("fp8 KV cache", backend != "none", "e4m3, converted by the chip" if has_fp8 else "e4m3, by arithmetic"),
-        ("native fp8", has_fp8, arch if has_fp8 else no_gpu if not on_gpu else f"{arch}: from sm_89 on"),
-        ("TMA and wgmma", has_tma, arch if has_tma else no_gpu if not on_gpu else f"{arch}: from sm_90 on"),
-        ("CUDA graphs", on_gpu, "a step's launches can be captured" if on_gpu else no_gpu),
-        ("pinned swap memory", on_gpu, "" if on_gpu else "swapped blocks lie in plain host memory"),
-        _loops(backend),
-        ("Triton's interpreter", interpreting(), "TRITON_INTERPRET=1" if interpreting() else "not asked for"),
-        ("tuned MoE tiles", bool(tables), ", ".join(tables) or no_tables),
+        ("native fp8", has_fp8, f"{where}; from sm_89 on"),
+        ("TMA and wgmma", has_tma, f"{where}; from sm_90 on"),
+        ("CUDA graphs", on_gpu, where),
+        (
+            "loops by numba",
+            has_loops,
+            "for models on a CPU; `pip install paged[cpu]` brings it",
+        ),
+        ("tuned MoE tiles", bool(tables), ", ".join(tables) or "from the shape; `paged bench tune-moe` writes a table"),
     ]
-
-
-def _loops(backend: str) -> Feature:
-    """What numba compiles for CPUs, in place of several operations of PyTorch's."""
-    from paged.kernels.common.device import has_numba
-
-    if backend in ("triton", "none"):
-        reason = "for CPUs without Triton's interpreter"
-    elif os.environ.get("PAGED_BACKEND") == "torch":
-        reason = "PAGED_BACKEND=torch"
-    elif has_numba():
-        return ("loops by numba", True, "for models on a CPU: attention, cache writes, norms, activations")
-    else:
-        reason = "pip install paged[cpu] makes models on a CPU faster"
-    return ("loops by numba", False, reason)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paged.errors import InvalidInputError
 from paged.executors.command_line.checkpoint_folder import checkpoint_folder
@@ -18,7 +18,6 @@ from paged.printable import one_line
 if TYPE_CHECKING:
     from paged.cache.kv_cache import KvCacheHandle
     from paged.cache.manager import PagedKvCacheManager
-    from paged.executors.command_line.checkpoint_summary import CheckpointSummary
     from paged.executors.llm_executor import LlmExecutor
 
 DESCRIPTION = (
@@ -30,6 +29,26 @@ DESCRIPTION = (
 _SIZES = (2, 4, 8, 16, 32, 64)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# What is printed of a summary, each with the value without which the line is left out.
+_LINES = (
+    ("folder", "folder", "{folder}"),
+    ("architecture", "classes", "{classes} ({model_type})"),
+    ("supported", "verdict", "{verdict}"),
+    ("missing files", "files", "{files}"),
+    ("parameters", "parameters", "{parameters:,}"),
+    ("stored", "elements", "{elements}"),
+    ("dtype", "dtype", "{dtype}, KV cache {kv_cache_dtype}"),
+    ("layers", "num_layers", "{num_layers}{windows}"),
+    ("heads", "num_attention_heads", "{num_attention_heads}, KV {num_kv_heads}, of {head_dim}"),
+    ("experts", "num_experts", "{num_experts}"),
+    ("vocabulary", "vocab_size", "{vocab_size}"),
+    ("longest sequence", "max_seq_len", "{max_seq_len:,} tokens"),
+    ("files", "stored_bytes", "{stored}"),
+    ("weights", "weight", "{weight}"),
+    ("KV a token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
+    ("KV cache", "fits", "{fits} in {device}, in blocks of {block_size}: {sequences} sequences of full length"),
+)
+_RANK_LINE = "{tensor_parallel_size:5} {weight:>12} {kv_bytes_per_token:>12,} {tokens:>12} {sent:>13} {rate:>12,}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +98,14 @@ def run(args: argparse.Namespace) -> int:
         folder, device_bytes=given, dtype=dtype, kv_cache_dtype=cache_dtype, block_size=block_size, spreads=spreads
     )
     if args.json:
-        print_json(asdict(summary))
+        print_json(summary)
     else:
         _print(summary)
         _print_ranks(summary, _bytes("--bandwidth", args.bandwidth))
-    unfit = [rank for rank in summary.ranks if rank.tensor_parallel_size == args.tensor_parallel and rank.reason]
-    return int(not summary.supported or bool(unfit))
+    unfit = [
+        rank for rank in summary["ranks"] if rank["tensor_parallel_size"] == args.tensor_parallel and rank["reason"]
+    ]
+    return int(not summary["supported"] or bool(unfit))
 
 
 def _draw(args: argparse.Namespace) -> int:
@@ -156,52 +177,34 @@ def _size(num_bytes: int | None) -> str | None:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
 
 
-def _print_ranks(summary: CheckpointSummary, bandwidth: int) -> None:
+def _print_ranks(summary: dict[str, Any], bandwidth: int) -> None:
     """What each of several ranks holds and sends, and how many tokens a second that allows at the most."""
-    if summary.ranks:
+    if summary["ranks"]:
         print(f"\n{'ranks':>5} {'weights':>12} {'KV a token':>12} {'tokens':>12} {'sent a token':>13} {'tokens/s':>12}")
-    for rank in summary.ranks:
-        if rank.reason is not None or rank.sent_bytes is None:
-            print(f"{rank.tensor_parallel_size:5} no: {one_line(rank.reason)}")
+    for rank in summary["ranks"]:
+        if rank["reason"] is not None:
+            print(f"{rank['tensor_parallel_size']:5} no: {one_line(rank['reason'])}")
             continue
-        tokens = "" if rank.kv_tokens is None else f"{rank.kv_tokens:,}"
-        print(
-            f"{rank.tensor_parallel_size:5} {_size(rank.weight_bytes):>12} {rank.kv_bytes_per_token:>12,} {tokens:>12} "
-            f"{_size(rank.sent_bytes):>13} {bandwidth // rank.sent_bytes:>12,}"
-        )
+        tokens = "" if rank["kv_tokens"] is None else f"{rank['kv_tokens']:,}"
+        sizes = {name: _size(rank[f"{name}_bytes"]) for name in ("weight", "sent")}
+        print(_RANK_LINE.format_map(rank | sizes | {"tokens": tokens, "rate": bandwidth // rank["sent_bytes"]}))
 
 
-def _print(summary: CheckpointSummary) -> None:
-    heads = None
-    if summary.num_attention_heads is not None:
-        heads = f"{summary.num_attention_heads}, KV {summary.num_kv_heads}, of {summary.head_dim or 'unknown size'}"
-    stored = ", ".join(f"{count:,} {dtype}" for dtype, count in summary.tensors.items())
-    windows = f", {summary.sliding_layers} with a sliding window" if summary.sliding_layers else ""
-    fitting = None
-    if summary.kv_tokens is not None:
-        sequences = summary.kv_tokens // summary.max_seq_len if summary.max_seq_len else 0
-        fitting = (
-            f"{summary.kv_tokens:,} tokens in {_size(summary.device_bytes)}, in blocks of {summary.block_size}: "
-            f"{sequences} sequences of full length"
-        )
-    lines = {
-        "folder": summary.folder,
-        "architecture": f"{', '.join(summary.architectures) or 'none'} ({summary.model_type})",
-        "supported": "yes" if summary.supported else f"no: {summary.reason}",
-        "missing files": ", ".join(summary.missing) or None,
-        "parameters": None if summary.parameters is None else f"{summary.parameters:,}",
-        "stored": stored or None,
-        "dtype": None if summary.dtype is None else f"{summary.dtype}, KV cache {summary.kv_cache_dtype}",
-        "layers": None if summary.num_layers is None else f"{summary.num_layers}{windows}",
-        "heads": heads,
-        "experts": summary.num_experts,
-        "vocabulary": summary.vocab_size,
-        "longest sequence": None if summary.max_seq_len is None else f"{summary.max_seq_len:,} tokens",
-        "files": _size(summary.stored_bytes or None),
-        "weights": _size(summary.weight_bytes),
-        "KV a token": None if summary.kv_bytes_per_token is None else f"{summary.kv_bytes_per_token:,} bytes",
-        "KV cache": fitting or "give --device-memory to see how many tokens fit",
+def _print(summary: dict[str, Any]) -> None:
+    window, longest, room = (summary[name] for name in ("sliding_layers", "max_seq_len", "kv_tokens"))
+    values = summary | {
+        "classes": ", ".join(summary["architectures"]) or "none",
+        "verdict": "yes" if summary["supported"] else f"no: {summary['reason']}",
+        "files": ", ".join(summary["missing"]),
+        "elements": ", ".join(f"{count:,} {dtype}" for dtype, count in summary["tensors"].items()),
+        "head_dim": summary["head_dim"] or "unknown size",
+        "windows": f", {window} with a sliding window" if window else "",
+        "fits": "" if room is None else f"{room:,} tokens",
+        "sequences": (room or 0) // longest if longest else 0,
+        **{name: _size(summary[f"{name}_bytes"]) for name in ("stored", "weight", "device")},
     }
-    for name, value in lines.items():
-        if value is not None:
-            print(f"{name:17} {one_line(value)}")
+    for name, needed, text in _LINES:
+        if values[needed]:
+            print(f"{name:17} {one_line(text.format_map(values))}")
+    if room is None:
+        print(f"{'KV cache':17} give --device-memory to see how many tokens fit")

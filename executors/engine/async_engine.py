@@ -248,34 +248,17 @@ class AsyncEngine:
         for output in list(self._streams):
             self.engine.discard(output)
 
-    def _step(self) -> list[tuple[_Stream, RequestOutput | BaseException]]:
-        """Run a step; the streams with news, and their newest state or why it cannot be had, which ends them alone."""
-        changed: list[tuple[_Stream, RequestOutput | BaseException]] = []
-        for output in self.engine.step():
-            if (stream := self._streams.get(output)) is None:
-                continue
-            try:
-                changed.append((stream, output.copy()))
-            except BaseException as error:
-                self.engine.discard(output)
-                changed.append((stream, error))
-        return changed
+    def _step(self) -> list[tuple[_Stream, RequestOutput]]:
+        """Run a step; the streams with news, and their newest state."""
+        pairs = ((self._streams.get(output), output) for output in self.engine.step())
+        return [(stream, output.copy()) for stream, output in pairs if stream is not None]
 
     async def _run_steps(self) -> None:
         while self.engine.num_unfinished:
             while not self._may_run.is_set():  # may be cleared again before this task has its turn
                 await self._may_run.wait()
-            for stream, news in await self._call(self._step):
-                if isinstance(news, RequestOutput):
-                    stream.put(news)
-                else:
-                    self._fail_streams(news, [stream])
-
-    def _fail_streams(self, error: BaseException, streams: Sequence[_Stream]) -> None:
-        for stream in streams:
-            stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
-            stopped.__cause__ = error
-            stream.fail(stopped)
+            for stream, newest in await self._call(self._step):
+                stream.put(newest)
 
     def _start_steps(self) -> asyncio.Task[None]:
         if self._steps is None or self._steps.done():
@@ -287,8 +270,12 @@ class AsyncEngine:
         """Fail what is open where the task that runs steps raised, or was cancelled, as at the end of an event loop."""
         cancelled = asyncio.CancelledError("the task that runs steps was cancelled")
         error = cancelled if steps.cancelled() else steps.exception()
-        if error is not None:
-            self._fail_streams(error, list(self._streams.values()))
+        if error is None:
+            return
+        for stream in self._streams.values():
+            stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
+            stopped.__cause__ = error
+            stream.fail(stopped)
 
     async def _steps_end(self) -> None:
         await asyncio.wait([self._start_steps()])

@@ -1,10 +1,13 @@
-"""The engine's step: plan it, run it, sample, and hand out the tokens."""
+"""The engine's step: plan it, run it, sample, and hand out the tokens; and what becomes of requests."""
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from math import inf
 from time import perf_counter
 
 import torch
@@ -12,26 +15,29 @@ import torch
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.cache_space import BlockSpace, TokenSpace
 from paged.executors.engine.config import EngineConfig
-from paged.executors.engine.lifecycle import RequestLifecycle
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.scheduler import Plan
+from paged.executors.engine.scheduler import Plan, Scheduler
 from paged.executors.engine.step_runner import StepResults, StepRunner, WrongResultsError
 from paged.executors.isolation import attempt, describe, quietly, raise_exit
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.request import Completion, Request, State
-from paged.executors.sampling.row_matrix import row_matrix
+from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampled, Sampler
-from paged.executors.speculation.drafting import aligned_drafts, draft
-from paged.executors.speculation.proposer import Proposer
+from paged.executors.speculation.drafting import Proposer, aligned_drafts, draft
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
+from paged.seq_id import SeqId
 
 _LOG = logging.getLogger("paged")
 
 
 class EngineCore:
-    """Requests that were checked, and the step that runs them. `Engine` is what callers use."""
+    """Requests that were checked, and the step that runs them. `Engine` is what callers use.
+
+    _requests: those that are not done, by id. _changed: the outputs that gained tokens or ended in this step.
+    _on_finish: called with every completion that ends, while it still holds its cache; what they raise is logged.
+    """
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
         decode_cost = _decode_cost(executor, config, proposer)
@@ -41,12 +47,15 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self._proposer = proposer
         if manager is None:
-            space: BlockSpace | TokenSpace = TokenSpace(executor)
+            self._space: BlockSpace | TokenSpace = TokenSpace(executor)
         else:
-            space = BlockSpace(executor, manager, config.admission_tokens)
-        self._lifecycle = RequestLifecycle(executor, config, space, self.metrics, decode_cost=decode_cost)
-        self._scheduler = self._lifecycle.scheduler
-        self._runner = StepRunner(executor, self._make_room, self._lifecycle.fail, space.release, self.metrics)
+            self._space = BlockSpace(executor, manager, config.admission_tokens)
+        self._requests: dict[SeqId, Request] = {}
+        self._changed: dict[RequestOutput, None] = {}
+        self._timed: list[Request] = []  # those that have to end at some time, the earliest first
+        self._sampled = 0.0
+        self._scheduler = Scheduler(config, self._space, self._fail, decode_cost=decode_cost)
+        self._runner = StepRunner(executor, self._make_room, self._fail, self._space.release, self.metrics)
         is_unified = executor.supports_native_unified_decode()
         self._prefers_tokens = is_unified and executor.capabilities().prefers_tokens
         self._vocab_size = info.vocab_size
@@ -55,9 +64,9 @@ class EngineCore:
         self._prepares = is_ahead and manager is not None and proposer is None
         self._prepared: PreparedStep | None = None
         self._prepared_for: list[Completion] = []
-        self._lifecycle.on_finish += [self._leave_prepared, self._sampler.forget]
+        self._on_finish: list[Callable[[Completion], object]] = [self._leave_prepared, self._sampler.forget]
         if proposer is not None:
-            self._lifecycle.on_finish.append(proposer.forget)
+            self._on_finish.append(proposer.forget)
         self._is_stepping = False
         self._aborted: list[Request] = []
 
@@ -75,20 +84,19 @@ class EngineCore:
         """
         if self._is_stepping:
             raise UnsupportedError("step: called within a step")
-        lifecycle = self._lifecycle
-        lifecycle.changed = {}
+        self._changed = {}
         self._is_stepping = True
         try:
             self._step()
         except BaseException as error:  # not of one request: those of its own end it
-            for request in list(lifecycle.requests.values()):
-                lifecycle.end(request, "error", describe(error))
+            for request in list(self._requests.values()):
+                self._end(request, "error", describe(error))
             raise
         finally:
             self._is_stepping = False
             while self._aborted:
-                lifecycle.end(self._aborted.pop(), "abort")
-        return list(lifecycle.changed)
+                self._end(self._aborted.pop(), "abort")
+        return list(self._changed)
 
     def _abort(self, request: Request) -> None:
         """End a request now or, within a step that may be at work on it, after that: a stream that is collected as
@@ -97,14 +105,14 @@ class EngineCore:
         if self._is_stepping:
             self._aborted.append(request)
         else:
-            self._lifecycle.end(request, "abort")
+            self._end(request, "abort")
 
     def _step(self) -> None:
         started = perf_counter()
-        self._lifecycle.expire(started)
+        self._expire(started)
         plan = self._scheduler.plan()
         if plan.decodes or plan.chunks:
-            self._lifecycle.begin(plan.chunks)
+            self._begin(plan.chunks)
             drafts = draft(self._proposer, plan.decodes, self._vocab_size)
             self.metrics.draft_tokens += 0 if drafts is None else sum(map(len, drafts.token_ids))
             completions, num_prefill_tokens = [*plan.decodes, *plan.chunks], _num_rows(plan.chunks)
@@ -119,7 +127,7 @@ class EngineCore:
                 self._scheduler.pacer.observe(seconds, num_prefill_tokens)
         elif self._scheduler.waiting and self._scheduler.preempt() is None:
             first = self._scheduler.waiting[0]
-            self._lifecycle.fail(first, "the cache has no room for it, and no request here holds any")
+            self._fail(first, "the cache has no room for it, and no request here holds any")
 
     def _ask_for_tokens(self, completions: Sequence[Completion]) -> None:
         """Let the executor choose the tokens of a step in which no completion asks for more than it can do."""
@@ -164,13 +172,13 @@ class EngineCore:
             raise_exit(error)
             self._sampler.reset()
             if len(completions) == 1:
-                self._lifecycle.fail(completions[0], describe(error))
+                self._fail(completions[0], describe(error))
                 return
             middle = len(completions) // 2
             for part in (slice(middle), slice(middle, None)):
                 self._sample(StepResults(completions[part], ran.rows[part]), plan, drafts, None)
             return
-        self._lifecycle.advance(completions, sampled, may_be_first=bool(plan.chunks), drafted=drafts is not None)
+        self._advance(completions, sampled, may_be_first=bool(plan.chunks), drafted=drafts is not None)
 
     def _logits(self, ran: StepResults, num_rows: int) -> torch.Tensor:
         logits = row_matrix([row for row in ran.rows if row is not None])
@@ -212,7 +220,7 @@ class EngineCore:
             if completion.state is State.PREFILL:
                 completion.cached += len(completion.item.q_tokens)
             if row is not None:
-                started = self._lifecycle.end_prefill(completion) if completion.state is State.PREFILL else [completion]
+                started = self._end_prefill(completion) if completion.state is State.PREFILL else [completion]
                 sampled.completions.extend(started)
                 sampled.rows.extend([row] * len(started))
         return sampled
@@ -232,6 +240,144 @@ class EngineCore:
             quietly(proposer.forget, victim)
         return True
 
+    def _add(self, request: Request) -> None:
+        """Queue the completions of a request: where the cache can fork, the first one, whose prompt serves them all."""
+        self._requests[request.request_id] = request
+        if request.deadline < inf:
+            insort(self._timed, request, key=_deadline)
+        request.num_begun = 1 if isinstance(self._space, BlockSpace) else len(request.completions)
+        for completion in request.completions[: request.num_begun]:
+            self._scheduler.add(completion)
+        self.metrics.requests += 1
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose deadline has passed at `now`, seconds of `perf_counter`."""
+        while self._timed and self._timed[0].deadline <= now:
+            request = self._timed.pop(0)
+            self._end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
+
+    def _begin(self, completions: Iterable[Completion]) -> None:
+        """Note which requests have waited in the queue until now."""
+        now = perf_counter()
+        for request in (completion.request for completion in completions):
+            if not request.has_begun:
+                request.has_begun = True
+                quietly(_measure, request, queued_s=now - request.arrived)
+
+    def _end_prefill(self, completion: Completion) -> list[Completion]:
+        """Have a completion decode from here on, and those that fork from its prompt; all that do."""
+        request = completion.request
+        self._scheduler.to_decoding(completion)
+        if request.first_token is None:
+            self.metrics.cached_tokens += request.num_cached_tokens
+        forks = request.completions[request.num_begun :]
+        request.num_begun += len(forks)
+        for fork in forks:
+            assert isinstance(self._space, BlockSpace)
+            self._scheduler.add_decoding(fork)
+            attempt(partial(self._fail, fork), self._space.fork, completion, fork)
+        return [completion, *(fork for fork in forks if fork.state is State.DECODE)]
+
+    def _advance(
+        self, completions: Sequence[Completion], sampled: Sampled, *, may_be_first: bool, drafted: bool
+    ) -> None:
+        """Give completions the tokens that were sampled for them, and end those that are done.
+
+        may_be_first: some of them may be their requests' first tokens. drafted: some may be several for a completion.
+        """
+        self._sampled = perf_counter()
+        if may_be_first:
+            for request in {completion.request for completion in completions}:
+                if request.first_token is None:
+                    request.first_token = self._sampled
+                    quietly(self._measure_first_token, request)
+        self._changed.update(dict.fromkeys([completion.request_output for completion in completions]))
+        if not drafted and sampled.logprobs is None:
+            pairs = zip(completions, sampled.token_ids, strict=True)
+            for completion in [completion for completion, (token,) in pairs if completion.advance(token)]:
+                self._finish_if_done(completion)
+            self.metrics.generated_tokens += len(completions)
+        else:
+            logprobs = sampled.logprobs or [[]] * len(completions)
+            for completion, token_ids, tables in zip(completions, sampled.token_ids, logprobs, strict=True):
+                self._advance_by_several(completion, token_ids, tables)
+
+    def _fail(self, completion: Completion, reason: str) -> None:
+        """End a completion that cannot go on, and those that were to fork from it."""
+        request = completion.request
+        request.output.error = reason
+        if request.num_begun < len(request.completions):
+            self._end(request, "error", reason)
+        else:
+            self._finish(completion, "error")
+
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """End what is left of a request, with an error where there is one."""
+        request.output.error = error or request.output.error
+        for completion in request.completions:
+            if completion.state is not State.FINISHED:
+                self._finish(completion, reason)
+
+    def _finish(self, completion: Completion, reason: str) -> None:
+        """End a completion and give back all that it holds, whatever that raises."""
+        request, output = completion.request, completion.request.output
+        completion.output.finish_reason = reason
+        for listener in self._on_finish:
+            quietly(listener, completion)
+        self._scheduler.remove(completion)
+        if request.first_token is not None and completion.token_ids:
+            request.generating_s += self._sampled - request.first_token
+        self._changed[output] = None
+        request.num_left -= 1
+        output.finished = request.num_left == 0
+        if output.finished:
+            self._requests.pop(request.request_id, None)
+            index = bisect_left(self._timed, _deadline(request), key=_deadline)
+            if self._timed[index : index + 1] == [request]:
+                del self._timed[index]
+            self.metrics.finished[reason] += 1
+            quietly(self._measure_mean_token, request)
+
+    def _advance_by_several(
+        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
+    ) -> None:
+        """Give it the accepted drafts and the token after them, until one ends it; the cache forgets other drafts."""
+        ran_to = completion.item.pos_offset + len(completion.item.q_tokens)
+        before, is_done = len(completion.token_ids), False
+        for token in token_ids:
+            is_done = completion.advance(token) and self._finish_if_done(completion)
+            if is_done:
+                break
+        # One that was no token is not there any more.
+        count = len(completion.token_ids) - before
+        if completion.output.growth.logprobs is not None:
+            completion.output.growth.logprobs.extend(logprobs[:count])
+        self.metrics.generated_tokens += count
+        self.metrics.accepted_tokens += max(count - 1, 0)
+        if not is_done and completion.cached < ran_to:
+            fail = partial(self._fail, completion)
+            attempt(fail, self.executor.truncate_kv, completion.handle, completion.cached)
+
+    def _finish_if_done(self, completion: Completion) -> bool:
+        reason = attempt(partial(self._fail, completion), completion.finish_reason)
+        if reason == "error":
+            self._fail(completion, "the logits left no token to choose")
+        elif reason is not None:
+            self._finish(completion, reason)
+        return completion.state is State.FINISHED
+
+    def _measure_first_token(self, request: Request) -> None:
+        seconds = self._sampled - request.arrived
+        _measure(request, first_token_s=seconds)
+        self.metrics.time_to_first_token.observe(seconds)
+
+    def _measure_mean_token(self, request: Request) -> None:
+        between = sum(max(len(one.token_ids) - 1, 0) for one in request.completions)
+        if between:
+            mean = request.generating_s / between
+            _measure(request, mean_token_s=mean)
+            self.metrics.time_per_output_token.observe(mean)
+
 
 def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> int:
     """Rows of a decoding sequence, with drafts at the most, after checking that they can run."""
@@ -250,3 +396,12 @@ def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Propos
 
 def _num_rows(completions: Iterable[Completion]) -> int:
     return sum(len(completion.item.q_tokens) for completion in completions)
+
+
+def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
+    """Unlike that of any other request, whose arrival is in its rank."""
+    return request.deadline, request.rank
+
+
+def _measure(request: Request, **seconds: float) -> None:
+    request.output.metrics = replace(request.output.metrics, **seconds)

@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,14 +18,15 @@ from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.engine.config import EngineConfig, QueueFullError
 from paged.executors.engine.core import EngineCore
 from paged.executors.engine.metrics import EngineStatus
-from paged.executors.lora_loader import check_adapter, lora_loader
-from paged.executors.model_executor import ModelExecutor
+from paged.executors.model_executor import ModelExecutor, check_adapter, lora_loader
 from paged.executors.progress import progress_bar
-from paged.executors.requests.output import CompletionOutput, RequestOutput
+from paged.executors.requests.output import CompletionOutput, Growth, RequestOutput
 from paged.executors.requests.request import Completion, Request
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys
-from paged.executors.speculation.proposer import Proposer
+from paged.executors.speculation.draft_model import DraftModel
+from paged.executors.speculation.drafting import Proposer
+from paged.executors.speculation.prompt_lookup import PromptLookup
 from paged.executors.text.detokenizer import Tokenizer
 from paged.kernels.common.compilation import serving_begins
 from paged.kernels.common.scalars import as_float, as_int, shown
@@ -84,7 +86,7 @@ class Engine(EngineCore):
     @property
     def num_unfinished(self) -> int:
         """Requests that are not done."""
-        return len(self._lifecycle.requests)
+        return len(self._requests)
 
     def status(self) -> EngineStatus:
         """Queue, running sequences and cache, as of now."""
@@ -129,12 +131,15 @@ class Engine(EngineCore):
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
         request_id = None if request_id is None else as_seq_id("request_id", request_id)
-        if request_id in self._lifecycle.requests:
+        if request_id in self._requests:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         params = _DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
-        params, metadata = params.snapshot(), _checked_metadata(metadata)
+        params = replace(params)  # checked again, and out of the caller's reach
+        if not isinstance(metadata, Mapping | None) or not all(isinstance(key, str) for key in metadata or ()):
+            raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
+        metadata = dict(metadata or {})
         check_adapter(self.executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
@@ -148,8 +153,8 @@ class Engine(EngineCore):
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
         # Not to be guessed, so that no id that a caller gives can be taken already.
         request_id = f"request-{arrival}-{secrets.token_hex(4)}" if request_id is None else request_id
-        is_silent = params.logprobs is None
-        outputs = [CompletionOutput(index, logprobs=None if is_silent else []) for index in range(params.n)]
+        growths = [Growth([], [], None if params.logprobs is None else []) for _ in range(params.n)]
+        outputs = [CompletionOutput(index, growth) for index, growth in enumerate(growths)]
         eos_token_ids = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         request = Request(
             request_id=request_id,
@@ -162,7 +167,7 @@ class Engine(EngineCore):
             output=RequestOutput(request_id, prompt.copy(), outputs),
             arrived=now,
             name=f"{self._name}-{arrival}",
-            cache_salt=None if cache_salt is None else str.__str__(cache_salt),
+            cache_salt=cache_salt,
             deadline=now + timeout_s,
             num_left=params.n,
         )
@@ -170,7 +175,7 @@ class Engine(EngineCore):
         hashed = hash_seeds(np.array([seed & _MASK], np.uint64))
         seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
-        self._lifecycle.add(request)
+        self._add(request)
         return request.output
 
     def abort(self, request_id: SeqId) -> bool:
@@ -179,19 +184,19 @@ class Engine(EngineCore):
         Raises:
             InvalidInputError: it is neither a text nor an int.
         """
-        request = self._lifecycle.requests.get(as_seq_id("request_id", request_id))
+        request = self._requests.get(as_seq_id("request_id", request_id))
         if request is not None:
             self._abort(request)
         return request is not None
 
     def find(self, request_id: SeqId) -> RequestOutput | None:
         """The output of a request that is not done."""
-        request = self._lifecycle.requests.get(as_seq_id("request_id", request_id))
+        request = self._requests.get(as_seq_id("request_id", request_id))
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
         """Abort the request of this output; one that is done is left alone, and so is another that took its id."""
-        request = self._lifecycle.requests.get(output.request_id)
+        request = self._requests.get(output.request_id)
         if request is not None and request.output is output:
             self._abort(request)
 
@@ -229,7 +234,7 @@ class Engine(EngineCore):
         """
         loader = lora_loader(self.executor)
         # Those that wait hold no sequence yet, so the executor cannot know of them.
-        if named := [one.request_id for one in self._lifecycle.requests.values() if one.adapter == name]:
+        if named := [one.request_id for one in self._requests.values() if one.adapter == name]:
             raise InvalidInputError(f"adapter {name!r}: {len(named)} requests name it, first {named[0]!r}")
         loader.unload_lora(name)
 
@@ -261,7 +266,7 @@ class Engine(EngineCore):
                 outputs.append(self.add_request(prompt, one))
             with closing(progress_bar(len(outputs), desc="generate", unit="prompt", shown=progress)) as bar:
                 pending = set(outputs)
-                while pending and self._lifecycle.requests:
+                while pending and self._requests:
                     done = pending.intersection(output for output in self.step() if output.finished)
                     pending -= done
                     bar.update(len(done))
@@ -296,17 +301,38 @@ class Engine(EngineCore):
                 raise InvalidInputError(f"{name}: token id {shown(token)}, expected 0 <= id < {self._vocab_size}")
 
 
-def _checked_metadata(metadata: Any) -> dict[str, Any]:
-    if metadata is None:
-        return {}
-    try:
-        items: dict[Any, Any] = dict(metadata) if isinstance(metadata, Mapping) else {None: None}
-    except Exception as error:
-        raise InvalidInputError(f"metadata: {shown(metadata)}, which cannot be read") from error
-    if not all(isinstance(key, str) for key in items):
-        raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
-    # The adapter's name is compared with those of others.
-    checked: dict[str, Any] = {str.__str__(key): value for key, value in items.items()}
-    if isinstance(name := checked.get("lora_adapter"), str):
-        checked["lora_adapter"] = str.__str__(name)
-    return checked
+class SpeculativeDecoder(Engine):
+    """An engine whose decodes carry drafts, of a draft model or, without one, of the text itself.
+
+    A step verifies the drafts of all sequences in one forward of the target. Greedy output is the target's own, and
+    sampled output is distributed as the target's (see `rejection_sample`). `metrics` counts drafts, and those accepted.
+
+    num_draft_tokens: for each sequence and step, at the most. max_ngram: of the text's lookup.
+
+    Raises:
+        InvalidInputError: a number is not positive, the vocabularies differ, or a step's budget is too small.
+        UnsupportedError: one of the executors cannot take tokens back, or the draft's has no cache manager.
+    """
+
+    def __init__(
+        self,
+        target: ModelExecutor,
+        draft: ModelExecutor | None = None,
+        *,
+        num_draft_tokens: int = 4,
+        max_ngram: int = 3,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if draft is None:
+            proposer: DraftModel | PromptLookup = PromptLookup(num_draft_tokens, max_ngram=max_ngram)
+        else:
+            proposer = DraftModel(draft, num_draft_tokens, token_budget=(config or EngineConfig()).token_budget)
+        super().__init__(target, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, proposer=proposer, seed=seed)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts that stayed, of those proposed so far; 0 before the first."""
+        return self.metrics.accepted_tokens / max(self.metrics.draft_tokens, 1)

@@ -24,6 +24,10 @@ class Mark(NamedTuple):
     texts: int = 0
 
 
+_START = Mark()
+
+
+@dataclass(eq=False)
 class CompletionOutput:
     """One completion as far as it has come; a copy keeps the moment, and costs the same however long the text is.
 
@@ -35,22 +39,13 @@ class CompletionOutput:
     text: of token_ids without the end token, up to the stop string; empty where the engine has no tokenizer.
     """
 
-    def __init__(
-        self,
-        index: int,
-        token_ids: list[int] | None = None,
-        text: str = "",
-        logprobs: list[dict[int, float]] | None = None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> None:
-        self.index = index
-        self.finish_reason = finish_reason
-        self.stop_reason = stop_reason
-        self.growth = Growth([] if token_ids is None else token_ids, [text] if text else [], logprobs)
-        # The part of it that this is; to None for all that it comes to.
-        self.begin = Mark()
-        self.end: Mark | None = None
+    index: int
+    growth: Growth = field(default_factory=lambda: Growth([], [], None))
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    # The part of `growth` that this is; to None for all that it comes to.
+    begin: Mark = _START
+    end: Mark | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -72,15 +67,7 @@ class CompletionOutput:
 
     def since(self, begin: Mark) -> CompletionOutput:
         """This moment, kept, from `begin` on."""
-        moment = CompletionOutput(self.index, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
-        moment.growth, moment.begin, moment.end = self.growth, begin, self.mark
-        return moment
-
-    def __repr__(self) -> str:
-        return (
-            f"CompletionOutput(index={self.index}, token_ids={self.token_ids}, text={self.text!r}, "
-            f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r})"
-        )
+        return CompletionOutput(self.index, self.growth, self.finish_reason, self.stop_reason, begin, self.mark)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.executors.requests.output import RequestOutput
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.text.detokenizer import Detokenizer, Tokenizer
-from paged.executors.text.stop_strings import StopReader, StopStrings
+from paged.executors.text.stop_strings import StopReader
 from paged.seq_id import SeqId
 
 # Stands for a token where the logits left none to choose: all of them NaN or -inf.
@@ -75,11 +75,6 @@ class Request:
     num_cached_tokens: int = 0
     first_token: float | None = None
     generating_s: float = 0.0
-
-    @cached_property
-    def stops(self) -> StopStrings:
-        """What ends a text, made when the first one begins: a long queue holds none."""
-        return StopStrings(self.params.stop_strings)
 
     @cached_property
     def allowed_ids(self) -> NDArray[np.int64]:
@@ -239,7 +234,7 @@ class Completion:
         assert self._detokenizer is not None
         added, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
         if self.params.stop:
-            self._stops = self._stops or StopReader(self.request.stops)
+            self._stops = self._stops or StopReader(self.params.stop_strings)
             added, found = self._stops.read(added, may_stop=len(self.token_ids) >= self.params.min_tokens)
             if is_last and found is None:
                 added += self._stops.held

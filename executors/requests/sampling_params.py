@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any
 
 from paged.errors import InvalidInputError
@@ -19,7 +18,7 @@ MAX_IDS = 1 << 20
 MAX_LOGPROBS = 1024
 # In every step before `min_tokens` they are masked one by one.
 MAX_STOP_TOKENS = 1024
-# The automaton that finds stop strings takes about 200 bytes a character, and a request carries one.
+# Each is looked for in every new piece of text.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14
 
@@ -86,19 +85,6 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInputError(f"min_tokens: {self.min_tokens}, expected 0 to max_tokens, {self.max_tokens}")
 
-    def snapshot(self) -> SamplingParams:
-        """The same, checked again, and out of reach of the caller: a mapping or a field that is changed
-        later, or a subclass with ideas of its own, would be found in the middle of a step.
-
-        Raises:
-            InvalidInputError: it was changed to what a request cannot mean, or cannot be read.
-        """
-        try:
-            values = {name: getattr(self, name) for name in _NAMES}
-        except Exception as error:
-            raise InvalidInputError(f"params: {shown(self)}, which cannot be read") from error
-        return SamplingParams(**values)
-
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, also where it is one string."""
@@ -120,7 +106,6 @@ class SamplingParams:
         return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
 
 
-_NAMES = tuple(one.name for one in fields(SamplingParams))
 _MOST = (1 << 63) - 1
 # Lowest and highest number; floats are finite in float32 besides.
 _INTEGERS = {
@@ -163,30 +148,18 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id")
-    try:
-        pairs = list(islice(value.items(), MAX_IDS + 1))
-    except Exception as error:
-        raise InvalidInputError(f"logit_bias: {shown(value)}, which cannot be read") from error
-    if len(pairs) > MAX_IDS:
-        raise InvalidInputError(f"logit_bias: {len(value)} tokens, expected at most {MAX_IDS}")
-    return {as_int("logit_bias", token): as_float("logit_bias", bias) for token, bias in pairs}
+    if not isinstance(value, Mapping) or len(value) > MAX_IDS:
+        raise InvalidInputError(f"logit_bias: {shown(value)}, expected numbers by token id, at most {MAX_IDS}")
+    return {as_int("logit_bias", token): as_float("logit_bias", bias) for token, bias in value.items()}
 
 
 def _stops(value: Any) -> str | tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else value
-    try:
-        items = tuple(islice(given, MAX_STOP_STRINGS + 1)) if isinstance(given, list | tuple) else (None,)
-    except Exception:  # of a subclass of the caller's
-        items = (None,)
-    # A subclass may tell another text each time it is asked.
-    stops = tuple(str.__str__(stop) for stop in items if isinstance(stop, str))
-    if len(stops) < len(items) or not all(stops):
+    stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
+    if not all(isinstance(stop, str) and stop for stop in stops):
         raise InvalidInputError(f"stop: {shown(value)}, expected a string, or a list of them, that are not empty")
     if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
         raise InvalidInputError(
-            f"stop: {len(given)} strings of {sum(map(len, stops))} characters or more, "
+            f"stop: {len(stops)} strings of {sum(map(len, stops))} characters, "
             f"expected at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}"
         )
-    return stops[0] if isinstance(value, str) else stops
+    return value if isinstance(value, str) else stops

@@ -13,8 +13,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, UnsupportedError
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import NO_TOKEN, Completion
-from paged.executors.sampling.row_matrix import row_matrix
-from paged.executors.sampling.rows import index_tensor
+from paged.executors.sampling.rows import index_tensor, row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep

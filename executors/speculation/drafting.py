@@ -1,22 +1,42 @@
-"""Drafts of a step, and the ones among them that belong to the completions that ran."""
+"""Where drafts come from; the drafts of a step, and the ones among them that belong to the completions that ran."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
+from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.isolation import attempt, quietly
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts
-from paged.executors.speculation.proposer import Proposer
 from paged.kernels.common.scalars import shown
 
 _LOG = logging.getLogger("paged")
+
+
+class Proposer(Protocol):
+    """Drafts tokens for completions that decode.
+
+    num_tokens: the most for one of them at a time. vocab_size: of the ids it drafts; None where they are of the text.
+    """
+
+    num_tokens: int
+    vocab_size: int | None
+
+    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
+        """Draft at most `limits` tokens for each completion; none is always right."""
+
+    def forget(self, completion: Completion) -> None:
+        """Drop what is kept of a completion that is finished, or was preempted."""
+
+    def make_room(self, manager: PagedKvCacheManager) -> bool:
+        """Give back all it holds in a target's cache; False if that is nothing."""
 
 
 def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:

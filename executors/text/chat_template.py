@@ -11,6 +11,7 @@ from typing import Any
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.executors.text.template_process import render_bounded
+from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there, read_text
 from paged.models.loading.hf_config import HfConfig
 from paged.printable import one_line
@@ -91,7 +92,7 @@ class ChatTemplate:
             raise InvalidInputError(f"{self._source}: no chat template (chat_template.jinja, tokenizer_config.json)")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes) and len(messages)
         if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise InvalidInputError(f"messages: {_brief(messages)}, expected at least one, each a mapping")
+            raise InvalidInputError(f"messages: {shown(messages)}, expected at least one, each a mapping")
         if find_spec("jinja2") is None:
             raise UnsupportedError("chat templates need the jinja2 package: pip install 'paged[cli]'")
         values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
@@ -101,7 +102,7 @@ class ChatTemplate:
             written = json.dumps(values)
             values = json.loads(written)
         except Exception as error:  # of an object among them, too
-            raise InvalidInputError(f"messages: {_brief(error)}, expected JSON values") from error
+            raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
         found = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
         if found.error is None:
             return found.text
@@ -109,14 +110,6 @@ class ChatTemplate:
         if found.is_syntax:
             raise CheckpointError(f"{self._source}: chat template {name!r}, {reason}")
         raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
-
-
-def _brief(value: object) -> str:
-    """Messages, which may be of any class and length, in one short line."""
-    try:
-        return one_line(str(value) if isinstance(value, Exception) else repr(value), 200)
-    except Exception:  # of a class of the caller's
-        return type(value).__name__
 
 
 def _templates_within(hf: HfConfig) -> dict[str, str]:

@@ -116,11 +116,11 @@ class ChatTokenizer:
         return _named(lambda: SpecialTokens(self.tokenizer), "text")
 
 
-def _named(call: Callable[[], T], what: str) -> T:
+def _named(call: Callable[[], T], what: str, named: type[PagedError] = InvalidInputError) -> T:
     """What a call of the tokenizer's gives.
 
     Raises:
-        InvalidInputError: the tokenizer raises something, or panics.
+        `named`: the tokenizer raises something, or panics.
     """
     try:
         return call()
@@ -129,7 +129,7 @@ def _named(call: Callable[[], T], what: str) -> T:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise InvalidInputError(f"{what}: the tokenizer fails ({type(error).__name__}: {one_line(error)})") from error
+        raise named(f"{what}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:
@@ -138,17 +138,15 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     except ImportError as error:
         raise UnsupportedError("texts need the tokenizers package: pip install 'paged[cli]'") from error
     text = read_text(file, _MAX_BYTES, _MAX_VALUES)
-    try:
+
+    def load() -> Tokenizer:
         # Before it is loaded, as what normalizes texts normalizes the added tokens then.
-        if (reason := excess(json.loads(text))) is None:
-            tokenizer = Tokenizer.from_str(text)
-            # As in transformers: they are for training on batches. A file may ask for texts of 10**12 tokens.
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            return tokenizer
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the package raises nothing more special, and a panic in Rust is no Exception
-        reason = f"no tokenizer ({one_line(error, 500)})"
-        raise CheckpointError(f"{file}: {reason}") from error
-    raise CheckpointError(f"{file}: {reason}")
+        if (reason := excess(json.loads(text))) is not None:
+            raise CheckpointError(f"{file}: {reason}")
+        tokenizer = Tokenizer.from_str(text)
+        # As in transformers: they are for training on batches. A file may ask for texts of 10**12 tokens.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    return _named(load, str(file), CheckpointError)

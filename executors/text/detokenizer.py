@@ -48,7 +48,7 @@ class Detokenizer:
         text = self._tokenizer.decode(token_ids)
         if not isinstance(text, str):
             raise InvalidInputError(f"tokenizer: decode gave {shown(text)}, expected a text")
-        return str.__str__(text)
+        return text
 
     def _finished(self, token_ids: list[int], end: int, after: str) -> tuple[int, str]:
         """As many of the tokens as end with a whole character, or with none, and their text."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from paged.kernels.attention.merge_attn_states import merge_attn_states
-from paged.kernels.attention.paged_attention import ATTENTION_OP, new_output, paged_attention
+from paged.kernels.attention.paged_attention import ATTENTION_OP, check_attention_tensors, new_output, paged_attention
 from paged.kernels.attention.plan import AttentionPlan
-from paged.kernels.common.checks import check_shape, check_tensor
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.operation import Arguments, Run, operation
 from paged.kernels.common.scalars import as_bool, as_int
@@ -58,48 +56,36 @@ def cascade_attention(
         InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU
             also when a sequence with a query does not hold the prefix.
     """
-    check_shape("q", q, ("num_tokens", "num_q_heads", "head_dim"))
-    check_shape("k_cache", k_cache, ("num_blocks", "block_size", "num_kv_heads", "head_dim"))
-    int32 = (torch.int32,)
-    check_tensor("block_table", block_table, ("num_seqs", "max_blocks_per_seq"), int32, q.device)
-    num_seqs = block_table.shape[0]
-    check_tensor("seq_lens", seq_lens, (num_seqs,), int32, q.device)
-    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), int32, q.device)
+    check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     shared_prefix_len, return_lse = as_int("shared_prefix_len", shared_prefix_len), as_bool("return_lse", return_lse)
-    block_size = k_cache.shape[1]
+    num_tokens, block_size = len(q), k_cache.shape[1]
     longest = block_table.shape[1] * block_size
-    if shared_prefix_len % max(block_size, 1) or not 0 <= shared_prefix_len <= longest:
+    if shared_prefix_len % block_size or not 0 <= shared_prefix_len <= longest:
         raise InvalidInputError(
             f"shared_prefix_len: {shared_prefix_len}, expected a multiple of {block_size} from 0 to {longest}"
         )
-    num_blocks = shared_prefix_len // max(block_size, 1)
+    num_blocks = shared_prefix_len // block_size
     if block_table.device.type == "cpu":
         _check_prefix(block_table, cu_seqlens_q, seq_lens, shared_prefix_len, num_blocks)
     if plan is None or prefix_plan is None:
-        sizes = {"num_tokens": len(q), "max_seqlen_q": max_seqlen_q, "max_seqlen_k": longest}
+        sizes = {"num_tokens": num_tokens, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": longest}
         plan, prefix_plan = cascade_plans(cu_seqlens_q, seq_lens, shared_prefix_len=shared_prefix_len, **sizes)
-    has_prefix = bool(num_blocks and seq_lens.numel())
+    plans, has_prefix = (plan, prefix_plan), bool(num_blocks and seq_lens.numel())
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
-    # Of each part what differs from call to call, and what does not.
-    own: dict[str, Any] = {
-        "cu_seqlens_q": plan.cu_seqlens_q,
-        "seq_lens": plan.seq_lens,
-        "max_seqlen_q": max_seqlen_q,
-        "plan": plan,
-    }
-    prefix: dict[str, Any] = {
-        "cu_seqlens_q": prefix_plan.cu_seqlens_q,
-        "seq_lens": prefix_plan.seq_lens,
-        "max_seqlen_q": len(q),
-    }
-    prefix |= {"plan": prefix_plan, "causal": False}
 
     def run(given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        block_table, names = given["block_table"], ("q", "k_cache", "v_cache", "k_scale", "v_scale")
-        attend = partial(paged_attention, **{name: given[name] for name in names}, **options, return_lse=True)
-        states = attend(block_table=block_table[:, num_blocks:], sinks=given["sinks"], mask=given["mask"], **own)
+        block_table = given["block_table"]
+        shared = options | {name: given[name] for name in ("q", "k_cache", "v_cache", "k_scale", "v_scale")}
+
+        def attend(plan: AttentionPlan, **own: Any) -> Any:
+            lengths: Any = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens}
+            return paged_attention(**shared, **lengths, plan=plan, return_lse=True, **own)
+
+        own = {"sinks": given["sinks"], "mask": given["mask"], "max_seqlen_q": max_seqlen_q}
+        states = attend(plans[0], block_table=block_table[:, num_blocks:], **own)
         if has_prefix:
-            states = merge_attn_states(*attend(block_table=block_table[:1, :num_blocks], **prefix), *states)
+            prefix = {"block_table": block_table[:1, :num_blocks], "max_seqlen_q": num_tokens, "causal": False}
+            states = merge_attn_states(*attend(plans[1], **prefix), *states)
         return states if return_lse else states[0]
 
     return run

@@ -95,7 +95,13 @@ def merge_attn_states(
         InvalidInputError: shapes, dtypes, devices or strides do not fit.
         UnsupportedError: a gradient is asked for.
     """
-    _check(out_a, lse_a, out_b, lse_b)
+    check_tensor("out_a", out_a, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)
+    check_tensor("out_b", out_b, out_a.shape, (out_a.dtype,), out_a.device)
+    num_tokens, num_heads, _ = out_a.shape
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_tensor(name, lse, (num_heads, num_tokens), (torch.float32,), out_a.device)
+    for name, tensor in (("out_a", out_a), ("out_b", out_b)):
+        check_last_dim_contiguous(name, tensor)
     if not use_triton(out_a):
         return lambda given: torch_op.merge_attn_states(**given)
     launch = _prepare(out_a, lse_a, out_b, lse_b) if out_a.numel() else nothing
@@ -106,16 +112,6 @@ def merge_attn_states(
         return out, lse
 
     return run
-
-
-def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
-    check_tensor("out_a", out_a, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)
-    check_tensor("out_b", out_b, out_a.shape, (out_a.dtype,), out_a.device)
-    num_tokens, num_heads, _ = out_a.shape
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(name, lse, (num_heads, num_tokens), (torch.float32,), out_a.device)
-    for name, tensor in (("out_a", out_a), ("out_b", out_b)):
-        check_last_dim_contiguous(name, tensor)
 
 
 def _prepare(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Launch:

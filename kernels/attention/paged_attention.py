@@ -15,7 +15,6 @@ from paged.kernels.attention.torch_ops import paged_attention as torch_op
 from paged.kernels.common.checks import (
     FLOAT_DTYPES,
     NARROW_DTYPES,
-    check_dtype,
     check_last_dim_contiguous,
     check_scale,
     check_tensor,
@@ -139,10 +138,11 @@ def paged_attention(
     if isinstance(causal, torch.Tensor) and causal.dim() == 0:
         causal = as_bool("causal", causal)
     is_causal = causal if isinstance(causal, torch.Tensor) else None
-    left, right = _pair(window_size)
-    left, right = _limit("window_size[0]", left), _limit("window_size[1]", right)
+    left, right = _window(window_size)
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
-    _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, softcap)
+    if 0.0 < softcap < 1e-6:
+        raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
+    check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     if out is not None:
         check_tensor("out", out, (*q.shape[:2], v_cache.shape[3]), (q.dtype,), q.device)
         check_last_dim_contiguous("out", out)
@@ -193,18 +193,16 @@ def _run(call: AttentionCall, compute: Compute) -> Run[Any]:
     return run
 
 
-def _check(
+def check_attention_tensors(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
-    softcap: float,
 ) -> None:
-    check_dtype("q", q, *FLOAT_DTYPES)
-    if q.dim() != 3:
-        raise InvalidInputError(f"q: shape {list(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
+    """Raise InvalidInputError unless these arguments of `paged_attention` fit together."""
+    check_tensor("q", q, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
     _, num_q_heads, head_dim = q.shape
     cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
     check_tensor("k_cache", k_cache, cache_shape, (q.dtype, *NARROW_DTYPES), q.device)
@@ -223,22 +221,16 @@ def _check(
     check_tensor("block_table", block_table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
         check_last_dim_contiguous(name, tensor)
-    if 0.0 < softcap < 1e-6:
-        raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
 
 
-def _pair(window_size: tuple[int, int]) -> tuple[int, int]:
+def _window(window_size: tuple[int, int]) -> list[int]:
+    """A window as in `AttentionCall`, of two numbers from -1."""
     try:
         left, right = window_size
     except Exception:  # whatever was given instead of a pair
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
-    return left, right
-
-
-def _limit(name: str, size: int) -> int:
-    """A side of a window as in `AttentionCall`, of a number from -1."""
-    size = as_int(name, size, -1)
-    return NO_LIMIT if size == -1 else min(size, NO_LIMIT)
+    sizes = (as_int(f"window_size[{side}]", size, -1) for side, size in enumerate((left, right)))
+    return [NO_LIMIT if size == -1 else min(size, NO_LIMIT) for size in sizes]
 
 
 def _check_plan(plan: AttentionPlan | None, call: AttentionCall) -> None:
@@ -247,10 +239,8 @@ def _check_plan(plan: AttentionPlan | None, call: AttentionCall) -> None:
         return
     if not isinstance(plan, AttentionPlan):
         raise InvalidInputError(f"plan: {shown(plan)}, expected an AttentionPlan")
-    for name, planned, given in (
-        ("cu_seqlens_q", plan.cu_seqlens_q, call.cu_seqlens_q),
-        ("seq_lens", plan.seq_lens, call.seq_lens),
-    ):
+    for name in ("cu_seqlens_q", "seq_lens"):
+        planned, given = getattr(plan, name), getattr(call, name)
         is_same = planned.shape == given.shape and planned.device == given.device
         if planned is not given and not (is_same and (given.device.type != "cpu" or torch.equal(planned, given))):
             raise InvalidInputError(f"plan: made for other {name}, of shape {list(planned.shape)} on {planned.device}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
-from paged.kernels.cache.torch_ops import copy_blocks as torch_op
 from paged.kernels.common.checks import check_is_tensor, check_tensor, check_writable
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
+from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.id_checks import Ids, check_all_ids
 from paged.kernels.common.launch import launch
 from paged.kernels.common.operation import Arguments, Run, operation
@@ -84,7 +85,10 @@ class BlockCopy:
         device, trusted. No destination is a source of the same cache, or appears twice.
         """
         if not use_triton(self._sources[0]):
-            torch_op.copy_blocks(self._sources, self._targets, block_pairs)
+            from_blocks, to_blocks = block_pairs.unbind(1)
+            for source, target in zip(self._sources, self._targets, strict=True):
+                # Not every device has indexing of 8-bit floats.
+                as_kernel_argument(target)[to_blocks] = as_kernel_argument(source)[from_blocks]
             return
         if block_pairs.shape[0] == 0 or self._words_per_block == 0:
             return
@@ -157,16 +161,10 @@ def _as_tensor(pairs: torch.Tensor | Sequence[tuple[int, int]]) -> torch.Tensor:
     if isinstance(pairs, torch.Tensor):
         return pairs
     try:
-        listed = list(pairs)
+        listed = [(source, destination) for source, destination in pairs]
     except Exception:  # whatever was given instead of pairs
-        raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected pairs of block ids") from None
-    ids = []
-    for index, pair in enumerate(listed):
-        try:
-            source, destination = pair
-        except Exception:  # likewise
-            raise InvalidInputError(f"block_pairs[{index}]: {shown(pair)}, expected (source, destination)") from None
-        ids.append([as_int(f"block_pairs[{index}]", block, -(2**63), 2**63 - 1) for block in (source, destination)])
+        raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected (source, destination) block ids") from None
+    ids = [as_int(f"block_pairs[{at // 2}]", each, -(2**63), 2**63 - 1) for at, each in enumerate(chain(*listed))]
     return torch.tensor(ids, dtype=torch.int64).view(-1, 2)
 
 

@@ -159,7 +159,16 @@ def qk_norm_rope_and_cache(
     write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     write.check("k", "v")
-    _check(q, k, positions, cos_sin_cache, q_weight, k_weight)
+    num_tokens, _, head_dim = k.shape
+    check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)
+    check_last_dim_contiguous("q", q)
+    check_writable("q", q)
+    check_rotary(positions, cos_sin_cache, q)
+    if (q_weight is None) != (k_weight is None):
+        raise InvalidInputError("q_weight, k_weight: one of them is None, expected both or neither")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
     return _run(q, write, cos_sin_cache, q_weight, k_weight, eps, interleaved)
 
 
@@ -220,26 +229,6 @@ def _run(
 def _write_of(given: Arguments) -> CacheWrite:
     names = "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale"
     return CacheWrite(*[given[name] for name in names])
-
-
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-) -> None:
-    num_tokens, _, head_dim = k.shape
-    check_tensor("q", q, (num_tokens, "num_q_heads", head_dim), (k.dtype,), k.device)
-    check_last_dim_contiguous("q", q)
-    check_writable("q", q)
-    check_rotary(positions, cos_sin_cache, q)
-    if (q_weight is None) != (k_weight is None):
-        raise InvalidInputError("q_weight, k_weight: one of them is None, expected both or neither")
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None:
-            check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
 
 
 def _prepare(q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool) -> Launch:

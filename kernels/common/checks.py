@@ -47,33 +47,37 @@ def refuse_gradients(operation: str, *values: object) -> None:
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     """Raise InvalidInputError unless `tensor` has the expected shape; a str stands for any size and names the axis."""
-    check_is_tensor(name, tensor)
-    _check_shape(name, tensor, expected)
-
-
-def _check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
-    shape = tensor.shape
-    if shape == expected:  # of no named axis, as a tuple or a shape
-        return
-    if len(shape) == len(expected):
-        for have, want in zip(shape, expected, strict=True):
-            if have != want and not isinstance(want, str):
-                break
-        else:
-            return
-    wanted = ", ".join(str(size) for size in expected)
-    raise InvalidInputError(f"{name}: shape {list(shape)}, expected [{wanted}]")
+    check_tensor(name, tensor, expected)
 
 
 def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
     """Raise InvalidInputError unless `tensor` has one of the allowed dtypes."""
+    check_tensor(name, tensor, None, allowed)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    expected: Sequence[int | str] | None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """`check_shape`, `check_dtype` and `check_device` in one call, as far as what they expect is given."""
     check_is_tensor(name, tensor)
-    _check_dtype(name, tensor, allowed)
+    if expected is not None and not _fits(tensor.shape, expected):
+        wanted = ", ".join(str(size) for size in expected)
+        raise InvalidInputError(f"{name}: shape {list(tensor.shape)}, expected [{wanted}]")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if device is not None:
+        check_device(name, tensor, device)
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
-    if tensor.dtype not in allowed:
-        raise InvalidInputError(f"{name}: dtype {tensor.dtype}, expected {' or '.join(str(d) for d in allowed)}")
+def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
+    for have, want in zip(shape, expected, strict=False):
+        if have != want and not isinstance(want, str):
+            return False
+    return len(shape) == len(expected)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -105,21 +109,6 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
                 expected = "no two elements at one address"
                 raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected {expected}")
             reach += stride * (size - 1)
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    expected: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device | None = None,
-) -> None:
-    """`check_shape`, `check_dtype` and, where a device is given, `check_device` in one call."""
-    check_is_tensor(name, tensor)
-    _check_shape(name, tensor, expected)
-    _check_dtype(name, tensor, dtypes)
-    if device is not None:
-        check_device(name, tensor, device)
 
 
 def check_out(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ that finds it recorded, or by `check_ids`, which waits.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -30,6 +30,8 @@ _ARGUMENTS = {
     "add_lora": ("rows", "slots", "ranks"),
 }
 _OPERATIONS = ("", *_ARGUMENTS)
+# Of `Sequences` what a kernel takes by the same name.
+_NUMBERS = ("num_tokens", "num_blocks", "block_size", "max_seqlen_q", "left", "chunk_size")
 
 
 class Ids(NamedTuple):
@@ -77,13 +79,9 @@ def check_ids_on_host(name: str, ids: torch.Tensor, low: int | None, high: int) 
     """Raise InvalidInputError for the first of `ids` that is out of range."""
     if ids.numel() == 0:
         return
-    if low is None:
-        if _value(ids.max()) <= high:
-            return
-    else:
-        least, most = ids.aminmax()
-        if _value(least) >= low and _value(most) <= high:
-            return
+    least, most = ids.aminmax()
+    if _value(most) <= high and (low is None or _value(least) >= low):
+        return
     is_wrong = (ids > high) if low is None else (ids < low) | (ids > high)
     index = is_wrong.nonzero()[0].tolist()
     _refuse(name, index, _value(ids[tuple(index)]), low, high)
@@ -91,30 +89,25 @@ def check_ids_on_host(name: str, ids: torch.Tensor, low: int | None, high: int) 
 
 def check_ids_on_device(operation: str, *arrays: Ids) -> None:
     """One launch over up to three arrays, after the error of an earlier one, if that is there already."""
-    device = arrays[0].ids.device
-    recorded = _recorded(device)
-    recorded.raise_if_found()
-    flat = [(each.ids.reshape(-1), each.low, each.high) for each in arrays]
-    longest = max(ids.numel() for ids, _, _ in flat)
-    if longest == 0:
-        return
     arguments: dict[str, torch.Tensor | int | None] = {}
     for index in range(3):
-        ids, low, high = flat[index] if index < len(flat) else (None, 0, 0)
-        arguments[f"ids_{index}_ptr"] = ids
+        _, ids, low, high = arrays[index] if index < len(arrays) else ("", None, 0, 0)
+        arguments[f"ids_{index}_ptr"] = None if ids is None else ids.reshape(-1)
         arguments[f"num_{index}"] = 0 if ids is None else ids.numel()
         arguments[f"low_{index}"] = _INT64_MIN if low is None else low
         arguments[f"high_{index}"] = high
-    launch(
-        _check_ids_kernel,
-        (triton.cdiv(longest, LANES),),
-        **arguments,
-        record_ptr=recorded.record,
-        ticket_ptr=recorded.ticket,
-        operation=_OPERATIONS.index(operation),
-        LANES=LANES,
-        num_warps=4,
-    )
+    longest = max(each.ids.numel() for each in arrays)
+    _look(_check_ids_kernel, triton.cdiv(longest, LANES), arrays[0].ids.device, operation, **arguments)
+
+
+def _look(kernel: Any, num_programs: int, device: torch.device, operation: str, **arguments: Any) -> None:
+    """Launch what looks at ids, after raising the error of an earlier launch, if that is there already."""
+    recorded = _recorded(device)
+    recorded.raise_if_found()
+    if num_programs:
+        places = {"record_ptr": recorded.record, "ticket_ptr": recorded.ticket}
+        number = _OPERATIONS.index(operation)
+        launch(kernel, (num_programs,), **arguments, **places, operation=number, LANES=LANES, num_warps=4)
 
 
 class Sequences(NamedTuple):
@@ -182,32 +175,20 @@ def check_sequences_on_host(sequences: Sequences) -> None:
 
 def check_sequences_on_device(sequences: Sequences) -> None:
     """One launch that looks for what `check_sequences_on_host` does, after the error of an earlier one."""
-    table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, *reach = sequences
-    left, keys_at_once, chunk_size = reach
-    recorded = _recorded(table.device)
-    recorded.raise_if_found()
-    if seq_lens.numel() == 0:
-        return
-    launch(
+    table, cu_seqlens_q, seq_lens = sequences[:3]
+    numbers = sequences._asdict()
+    _look(
         _check_sequences_kernel,
-        (seq_lens.numel(),),
+        len(seq_lens),
+        table.device,
+        "paged_attention",
         block_table_ptr=table,
         cu_seqlens_q_ptr=cu_seqlens_q.contiguous(),
         seq_lens_ptr=seq_lens.contiguous(),
-        record_ptr=recorded.record,
-        ticket_ptr=recorded.ticket,
-        operation=_OPERATIONS.index("paged_attention"),
-        num_tokens=num_tokens,
-        num_blocks=num_blocks,
-        block_size=block_size,
+        **{name: numbers[name] for name in _NUMBERS},
         width=table.shape[1],
-        max_seqlen_q=max_seqlen_q,
-        left=left,
-        chunk_size=chunk_size,
         stride_table_seq=table.stride(0),
-        KEYS_AT_ONCE=keys_at_once,
-        LANES=LANES,
-        num_warps=4,
+        KEYS_AT_ONCE=sequences.keys_at_once,
     )
 
 
@@ -218,16 +199,9 @@ def check_ids(device: torch.device | str | int | None = None) -> None:
         InvalidInputError: an operation was called with an id out of range; its name, the argument, the value and the
             range are in the message. The error is raised once.
     """
-    _recorded(_indexed(device)).wait()
-
-
-def _indexed(device: torch.device | str | int | None) -> torch.device:
-    if device is None and not torch.cuda.is_available():
-        return torch.device("cpu")
-    chosen = torch.device("cuda" if device is None else device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _recorded(torch.empty(0, device=device).device).wait()  # a tensor's device has an index
 
 
 class _Recorded:

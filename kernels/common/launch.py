@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
@@ -48,17 +47,10 @@ def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
     strides("token head", key=key) is {"stride_key_token": key.stride(0), "stride_key_head": key.stride(1)}.
     """
     return {
-        argument: step
+        f"stride_{name}_{axis}": step
         for name, tensor in tensors.items()
-        for argument, step in zip(
-            _stride_names(name, axes), repeat(0) if tensor is None else tensor.stride(), strict=False
-        )
+        for axis, step in zip(axes.split(), repeat(0) if tensor is None else tensor.stride(), strict=False)
     }
-
-
-@functools.cache
-def _stride_names(tensor: str, axes: str) -> tuple[str, ...]:
-    return tuple(f"stride_{tensor}_{axis}" for axis in axes.split())
 
 
 def nothing(_tensors: object) -> None:

@@ -17,7 +17,6 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 # Beyond these a number is infinite in float32, or has fewer bits than others.
 _FLOAT32_MAX, _FLOAT32_TINY = (2 - 2.0**-23) * 2.0**127, 2.0**-126
-_BOOLS, _COMPLEX = ("bool", "torch.bool"), ("complex", "torch.complex")
 
 
 def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) -> int:
@@ -34,17 +33,12 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
 
 def as_index(value: Any) -> int | None:
     """`value` as an int, or None where it is no integer; no more is checked."""
-    if type(value) is int:
-        return value
-    if type(value).__name__ == "SymInt":  # of a graph that is being compiled: its bounds are those of its run
+    # SymInt: of a graph that is being compiled, with the bounds of its run.
+    if type(value) is int or type(value).__name__ == "SymInt":
         return value  # type: ignore[no-any-return]
     try:
-        if isinstance(value, bool) or not _has_no_dimension(value):
-            return None
-        if hasattr(value, "tolist"):  # operator.index makes an int of a tensor that holds a bool
-            value = value.tolist()
-            return value if type(value) is int else None
-        return operator.index(value)
+        value = _plain(value)
+        return None if isinstance(value, bool) else operator.index(value)
     except MemoryError:
         raise
     except Exception:  # of a class of the caller's
@@ -61,10 +55,8 @@ def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _F
         number = value
     else:
         try:
-            dtype = _dtype(value)
-            is_number = not isinstance(value, bool | str | bytes | bytearray) and _has_no_dimension(value)
-            is_number = is_number and dtype not in _BOOLS and not dtype.startswith(_COMPLEX)
-            number = float(value) if is_number else math.nan
+            plain = _plain(value)
+            number = math.nan if isinstance(plain, bool | str | bytes | bytearray) else float(plain)
         except Exception:  # of a class of the caller's
             number = math.nan
     if not low <= number <= high:
@@ -80,13 +72,12 @@ def as_bool(name: str, value: Any) -> bool:
     Raises:
         InvalidInputError: it is none of them.
     """
-    if value is True or value is False:
-        return bool(value)
     try:
-        if _dtype(value) in _BOOLS and _has_no_dimension(value):
-            return bool(value)
+        flag = _plain(value)
     except Exception:  # an object may refuse to be looked at in any way
-        pass
+        flag = None
+    if isinstance(flag, bool):
+        return flag
     raise InvalidInputError(f"{name}: {shown(value)}, expected True or False")
 
 
@@ -98,12 +89,12 @@ def shown(value: object) -> str:
         return f"an object of type {type(value).__name__}"
 
 
-def _dtype(value: Any) -> str:
-    return str(getattr(value, "dtype", ""))
-
-
-def _has_no_dimension(value: Any) -> bool:
-    return bool(getattr(value, "ndim", 0) == 0)
+def _plain(value: Any) -> Any:
+    """Python's own number of NumPy's, or of a tensor without dimensions; what has no dimensions to ask for as it is."""
+    dimensions = getattr(value, "ndim", None)
+    if dimensions:
+        raise TypeError(f"{dimensions} dimensions")
+    return value if dimensions is None else value.tolist()
 
 
 def _range(low: float | None, high: float | None) -> str:

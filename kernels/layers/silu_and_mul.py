@@ -11,7 +11,7 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation, gated_activation
 from paged.kernels.common.launch import Compute, Launch, nothing, num_warps, rows_of, tile
 from paged.kernels.common.operation import Arguments, Run, operation
-from paged.kernels.layers.torch_ops import silu_and_mul as torch_op
+from paged.kernels.common.torch_ops import gated_activation as torch_op
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -163,7 +163,13 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     if not (isinstance(weights, LoraWeights) and isinstance(batch, LoraBatch)):
         raise InvalidInputError(f"weights, batch: {shown(weights)}, {shown(batch)}, expected LoraWeights and LoraBatch")
     refuse_gradients("add_lora", weights.a, weights.b, weights.scales)
-    _check(out, x, weights, batch)
+    dtype, device, in_features = weights.a.dtype, weights.a.device, weights.a.shape[3]
+    check_tensor("x", x, ("num_rows", in_features), (dtype,), device)
+    check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)
+    check_device("batch", batch.rows, device)
+    check_last_dim_contiguous("out", out)
+    check_writable("out", out)
+    check_last_dim_contiguous("x", x)
     by_triton = use_triton(x)
     launches = _prepare(out, x, weights, batch) if by_triton and batch.rows.numel() else ()
 
@@ -192,16 +198,6 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
         return out
 
     return run
-
-
-def _check(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
-    dtype, device, in_features = weights.a.dtype, weights.a.device, weights.a.shape[3]
-    check_tensor("x", x, ("num_rows", in_features), (dtype,), device)
-    check_tensor("out", out, (x.shape[0], sum(weights.part_sizes)), (dtype,), device)
-    check_device("batch", batch.rows, device)
-    check_last_dim_contiguous("out", out)
-    check_writable("out", out)
-    check_last_dim_contiguous("x", x)
 
 
 def _prepare(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> tuple[Launch, Launch]:

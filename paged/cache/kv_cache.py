@@ -11,7 +11,7 @@ from paged.cache.groups import CacheGroup, split_evenly
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
-from paged.seq_id import SeqId, given_namespace
+from paged.seq_id import SeqId
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +228,7 @@ class KvCacheHandle:
     @property
     def namespace(self) -> Hashable:
         """Sequences share K/V within one namespace: adapter, model, tenant."""
-        return given_namespace(self._state.namespace)
+        return self._state.namespace
 
     @property
     def is_valid(self) -> bool:

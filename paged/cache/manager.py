@@ -28,7 +28,7 @@ from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int
 from paged.metadata import AttentionMetadata, HostMetadata, make_host_metadata
-from paged.seq_id import SeqId, as_namespace, as_seq_id, given_namespace
+from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.staging import to_device
 from paged.token_ids import as_token_ids
 
@@ -295,7 +295,7 @@ class PagedKvCacheManager:
     def namespaces(self) -> tuple[Hashable, ...]:
         """Those in which a prompt can begin with a published block; one that holds none any more takes no memory."""
         with self._guard:
-            return tuple(map(given_namespace, self._prefixes.index.namespaces))
+            return tuple(self._prefixes.index.namespaces)
 
     def forget_namespace(self, namespace: Hashable) -> None:
         """Let no sequence of a namespace begin with what was published in it so far; those blocks age and go.

@@ -14,7 +14,6 @@ from paged.cache.prefix.index import PrefixIndex
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
-from paged.seq_id import given_namespace
 
 _COUNTS = ("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
 
@@ -156,7 +155,7 @@ class PrefixCache:
             if hashes:
                 parent_hash = chain.hashes[first - 1] if first else self.index.root_hash(state.namespace)
                 token_ids = tuple(chain.ids[first * block_size : (first + len(hashes)) * block_size])
-                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, given_namespace(state.namespace)))
+                self._guard.add(BlocksStored(hashes, parent_hash, token_ids, state.namespace))
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """`PagedKvCacheManager.share_prefix_blocks`, from `giver` to `taker`."""

@@ -11,8 +11,8 @@ from paged.bench import gpu, timing
 from paged.bench.attention import run as bench_attention
 from paged.bench.attention import tune as tune_attention
 from paged.bench.attention.cases import AttentionCase
+from paged.bench.benchmark import Setting, environment
 from paged.bench.engine import run as bench_engine
-from paged.bench.environment import environment
 from paged.bench.kernels import run as bench_kernels
 from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
@@ -61,15 +61,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             options = ["--device", "cpu", "--repeats", "3", "--only", only[name], "--json", str(paths[name])]
             assert module.main(options, lambda _: None) == 0
         # Its command line needs a GPU, its measuring does not; a CPU has no tiles, so only the chooser's have times.
-        rows, refused = tune_attention.tune(ATTENTION[0].small(), CPU, 2, LIMITS, lambda: True)
-        tuned = {**environment("tune_attention", CPU, LIMITS), "rows": rows, "refused": refused}
+        patch.setattr(Setting, "limits", LIMITS)
+        rows = [tune_attention.measure(tune_attention.TileCase(ATTENTION[0].small()), Setting(CPU, 2))]
+        tuned = {**environment("tune_attention", CPU, LIMITS), "rows": rows}
         paths["tune_attention"].write_text(json.dumps(tuned))
 
         def step(name: str, code: str) -> gpu.Step:
             return gpu.Step(name, lambda _: [sys.executable, "-c", code], 1.0)
 
         steps = [step("good", "print('3 passed')"), step("bad", "print('1 failed | <b>'); raise SystemExit(3)")]
-        assert gpu.run(steps, folder, folder, 20.0) == 1
+        assert gpu.run(steps, folder, 20.0) == 1
     return {**paths, "cache": CACHE, "gpu": folder / "gpu.json"}
 
 

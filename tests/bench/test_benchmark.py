@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged.bench import benchmark
-from paged.bench.benchmark import DEVICE_LOST, Benchmark
+from paged.bench.benchmark import DEVICE_LOST, Benchmark, Setting
 from paged.bench.contest import Contest
 from paged.bench.timing import CompiledWhileTimedError
 
@@ -82,4 +82,4 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         _benchmark("one", lambda _: None).main([])
     assert "times mean nothing, unset it to benchmark" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="times mean nothing"):
-        Contest(torch.device("cpu"))
+        Contest(Setting(torch.device("cpu"), 2))

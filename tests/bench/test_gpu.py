@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -31,20 +30,15 @@ def test_steps_follow_one_another_whatever_happens(tmp_path: Path) -> None:
         _step("hangs", f"print('started', flush=True); {hang}; time.sleep(60)", 0.1),
         _step("paths", "import os; print(os.environ['PYTHONPATH'])"),
     ]
-    start, out, extras = time.monotonic(), tmp_path / "out", tmp_path / "extras"
-    for folder in (out, extras):
-        folder.mkdir()
-    (extras / "tiles.json").write_text("{}")
-    assert gpu.run(steps, out, extras, 20.0, tmp_path / "peers") == 1
+    start, out = time.monotonic(), tmp_path
+    assert gpu.run(steps, out, 20.0, tmp_path / "peers") == 1
     assert time.monotonic() - start < 20
     written = json.loads((out / "gpu.json").read_text())["steps"]
     assert [step["returncode"] for step in written] == [0, 3, -9, 0]
     assert [step["summary"] for step in written[:3]] == ["3 passed", "1 failed", "started"]
     assert written[3]["summary"].split(":")[:2] == [str(gpu.ROOT), str(tmp_path / "peers")]
     assert "first\n3 passed" in (out / "gpu.log").read_text()
-    assert sorted(path.name for path in out.iterdir()) == ["gpu.json", "gpu.log", "gpu.tar.gz", "warnings.log"]
-    with tarfile.open(out / "gpu.tar.gz") as tar:
-        assert sorted(tar.getnames()) == ["gpu.json", "gpu.log", "tiles.json", "warnings.log"]
+    assert sorted(path.name for path in out.iterdir()) == ["gpu.json", "gpu.log"]
 
 
 def test_benchmark_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,20 +48,18 @@ def test_benchmark_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytes
     for first, resumes, expected in ((3, True, "True"), (-11, True, "True"), (1, True, "False"), (3, False, "False")):
         step = _step("step", code.format(first), resumes=resumes)
         with (tmp_path / "log").open("w") as log:
-            assert gpu.run_step(step, 20.0, os.environ, log, log).summary == expected
+            assert gpu.run_step(step, 20.0, os.environ, log).summary == expected
 
 
 @pytest.mark.usefixtures("by_pytorch")
 def test_commands_are_understood(tmp_path: Path) -> None:
     """Those of the benchmarks and the report, with no case to run; the tests that the first step names are there."""
-    extras = tmp_path / "extras"
-    extras.mkdir()
-    tests, attention, moe, engine, kernels, tune, told = gpu.steps(tmp_path, extras)
+    tests, attention, moe, engine, kernels, tune, told = gpu.steps(tmp_path)
     paths = [word for word in tests.command(1.0) if word.removeprefix("--ignore=").startswith("tests/")]
     assert len(paths) == 5
     assert all((gpu.ROOT / path.removeprefix("--ignore=")).exists() for path in paths)
     nothing = ["--only", "no such case", "--device", "cpu", "--repeats", "2"]
-    assert gpu.run([_step("good", "print(1)")], tmp_path, extras, 10.0) == 0
+    assert gpu.run([_step("good", "print(1)")], tmp_path, 10.0) == 0
     benchmarks = {attention: bench_attention, moe: bench_moe, kernels: bench_kernels, engine: bench_engine}
     for step, module in (*benchmarks.items(), (told, report)):
         python, flag, name, *words = step.command(50.0)
@@ -78,4 +70,4 @@ def test_commands_are_understood(tmp_path: Path) -> None:
     assert shown.value.code == 0
     assert "20.0" in attention.command(50.0)
     assert "20.0" in moe.command(50.0)
-    assert (extras / "report.html").exists()
+    assert (tmp_path / "report.html").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paged.bench import timing
-from paged.bench.timing import CompiledWhileTimedError, host_seconds, sampler, stolen_seconds, take, take_in_turns
+from paged.bench.timing import CompiledWhileTimedError, sampler, stolen_seconds, take, take_in_turns
 
 CUDA = torch.device("cuda")
 
@@ -84,7 +84,6 @@ def test_what_a_graph_cannot_take_is_timed_by_events(clock: _Clock) -> None:
 _WAYS: dict[str, Callable[[Callable[[], float]], Any]] = {
     "take": lambda call: take([call], torch.device("cpu"), 3),
     "take in turns": lambda call: take_in_turns({"ours": lambda: 0.0, "a peer": call}, 3),
-    "host": lambda call: host_seconds([call], CUDA, 3),
 }
 
 

@@ -46,7 +46,7 @@ INVALID: dict[str, tuple[str, Wrong]] = {
     "position after": ("pos_offset", lambda e, h: forward(e, FINE, item("live", [1], 6, kv_cache=h))),
     "position of a new one": ("pos_offset", run(item("new", [1], 1))),
     "twice": ("twice", run(FINE, FINE)),
-    "one cache by two names": ("sequences", lambda e, h: forward(e, item("x", [1], 5, kv_cache=h), LIVE)),
+    "one cache by two names": ("given twice", lambda e, h: forward(e, item("x", [1], 5, kv_cache=h), LIVE)),
     "verify two sequences": (r"inputs\[1\]", verify(lambda e, h: step(e.kv_manager.get_handle("other"), 1))),
     "verify with a gap": (r"inputs\[1\]", verify(lambda e, h: step(h, 1, position_ids=torch.tensor([[7]])))),
     "mask of another vocabulary": ("token_mask", run(FINE, item("m", [1], logits_policy=GREEDY_OF_3))),

@@ -24,7 +24,7 @@ ODD = st.text(max_size=6) | st.sampled_from([
 ])  # fmt: skip
 OPTIONS = """
     --prompt --prompts --system --count -n --max-new-tokens --temperature --top-k --top-p --min-p --repetition-penalty
-    --presence-penalty --seed --stop --logprobs --device --dtype --kv-cache-dtype --block-size --num-blocks
+    --presence-penalty --seed --stop --device --dtype --kv-cache-dtype --block-size --num-blocks
     --num-swap-blocks --max-seq-len --lora --max-lora-rank --chunk-size --token-budget --max-num-seqs --speculate
     --draft --none
 """.split()
@@ -49,7 +49,7 @@ def run(*argv: str) -> tuple[int, str, str]:
 
 def _run(argv: Sequence[str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
-    sys.stdin = io.StringIO("")
+    sys.stdin = io.TextIOWrapper(io.BytesIO())
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main([*argv])

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import strategies as st
 
 from paged import CachePicture, InvalidInputError
-from paged.bench.report.build import main
-from paged.bench.report.page import page
-from paged.bench.report.results import SCHEMAS, ResultsError, load_runs
+from paged.bench.report.build import main, page
+from paged.bench.report.results import TITLES, ResultsError, load_runs
 from paged.picture import BlockCell, SequenceLine
 from tests.fuzz.children import call_in_child
 from tests.fuzz.fuzzing import fuzz
@@ -80,7 +79,7 @@ def _base(kind: str) -> dict[str, Any]:
     return {**run, "rows": [*rows, _row("decode.1024", groups=[[1, 1, 1]], **batch | {"tile": {"num_warps": 4}})]}
 
 
-BASES = {kind: _base(kind) for kind in SCHEMAS}
+BASES = {kind: _base(kind) for kind in TITLES}
 CHANGES = st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=5), VALUES)
 # A benchmark, and changes of its results: where, and to what.
 CASES = st.fixed_dictionaries({"kind": st.sampled_from(sorted(BASES)), "changes": st.lists(CHANGES, max_size=4)})
@@ -99,8 +98,6 @@ def _check_page(source: str) -> None:
     assert not STEERING.search(source)
     assert not re.search("[\ufffe\uffff]", source)  # no XML
     Page(source)
-    for svg in re.findall(r"<svg.*?</svg>", source, re.DOTALL):
-        ElementTree.fromstring(svg)
 
 
 @fuzz(CASES, examples=20, thorough=60)
@@ -110,7 +107,7 @@ def test_report_tables(case: Any, tmp_path: Path) -> None:
     except ResultsError:
         assert case["changes"]
         return
-    _check_page(page(runs, []))
+    _check_page(page(runs))
 
 
 def test_files_without_end(tmp_path: Path) -> None:
@@ -129,8 +126,8 @@ def _error_of(path: Path) -> str:
 
 
 @fuzz(CASES, examples=2, thorough=10)
-def test_report_charts(case: Any, tmp_path: Path) -> None:
-    """The same with charts, which take a second a case."""
+def test_report_command(case: Any, tmp_path: Path) -> None:
+    """The same by the command line."""
     said: list[str] = []
     stderr = io.StringIO()
     try:
@@ -142,13 +139,12 @@ def test_report_charts(case: Any, tmp_path: Path) -> None:
     else:
         source = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
         _check_page(source)
-        assert case["changes"] or "cannot be drawn" not in source
     assert not STEERING.search("\n".join([*said, stderr.getvalue()]))
 
 
 PICTURES = st.fixed_dictionaries({
     "ids": st.lists(TEXTS | st.integers(), max_size=3), "fills": st.lists(NUMBERS, max_size=5), "summary": TEXTS,
-    "namespace": VALUES, "columns": st.integers(-1, 40),
+    "namespace": TEXTS, "columns": st.integers(-1, 40),
 })  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def test_whole_prompt_then_decode(case: Case) -> None:
 def test_bfloat16_by_loops_is_as_exact_as_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and decodes, packed, by PyTorch, by loops, and by loops on processors without AMX."""
     expected = logits_of(save_checkpoint(FAMILIES[name], tmp_path), PROMPT)
-    tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
+    tiles = import_module("paged.kernels.common.numba_ops.tiles")
     errors = []
     for backend, has_tiles in (("torch", tiles.has_tiles), ("numba", tiles.has_tiles), ("numba", lambda: False)):
         monkeypatch.setenv("PAGED_BACKEND", backend)

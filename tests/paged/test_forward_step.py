@@ -80,7 +80,7 @@ def test_validate_items(manager: PagedKvCacheManager) -> None:
     validate(UnifiedBatchItem("a", torch.tensor([3, 4])))  # type: ignore[arg-type]
     twice = [UnifiedBatchItem(i, [1], kv_cache=handle, pos_offset=6) for i in (1, 2)]
     for items, message in (
-        (twice, "item 2: its kv_cache is given twice"),
+        (twice, "item .h.: its cache_id is given twice"),
         ([UnifiedBatchItem("a", [1], kv_cache=handle)], "pos_offset 0, expected 6"),
     ):
         with pytest.raises(InvalidInputError, match=message):

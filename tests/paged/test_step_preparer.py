@@ -10,8 +10,7 @@ import torch
 from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.forward_step import PreparedStep
-from paged.step_preparer import StepPreparer
+from paged.forward_step import PreparedStep, StepPreparer
 
 Manager = PagedKvCacheManager
 

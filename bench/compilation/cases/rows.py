@@ -1,4 +1,5 @@
-"""The operations that move rows: norms, rotary embedding, cache writes, block copies, merges, gated SiLU."""
+"""The operations that move rows: norms, rotary embedding, cache writes, block copies, merges, gated SiLU, and the
+checks of ids."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from paged.kernels.attention.merge_attn_states import _merge_attn_states_kernel
 from paged.kernels.cache.copy_blocks import BLOCK_WORDS, _copy_blocks_kernel
 from paged.kernels.cache.qk_norm_rope_and_cache import _qk_norm_rope_and_cache_kernel
 from paged.kernels.cache.reshape_and_cache import _reshape_and_cache_kernel
+from paged.kernels.common.id_check_kernels import _check_ids_kernel, _check_sequences_kernel
+from paged.kernels.common.id_checks import LANES
 from paged.kernels.common.launch import num_warps, tile
 from paged.kernels.common.rotation import heads_per_program
 from paged.kernels.layers.rms_norm import _rms_norm_kernel
@@ -26,6 +29,9 @@ _FLOATS = ("k_scale_ptr", "v_scale_ptr", "cos_sin_cache_ptr", "lse_a_ptr", "lse_
 KINDS = {"eps": "fp32"}
 KINDS |= dict.fromkeys(_FLOATS, "*fp32")
 KINDS |= dict.fromkeys(("positions_ptr", "slot_mapping_ptr", "cache_ptrs_ptr", "block_pairs_ptr"), "*i64")
+
+_ID_KINDS = dict.fromkeys(("ticket_ptr", "block_table_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"), "*i32")
+_ID_KINDS |= {"record_ptr": "*i64", "low_0": "i64"}
 
 
 def cases() -> list[CompileCase]:
@@ -62,7 +68,19 @@ def cases() -> list[CompileCase]:
         constexprs = {"SIZE": size, "ACTIVATION": activation, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         elements = 2 * block_rows * block_columns
         found.append(_case(f"silu_and_mul {activation} size={size}", _silu_and_mul_kernel, elements, constexprs))
-    return found
+    return found + _id_checks()
+
+
+def _id_checks() -> list[CompileCase]:
+    """Those of PAGED_CHECK=1, as launched: slots alone, slots and positions, a slot map with ranks; sequences."""
+    arrays = {"slots": ("*i64",), "slots and positions": ("*i64", "*i64"), "rows, slots and ranks": ("*i32",) * 3}
+    found = []
+    for name, kinds in arrays.items():
+        given = {f"ids_{index}_ptr": kind for index, kind in enumerate(kinds)}
+        constexprs = {**{f"ids_{index}_ptr": None for index in range(len(kinds), 3)}, "LANES": LANES}
+        found.append(kernel_case(f"check ids: {name}", _check_ids_kernel, constexprs, _ID_KINDS | given))
+    constexprs = {"KEYS_AT_ONCE": 128, "LANES": LANES}
+    return [*found, kernel_case("check sequences", _check_sequences_kernel, constexprs, _ID_KINDS, aligned=())]
 
 
 def _rotary_cases(

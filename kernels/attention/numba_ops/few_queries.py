@@ -6,23 +6,8 @@ import numpy as np
 import torch
 
 from paged.kernels.attention.call import AttentionCall
-from paged.kernels.attention.numba_ops.visible import visible
-from paged.kernels.common.numba_ops.kernel import (
-    Kernel,
-    as_float,
-    bfloats,
-    bits,
-    device_function,
-    exp2,
-    floats,
-    int32s,
-    load,
-    rounded_up,
-    share,
-    store,
-    thread_index,
-    unpack,
-)
+from paged.kernels.attention.numba_ops.many_queries import visible
+from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.vectors import (
     LANES,
@@ -31,9 +16,11 @@ from paged.kernels.common.numba_ops.vectors import (
     fill,
     larger,
     largest_of,
+    load_part,
     load_vector,
     multiply_add,
     prefetch_row,
+    store_part,
     store_products,
     store_vector,
     sum_of,
@@ -46,7 +33,7 @@ _KEYS = 64
 _SCRATCH_BYTES = 24 << 10
 
 
-@device_function
+@nb.device_function
 def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
     """Every sequence with few queries: a thread takes as many keys of heads as the others, sequence by sequence."""
     block_table, cu_seqlens_q, seq_lens = ids
@@ -55,7 +42,7 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
     for seq in range(num_seqs):
         if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
             total += seq_lens[seq] * num_kv_heads
-    first, end = share(total)
+    first, end = nb.share(total)
     begun = np.int64(0)
     for seq in range(num_seqs):
         row = np.int64(cu_seqlens_q[seq])
@@ -78,7 +65,7 @@ def _attend(q, k_cache, v_cache, out, ids, scratch, sizes, strides, scale, at):
         begun += length * num_kv_heads
 
 
-@device_function
+@nb.device_function
 def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot):
     """Where a key lies, and how many from it on lie in its block."""
     index = key // block_size
@@ -86,7 +73,7 @@ def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot
     return np.int64(block_table[table + index]) * stride_block + offset * stride_slot, block_size - offset
 
 
-@device_function
+@nb.device_function
 def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, part, num_parts):
     """Have one of equal parts of keys, or values, that are `stride` apart brought to the cache."""
     count = (num_keys + num_parts - 1) // num_parts
@@ -95,7 +82,7 @@ def _fetch_part(cache, start, stride, head_stride, num_heads, size, num_keys, pa
             prefetch_row(cache, start + key * stride + head * head_stride, size)
 
 
-@device_function
+@nb.inlined
 def _score(scratch, query, cache, key, stride, num_keys, size, to):
     """The products of a query with keys that are `stride` apart."""
     whole, many = size // LANES * LANES, num_keys // LANES * LANES
@@ -110,13 +97,13 @@ def _score(scratch, query, cache, key, stride, num_keys, size, to):
         scratch[to + one] = sum_of(products)
     for one in range(num_keys if whole < size else 0):
         for i in range(whole, size):
-            scratch[to + one] += scratch[query + i] * load(cache, key + one * stride + i)
+            scratch[to + one] += scratch[query + i] * nb.load(cache, key + one * stride + i)
 
 
-@device_function
+@nb.inlined
 def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
     """sums += the weighted values of keys that are `stride` apart."""
-    whole, pairs, one = size // LANES * LANES, size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
+    pairs, one = size // (2 * LANES) * 2 * LANES, fill(np.float32(1))
     for i in range(0, pairs, 2 * LANES):  # no sum waits for the one before
         even, odd = load_vector(scratch, sums + i), fill(np.float32(0))
         next_even, next_odd = load_vector(scratch, sums + i + LANES), odd
@@ -134,19 +121,15 @@ def _weigh(scratch, sums, cache, value, stride, num_keys, size, weights):
             next_even = multiply_add(weight, load_vector(cache, start + LANES), next_even)
         store_vector(scratch, sums + i, multiply_add(one, odd, even))
         store_vector(scratch, sums + i + LANES, multiply_add(one, next_odd, next_even))
-    for i in range(pairs, whole, LANES):
-        total = load_vector(scratch, sums + i)
+    for i in range(pairs, size, LANES):
+        total = load_part(scratch, sums + i, size - i)
         for key in range(num_keys):
-            total = multiply_add(fill(scratch[weights + key]), load_vector(cache, value + key * stride + i), total)
-        store_vector(scratch, sums + i, total)
-    for i in range(whole, size):
-        rest = scratch[sums + i]
-        for key in range(num_keys):
-            rest += scratch[weights + key] * load(cache, value + key * stride + i)
-        scratch[sums + i] = rest
+            values = load_part(cache, value + key * stride + i, size - i)
+            total = multiply_add(fill(scratch[weights + key]), values, total)
+        store_part(scratch, sums + i, total, size - i)
 
 
-@device_function
+@nb.inlined
 def _weights(scratch, scores, num_keys, largest):
     """Make 2^(score - the largest so far) of a row's scores, in place, and of what lies behind them 0: how many are
     `LANES` in all. Returns the largest and the sum."""
@@ -160,20 +143,17 @@ def _weights(scratch, scores, num_keys, largest):
         weights = exp2_of(multiply_add(one, load_vector(scratch, scores + j), below))
         store_vector(scratch, scores + j, weights)
         total = multiply_add(one, weights, total)
-    return most_of_all, exp2(largest - shift), sum_of(total)
+    return most_of_all, nb.exp2(largest - shift), sum_of(total)
 
 
-@device_function
+@nb.inlined
 def _copy_scaled(source, start, factor, target, to, size):
-    whole = size // LANES * LANES
-    for i in range(0, whole, LANES):
-        scaled = multiply_add(load_vector(source, start + i), fill(factor), fill(np.float32(0)))
-        store_vector(target, to + i, scaled)
-    for i in range(whole, size):
-        store(target, to + i, load(source, start + i) * factor)
+    for i in range(0, size, LANES):
+        scaled = multiply_add(load_part(source, start + i, size - i), fill(factor), fill(np.float32(0)))
+        store_part(target, to + i, scaled, size - i)
 
 
-@device_function
+@nb.device_function
 def _attend_heads(
     q, k_cache, v_cache, out, block_table, scratch, strides, scale, at, seq, row, num_queries, length, head, end_head,
     group, size, v_size, block_size, left, right, chunk_size, next_keys,
@@ -209,7 +189,7 @@ def _attend_heads(
             else:
                 following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
             # What is not seen is masked: a whole vector of keys takes less time than single ones.
-            num_scores = min(rounded_up(run, LANES), room, _KEYS - j)
+            num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
             for r in range(rows):
                 if j + run == num_keys:
                     _fetch_part(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, run, r, rows)
@@ -221,7 +201,7 @@ def _attend_heads(
         for r in range(rows):
             position = context + r % of_head // group
             first, end = visible(position, length, left, right, chunk_size)
-            at_scores, padded = scores + r * _KEYS, rounded_up(num_keys, LANES)
+            at_scores, padded = scores + r * _KEYS, nb.rounded_up(num_keys, LANES)
             if first > tile or end < tile + padded:
                 for j in range(padded):
                     if tile + j < first or tile + j >= end:
@@ -256,19 +236,19 @@ def _attend_heads(
         _copy_scaled(scratch, sums + r * v_size, inverse, out, start, v_size)
 
 
-@Kernel
+@nb.Kernel
 def _paged_attention(arguments):
-    values = unpack(arguments, 34)
+    values = nb.unpack(arguments, 34)
     is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:11]
-    ids = int32s(block_table), int32s(cu_seqlens_q), int32s(seq_lens)
-    at, scale = thread_index() * scratch_size, as_float(values[11])
+    ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
+    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[11])
     sizes, strides = values[12:23], values[23:]
     if is_bf16:
-        tensors = bfloats(q), bfloats(k_cache), bfloats(v_cache), bfloats(out)
-        _attend(*tensors, ids, floats(scratch), sizes, strides, scale, at)
+        tensors = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
+        _attend(*tensors, ids, nb.floats(scratch), sizes, strides, scale, at)
     else:
-        wide = floats(q), floats(k_cache), floats(v_cache), floats(out)
-        _attend(*wide, ids, floats(scratch), sizes, strides, scale, at)
+        wide = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
+        _attend(*wide, ids, nb.floats(scratch), sizes, strides, scale, at)
 
 
 # What both loops of attention take first.
@@ -304,7 +284,7 @@ def prepare(call: AttentionCall, max_queries: int) -> LoopLaunch:
         call.q.dtype == torch.bfloat16,
         *TENSORS,
         scratch_size,
-        bits(call.softmax_scale * LOG2_E),
+        nb.bits(call.softmax_scale * LOG2_E),
         len(call.seq_lens),
         max_queries,
         num_kv_heads,

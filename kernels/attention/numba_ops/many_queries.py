@@ -12,19 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paged.kernels.attention.numba_ops.visible import visible
-from paged.kernels.common.numba_ops.kernel import (
-    as_float,
-    bfloats,
-    device_function,
-    floats,
-    inlined,
-    int32s,
-    int64s,
-    rounded_up,
-    share,
-    thread_index,
-)
+from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops.vectors import (
     LANES,
     exp2_of,
@@ -43,13 +31,23 @@ _LOWEST = -3e38  # below every score, but a number: differences are none of infi
 Step = Callable[..., Any]
 
 
-@device_function
+@nb.device_function
+def visible(position, length, left, right, chunk_size):
+    """First and one past the last key that a query sees; as many as none where the first is not below the other."""
+    first, end = max(0, position - left), max(0, min(length, position + right + 1))
+    if chunk_size > 0:
+        chunk = position // chunk_size * chunk_size
+        first, end = max(first, chunk), max(0, min(end, chunk + chunk_size))
+    return first, end
+
+
+@nb.device_function
 def place(index, half):
     """Where 16 rows of such a matrix begin: keys, or elements of a head, lie in tiles of 16, rows in two halves."""
     return index // LANES * (LANES * ROWS) + half * (LANES * LANES) + index % LANES * LANES
 
 
-@device_function
+@nb.device_function
 def _hide(memory, scores, bounds, chunk, begin, end):
     """Make -inf of the scores that a block's rows must not see."""
     floats, _, ints, _ = memory
@@ -62,7 +60,7 @@ def _hide(memory, scores, bounds, chunk, begin, end):
                     store_vector(floats, to, visible_scores)
 
 
-@device_function
+@nb.device_function
 def _largest(floats, scores, begin, end, half):
     m0 = load_vector(floats, scores + place(begin, half))
     m1, m2, m3 = m0, m0, m0
@@ -73,7 +71,7 @@ def _largest(floats, scores, begin, end, half):
     return larger(larger(m0, m1), larger(m2, m3))
 
 
-@device_function
+@nb.device_function
 def _multiply(floats, sums, v_size, half, factor):
     zero = fill(np.float32(0))
     for column in range(v_size):
@@ -84,13 +82,13 @@ def _multiply(floats, sums, v_size, half, factor):
 def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add_values: Step, store: Step) -> Any:
     """Loops over sequences that pack and multiply by these."""
 
-    @device_function
+    @nb.device_function
     def attend_block(memory, areas, block, chunk, begin, end, size, v_size, scale):
         """A block's rows over keys of a chunk, by the online softmax (Milakov and Gimelshein, 2018)."""
         queries, sums, state, bounds, keys, values, scores, weights, _, _ = areas
         floats = memory[0]
-        queries += block * ROWS * rounded_up(size, LANES)
-        sums += block * ROWS * rounded_up(v_size, LANES)
+        queries += block * ROWS * nb.rounded_up(size, LANES)
+        sums += block * ROWS * nb.rounded_up(v_size, LANES)
         state += block * 2 * ROWS
         score(memory, queries, keys, scores, begin, end, size)
         _hide(memory, scores, bounds + block * 2 * ROWS, chunk, begin, end)
@@ -109,7 +107,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 _multiply(floats, sums, v_size, half, rescale)
         add_values(memory, values, scores, weights, sums, begin, end, v_size)
 
-    @inlined
+    @nb.inlined
     def attend_rows(
         q, k_cache, v_cache, out, block_table, table, memory, areas, sizes, strides, scale, row, num_queries, length,
         head, begin_row, end_row,
@@ -120,7 +118,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         queries, sums, state, bounds, keys, values, _, _, rows, slots = areas
         floats, _, ints, longs = memory
         num_blocks, context = (end_row - begin_row + ROWS - 1) // ROWS, length - num_queries
-        q_size, sums_size = ROWS * rounded_up(size, LANES), ROWS * rounded_up(v_size, LANES)
+        q_size, sums_size = ROWS * nb.rounded_up(size, LANES), ROWS * nb.rounded_up(v_size, LANES)
         first = end = np.int64(0)
         for i in range(num_blocks * ROWS):
             r = min(begin_row + i, end_row - 1)  # a block is filled up with copies of its last row
@@ -138,8 +136,8 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
         for i in range(0, num_blocks * sums_size, LANES):
             store_vector(floats, sums + i, fill(np.float32(0)))
         for chunk in range(first // KEYS * KEYS, end, KEYS):
-            begin = rounded_up(max(chunk, first - STEP + 1), STEP) - chunk
-            stop = min(KEYS, rounded_up(end - chunk, STEP))
+            begin = nb.rounded_up(max(chunk, first - STEP + 1), STEP) - chunk
+            stop = min(KEYS, nb.rounded_up(end - chunk, STEP))
             for i in range(begin, stop):
                 key = min(max(chunk + i, first), end - 1)  # as are steps, with what all may read
                 index = key // block_size
@@ -150,7 +148,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
             for block in range(num_blocks):
                 at = bounds + block * 2 * ROWS
                 low = max(begin, (ints[at] - chunk) // STEP * STEP)
-                high = min(stop, rounded_up(ints[at + 2 * ROWS - 1] - chunk, STEP))
+                high = min(stop, nb.rounded_up(ints[at + 2 * ROWS - 1] - chunk, STEP))
                 if low < high:
                     attend_block(memory, areas, block, chunk, low, high, size, v_size, scale)
         for i in range(num_blocks * 2 * ROWS):
@@ -161,14 +159,14 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                 _multiply(floats, sums + block * sums_size, v_size, half, inverse)
             store(memory, sums + block * sums_size, out, rows + block * 2 * ROWS + ROWS, v_size)
 
-    @inlined
+    @nb.inlined
     def attend(tensors, values):
         """Every sequence with many queries: a thread takes as many pairs of rows and keys as the others."""
         q, k_cache, v_cache, out = tensors
-        block_table, cu_seqlens_q, seq_lens = int32s(values[5]), int32s(values[6]), int32s(values[7])
-        scratch = values[8] + thread_index() * values[9] * 4  # in bytes
-        memory = floats(scratch), bfloats(scratch), int32s(scratch), int64s(scratch)
-        scale, areas, sizes, strides = as_float(values[10]), values[11:21], values[21:32], values[32:]
+        block_table, cu_seqlens_q, seq_lens = nb.int32s(values[5]), nb.int32s(values[6]), nb.int32s(values[7])
+        scratch = values[8] + nb.thread_index() * values[9] * 4  # in bytes
+        memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
+        scale, areas, sizes, strides = nb.as_float(values[10]), values[11:21], values[21:32], values[32:]
         num_seqs, min_queries, num_kv_heads, group, num_rows, _, _, _, left, right, chunk_size = sizes
         first, end = np.int64(0), np.int64(0)
         for is_counted in range(2):
@@ -190,6 +188,6 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
                         first_key, end_key = visible(middle, length, left, right, chunk_size)
                         begun += (end_row - begin_row) * (max(0, end_key - first_key) + STEP)
             if is_counted == 0:
-                first, end = share(begun)
+                first, end = nb.share(begun)
 
     return attend

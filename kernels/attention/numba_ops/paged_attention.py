@@ -9,14 +9,7 @@ import torch
 from paged.kernels.attention.call import AttentionCall
 from paged.kernels.attention.numba_ops import few_queries, tile_products, vector_products
 from paged.kernels.attention.numba_ops.many_queries import KEYS, ROWS
-from paged.kernels.common.numba_ops.kernel import (
-    Kernel,
-    bfloats,
-    bits,
-    device_function,
-    floats,
-    unpack,
-)
+from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, configure, has_tiles, release
 from paged.kernels.common.numba_ops.vectors import LANES, LOG2_E
@@ -32,32 +25,32 @@ _ROWS_AT_ONCE, _SHARES = 512, 4
 _attend_by_tiles, _attend_by_vectors = tile_products.attend, vector_products.attend
 
 
-@device_function
+@nb.device_function
 def _bfloat16_tensors(values):
-    return bfloats(values[1]), bfloats(values[2]), bfloats(values[3]), bfloats(values[4])
+    return nb.bfloats(values[1]), nb.bfloats(values[2]), nb.bfloats(values[3]), nb.bfloats(values[4])
 
 
-@Kernel
+@nb.Kernel
 def _tiles(arguments):
-    values = unpack(arguments, 43)
+    values = nb.unpack(arguments, 43)
     configure()
     _attend_by_tiles(_bfloat16_tensors(values), values)
     release()
 
 
-@Kernel
+@nb.Kernel
 def _bfloat16(arguments):
-    values = unpack(arguments, 43)
+    values = nb.unpack(arguments, 43)
     _attend_by_vectors(_bfloat16_tensors(values), values)
 
 
-@Kernel
+@nb.Kernel
 def _float32(arguments):
-    values = unpack(arguments, 43)
-    _attend_by_vectors((floats(values[1]), floats(values[2]), floats(values[3]), floats(values[4])), values)
+    values = nb.unpack(arguments, 43)
+    _attend_by_vectors((nb.floats(values[1]), nb.floats(values[2]), nb.floats(values[3]), nb.floats(values[4])), values)
 
 
-def kernel_of_many(dtype: torch.dtype, *sizes: int) -> Kernel:
+def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
     """The kernel for many queries, of keys and values of such sizes."""
     if dtype == torch.float32:
         return _float32
@@ -94,7 +87,7 @@ def _prepare_many(call: AttentionCall, min_queries: int, few: LoopLaunch | None)
     arguments: tuple[int | str, ...] = (
         *few_queries.TENSORS,
         scratch_size,
-        bits(max(call.softmax_scale * LOG2_E, _LEAST_SCALE)),
+        nb.bits(max(call.softmax_scale * LOG2_E, _LEAST_SCALE)),
         *offsets,
         len(call.seq_lens),
         min_queries,

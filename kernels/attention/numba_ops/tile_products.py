@@ -5,18 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from paged.kernels.attention.numba_ops.many_queries import KEYS, STEP, attention_by, place
+from paged.kernels.common.numba_ops import tiles
 from paged.kernels.common.numba_ops.kernel import device_function
-from paged.kernels.common.numba_ops.tiles import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    add_products,
-    load_sums,
-    pack_tile,
-    store_rows,
-    store_sums,
-    transpose_tile,
-    zero_sums,
-)
+from paged.kernels.common.numba_ops.tiles import TILE_COLUMNS, TILE_ROWS
 from paged.kernels.common.numba_ops.vectors import (
     LANES,
     copy_words,
@@ -36,7 +27,7 @@ def _pack_rows(q, memory, starts, to, size):
     floats, _, _, longs = memory
     for half in range(2):
         for column in range(0, size, TILE_COLUMNS):
-            pack_tile(q, longs, starts + half * TILE_ROWS, column, floats, to + (half * size + column) * _HALF)
+            tiles.pack_tile(q, longs, starts + half * TILE_ROWS, column, floats, to + (half * size + column) * _HALF)
 
 
 @device_function
@@ -49,18 +40,20 @@ def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size,
     for key in range(begin, end, TILE_COLUMNS):
         for column in range(0, v_size, TILE_ROWS):
             to = 2 * values + column * KEYS + key
-            transpose_tile(v_cache, longs, starts + KEYS + key, column, halves, to, KEYS)
+            tiles.transpose_tile(v_cache, longs, starts + KEYS + key, column, halves, to, KEYS)
 
 
 @device_function
 def _score(memory, queries, keys, scores, begin, end, size):
     floats, halves, _, _ = memory
     for key in range(begin, end, STEP):
-        zero_sums()
+        tiles.zero_sums()
         first = 2 * keys + key * size
         steps = size // TILE_COLUMNS
-        add_products(halves, first, first + TILE_ROWS * size, None, None, size, floats, queries, size * _HALF, steps)
-        store_sums(floats, scores + place(key, 0))
+        tiles.add_products(
+            halves, first, first + TILE_ROWS * size, None, None, size, floats, queries, size * _HALF, steps
+        )
+        tiles.store_sums(floats, scores + place(key, 0))
 
 
 @device_function
@@ -81,13 +74,13 @@ def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
     floats, halves, _, _ = memory
     for column in range(0, v_size, 2 * TILE_ROWS):
         to = sums + place(column, 0)
-        load_sums(floats, to)
+        tiles.load_sums(floats, to)
         first = 2 * values + column * KEYS + begin
-        add_products(
+        tiles.add_products(
             halves, first, first + TILE_ROWS * KEYS, None, None, KEYS, floats, weights + begin * _HALF, KEYS * _HALF,
             (end - begin) // TILE_COLUMNS,
         )  # fmt: skip
-        store_sums(floats, to)
+        tiles.store_sums(floats, to)
 
 
 @device_function
@@ -96,7 +89,7 @@ def _store(memory, sums, out, starts, v_size):
     for half in range(2):
         for column in range(0, v_size, 2 * LANES):
             first, second = sums + place(column, half), sums + place(column + LANES, half)
-            store_rows(floats, first, second, out, longs, starts + half * LANES, column)
+            tiles.store_rows(floats, first, second, out, longs, starts + half * LANES, column)
 
 
 attend = attention_by(_pack_rows, _pack_keys, _score, _weigh, _add_values, _store)

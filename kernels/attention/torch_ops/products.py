@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.attention.call import AttentionCall
-from paged.kernels.attention.torch_ops.batches import SequenceBatch
-from paged.kernels.attention.torch_ops.row_layout import RowLayout
+from paged.kernels.attention.torch_ops.batches import RowLayout, SequenceBatch
 
 
 class GatheredProducts:

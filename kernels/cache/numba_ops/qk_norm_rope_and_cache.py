@@ -6,63 +6,47 @@ import numpy as np
 import torch
 
 from paged.kernels.cache.write import CacheWrite
-from paged.kernels.common.numba_ops.kernel import (
-    Kernel,
-    as_float,
-    bfloats,
-    bits,
-    device_function,
-    floats,
-    int64s,
-    load,
-    share,
-    store,
-    thread_index,
-    unpack,
-)
+from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops.launch import SCRATCH, LoopLaunch
 from paged.kernels.common.numba_ops.rms_norm import inverse_rms
 from paged.kernels.common.numba_ops.vectors import LANES, fill, load_vector, multiply_add, store_vector
 
 
-@device_function
-def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
-    """One head: normalised and rotated in float32, in `wide` from `at` on, then stored; in registers where it is only
-    rotated, in whole vectors."""
-    if not (has_weight or interleaved) and half % LANES == 0:
-        zero, minus_one = fill(np.float32(0)), fill(np.float32(-1))
-        for i in range(0, half, LANES):
-            a, b = load_vector(x, start + i), load_vector(x, start + half + i)
-            cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
-            minus_sin = multiply_add(sin, minus_one, zero)
-            store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
-            store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
-        for i in range(2 * half, size):
-            store(out, to + i, load(x, start + i))
-        return
-    for i in range(size):
-        wide[at + i] = load(x, start + i)
-    if has_weight:
-        inverse = inverse_rms(wide, at, size, eps)
-        for i in range(size):
-            wide[at + i] = wide[at + i] * inverse * load(weight, i)
-    first, second, step = at, at + half, 1
+@nb.inlined
+def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
+    """One head, which may be rotated in place: vectors of pairs in registers, then the pairs that are left."""
+    whole, second, step = half // LANES * LANES, half, 1
     if interleaved:
-        second, step = at + 1, 2
-    for i in range(half):
-        a, b, cos, sin = (
-            wide[first + i * step],
-            wide[second + i * step],
-            cos_sin[angles + i],
-            cos_sin[angles + half + i],
-        )
-        wide[first + i * step] = a * cos - b * sin
-        wide[second + i * step] = b * cos + a * sin
-    for i in range(size):
-        store(out, to + i, wide[at + i])
+        whole, second, step = 0, 1, 2
+    zero, minus_one = fill(np.float32(0)), fill(np.float32(-1))
+    for i in range(0, whole, LANES):
+        a, b = load_vector(x, start + i), load_vector(x, start + half + i)
+        cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
+        minus_sin = multiply_add(sin, minus_one, zero)
+        store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
+        store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
+    for i in range(whole, half):
+        first, c, s = i * step, cos_sin[angles + i], cos_sin[angles + half + i]
+        one, other = nb.load(x, start + first), nb.load(x, start + first + second)
+        nb.store(out, to + first, one * c - other * s)
+        nb.store(out, to + first + second, other * c + one * s)
+    for i in range(2 * half, size):
+        nb.store(out, to + i, nb.load(x, start + i))
 
 
-@device_function
+@nb.inlined
+def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
+    """One head, normalised in float32 in `wide`, from `at` on, where there is a weight."""
+    if has_weight:
+        inverse = inverse_rms(x, start, size, eps)
+        for i in range(size):
+            wide[at + i] = nb.load(x, start + i) * inverse * nb.load(weight, i)
+        _rotate(wide, at, cos_sin, angles, out, to, size, half, interleaved)
+    else:
+        _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved)
+
+
+@nb.device_function
 def _write(q, k, v, k_cache, v_cache, q_weight, k_weight, ids, sizes, strides):
     """The tokens of this thread; False, and nothing is written, where an id is out of range."""
     slots, positions, cos_sin, wide = ids
@@ -70,11 +54,11 @@ def _write(q, k, v, k_cache, v_cache, q_weight, k_weight, ids, sizes, strides):
     has_weight, interleaved, eps = sizes[9:]
     q_token, q_head, k_token, k_head, v_token, v_head = strides[:6]
     k_block, k_slot, k_slot_head, v_block, v_slot, v_slot_head, position_stride = strides[6:]
-    at = thread_index() * size
+    at = nb.thread_index() * size
     for token in range(num_tokens):
         if slots[token] >= num_slots or positions[token] < 0 or positions[token] >= num_positions:
             return False
-    first, end = share(num_tokens)
+    first, end = nb.share(num_tokens)
     for token in range(first, end):
         angles, slot = positions[token] * position_stride, slots[token]
         for head in range(num_q_heads):
@@ -96,23 +80,23 @@ def _write(q, k, v, k_cache, v_cache, q_weight, k_weight, ids, sizes, strides):
     return True
 
 
-@Kernel
+@nb.Kernel
 def _qk_norm_rope_and_cache(arguments):
-    values = unpack(arguments, 38)
+    values = nb.unpack(arguments, 38)
     is_bf16, has_bf16_weight, q, k, v, k_cache, v_cache, q_weight, k_weight = values[1:10]
     slots, positions, cos_sin, wide = values[10:14]
-    ids = int64s(slots), int64s(positions), floats(cos_sin), floats(wide)
-    sizes = (*values[14:23], q_weight != 0, values[23] != 0, as_float(values[24]))
+    ids = nb.int64s(slots), nb.int64s(positions), nb.floats(cos_sin), nb.floats(wide)
+    sizes = (*values[14:23], q_weight != 0, values[23] != 0, nb.as_float(values[24]))
     strides = values[25:]
     if not is_bf16:
-        caches = floats(k_cache), floats(v_cache), floats(q_weight), floats(k_weight)
-        is_done = _write(floats(q), floats(k), floats(v), *caches, ids, sizes, strides)
+        caches = nb.floats(k_cache), nb.floats(v_cache), nb.floats(q_weight), nb.floats(k_weight)
+        is_done = _write(nb.floats(q), nb.floats(k), nb.floats(v), *caches, ids, sizes, strides)
     elif has_bf16_weight:
-        caches = bfloats(k_cache), bfloats(v_cache), bfloats(q_weight), bfloats(k_weight)
-        is_done = _write(bfloats(q), bfloats(k), bfloats(v), *caches, ids, sizes, strides)
+        caches = nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(q_weight), nb.bfloats(k_weight)
+        is_done = _write(nb.bfloats(q), nb.bfloats(k), nb.bfloats(v), *caches, ids, sizes, strides)
     else:
-        mixed = bfloats(k_cache), bfloats(v_cache), floats(q_weight), floats(k_weight)
-        is_done = _write(bfloats(q), bfloats(k), bfloats(v), *mixed, ids, sizes, strides)
+        mixed = nb.bfloats(k_cache), nb.bfloats(v_cache), nb.floats(q_weight), nb.floats(k_weight)
+        is_done = _write(nb.bfloats(q), nb.bfloats(k), nb.bfloats(v), *mixed, ids, sizes, strides)
     if not is_done:
         arguments[0] = 1
 
@@ -144,7 +128,7 @@ def prepare(
         k_cache.shape[0] * k_cache.shape[1],
         len(cos_sin_cache),
         interleaved,
-        bits(eps),
+        nb.bits(eps),
         *(step for tensor in (q, write.key, write.value) for step in tensor.stride()[:2]),
         *(step for tensor in (k_cache, v_cache) for step in tensor.stride()[:3]),
         cos_sin_cache.stride(0),

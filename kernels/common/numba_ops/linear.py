@@ -8,24 +8,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops import tile_linear
-from paged.kernels.common.numba_ops.kernel import (
-    Kernel,
-    bfloats,
-    device_function,
-    floats,
-    int32s,
-    int64s,
-    share,
-    unpack,
-)
 from paged.kernels.common.numba_ops.launch import LoopLaunch
 from paged.kernels.common.numba_ops.vectors import OPERAND_SIZES, OUTPUTS, product_tile
 
 _tile_1, _tile_2, _tile_4 = product_tile(1), product_tile(2), product_tile(4)
 
 
-@device_function
+@nb.device_function
 def _multiply_group(x, rows, has_rows, w, weights, step, size, out, begin, stop, num_outputs, output, x_stride):
     """A tile's outputs for the entries of a group: by four, two, or one, while the weights stay in the cache."""
     entry = begin
@@ -46,7 +37,7 @@ def _multiply_group(x, rows, has_rows, w, weights, step, size, out, begin, stop,
             entry += 1
 
 
-@device_function
+@nb.device_function
 def _multiply(x, w, out, rows, ends, has_rows, sizes):
     """Every thread takes as many tiles of outputs, of groups that have entries, as the others."""
     num_groups, num_outputs, size, x_stride, w_group, w_stride = sizes
@@ -54,7 +45,7 @@ def _multiply(x, w, out, rows, ends, has_rows, sizes):
     for group in range(num_groups):
         in_use += np.int64(ends[group] > begin)
         begin = np.int64(ends[group])
-    first, end = share(in_use * tiles)
+    first, end = nb.share(in_use * tiles)
     done, begin = np.int64(0), np.int64(0)
     for group in range(num_groups):
         stop = np.int64(ends[group])
@@ -69,14 +60,14 @@ def _multiply(x, w, out, rows, ends, has_rows, sizes):
         begin = stop
 
 
-@Kernel
+@nb.Kernel
 def _linear(arguments):
-    values = unpack(arguments, 13)
+    values = nb.unpack(arguments, 13)
     is_bf16, x, w, out, rows, ends = values[1:7]
     if is_bf16:
-        _multiply(bfloats(x), bfloats(w), floats(out), int64s(rows), int32s(ends), rows != 0, values[7:])
+        _multiply(nb.bfloats(x), nb.bfloats(w), nb.floats(out), nb.int64s(rows), nb.int32s(ends), rows != 0, values[7:])
     else:
-        _multiply(floats(x), floats(w), floats(out), int64s(rows), int32s(ends), rows != 0, values[7:])
+        _multiply(nb.floats(x), nb.floats(w), nb.floats(out), nb.int64s(rows), nb.int32s(ends), rows != 0, values[7:])
 
 
 # Rows a group, on average, up to which these loops take them where others do not. On 2 cores of a Xeon with AMX 16, 64
@@ -144,16 +135,9 @@ def _launch(is_bf16: bool, num_entries: int, *sizes: int) -> LoopLaunch:
 
 
 def linear_and_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ends: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """silu(gate) * up of products as in `linear` or, with ends, `grouped_linear`, of halves of the outputs or of
-    alternating ones, in x's dtype [num_entries, out_features / 2]; None where no loops do it in one pass."""
-    if not _in_blocks(weight, len(x if rows is None else rows)):
-        return None
-    mode = tile_linear.IN_TURNS if interleaved else tile_linear.HALVES
-    return tile_linear.linear(x, weight, ends, rows, mode=mode)
+    """silu(gate) * up of products as in `linear` or, with ends, `grouped_linear`, of halves of the outputs, in x's
+    dtype [num_entries, out_features / 2]; None where no loops do it in one pass."""
+    in_blocks = _in_blocks(weight, len(x if rows is None else rows))
+    return tile_linear.linear(x, weight, ends, rows, is_gated=True) if in_blocks else None

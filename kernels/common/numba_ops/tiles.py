@@ -24,10 +24,10 @@ from paged.kernels.common.numba_ops.vectors import (
     call,
     emitted,
     is_number,
-    load_first,
+    load_part,
     prefetch,
     round_pairs,
-    store_first,
+    store_part,
 )
 
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -205,7 +205,7 @@ def store_rows(builder, sums, first, second, out, offsets, index, column):
 def pack_columns(builder, x, offsets, index, column, count, packed, to):
     """The first `count` of 16 columns, or all, of 16 rows of x as float32, 16 rows of `packed`; see `pack_tile`."""
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
-    rows = [builder.bitcast(load_first(builder, x, start, count), WORDS) for start in starts]
+    rows = [builder.bitcast(load_part.emit(builder, x, start, count), WORDS) for start in starts]
     for i, vector in enumerate(_transposed(builder, rows)):
         pointer = at(builder, packed, builder.add(to, _number(i * LANES)), WORDS.element)
         builder.store(vector, pointer, align=4)
@@ -217,7 +217,7 @@ def store_part_of_rows(builder, sums, first, out, offsets, index, column, count)
     vectors = [builder.bitcast(each, WORDS) for each in _load_tile(builder, sums, first)]
     starts = [builder.add(start, column) for start in _starts(builder, offsets, index)]
     for start, vector in zip(starts, _transposed(builder, vectors), strict=True):
-        store_first(builder, out, start, builder.bitcast(vector, VECTOR), count)
+        store_part.emit(builder, out, start, builder.bitcast(vector, VECTOR), count)
 
 
 @emitted()

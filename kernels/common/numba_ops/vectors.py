@@ -56,7 +56,8 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def emitted(result: types.Type = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function that emits its code by a builder. Its integers are int64, its numbers float32."""
+    """Make an intrinsic of a function that emits its code by a builder, which others that do so call as its `emit`. Its
+    integers are int64, its numbers float32."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def function(_typing_context: Any, *given: types.Type) -> Any:
@@ -70,7 +71,9 @@ def emitted(result: types.Type = types.void) -> Callable[[Callable[..., Any]], A
 
         function.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
         function.__name__ = emit.__name__
-        return intrinsic(function)
+        made = intrinsic(function)
+        made.emit = emit
+        return made
 
     return decorate
 
@@ -110,13 +113,11 @@ def _widened(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
     return builder.bitcast(shifted, VECTOR)
 
 
-def _load(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
+@emitted(_vector)
+def load_vector(builder, pointer, index):
     """16 elements, of float32 or bfloat16, from an index on."""
     element = pointer.type.pointee
     return _widened(builder, builder.load(at(builder, pointer, index, element), align=4 if element == _FLOAT else 2))
-
-
-load_vector = emitted(_vector)(_load)
 
 
 def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
@@ -130,7 +131,8 @@ def _is_whole(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
 
 
-def load_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
+@emitted(_vector)
+def load_part(builder, pointer, index, count):
     """The first `count` of 16 elements, or all; 0 for the others, which are not read."""
     source, name = at(builder, pointer, index, pointer.type.pointee), _MASKED[pointer.type.pointee == _FLOAT]
     kind = source.type.pointee
@@ -140,13 +142,10 @@ def load_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count:
     loaded = cgutils.alloca_once(builder, VECTOR)
     with builder.if_else(_is_whole(builder, count)) as (whole, part):
         with whole:
-            builder.store(_load(builder, pointer, index), loaded)
+            builder.store(load_vector.emit(builder, pointer, index), loaded)
         with part:
             builder.store(_widened(builder, call(builder, f"masked.load.{name}", kind, *args)), loaded)
     return builder.load(loaded)
-
-
-load_part = emitted(_vector)(load_first)
 
 
 def _rounded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
@@ -169,7 +168,8 @@ def store_vector(builder, pointer, index, vector):
     builder.store(value, at(builder, pointer, index, value.type.element), align=2)
 
 
-def store_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vector: ir.Value, count: ir.Value) -> None:
+@emitted()
+def store_part(builder, pointer, index, vector, count):
     """Write the first `count` of 16, or all, likewise."""
     value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
     args = value, at(builder, pointer, index, value.type.element), ir.Constant(_INT, 2), _first(builder, count)
@@ -184,27 +184,20 @@ def store_first(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vecto
             call(builder, name, ir.VoidType(), *args)
 
 
-store_part = emitted()(store_first)
-
-
 def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.fadd(a, b, flags=_FLAGS)
 
 
-def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+@emitted(_vector)
+def multiply_add(builder, a, b, c):
     """a * b + c."""
     return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
 
 
-multiply_add = emitted(_vector)(_multiply_add)
-
-
-def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+@emitted(_vector)
+def larger(builder, a, b):
     """The larger of each pair; a where b is NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
-
-
-larger = emitted(_vector)(_larger)
 
 
 def _sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
@@ -246,17 +239,19 @@ def _reduction(combine: _Combine) -> Any:
     return reduce
 
 
-sum_of, largest_of = _reduction(_sum), _reduction(_larger)
+sum_of, largest_of = _reduction(_sum), _reduction(larger.emit)
 
 
 def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
-    quarters = [_fold(builder, vector, 4, _sum) for vector in vectors]
-    low, high = (
-        _sum(builder, *(_part(builder, a, b, lanes) for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])))
-        for a, b in (quarters[:2], quarters[2:])
-    )
-    sums = _sum(builder, *(_part(builder, low, high, lanes) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])))
-    builder.store(sums, builder.bitcast(builder.gep(pointer, [index]), sums.type.as_pointer()), align=4)
+    """Write the sum of each vector's elements, of a power of two of vectors."""
+    count = half = len(vectors)
+    sums = [_fold(builder, vector, count, _sum) for vector in vectors]
+    while half := half // 2:  # two vectors become one, which has the halves of each one's sum added
+        low = [i // half * 2 * half + i % half for i in range(count)]
+        high = [lane + half for lane in low]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        sums = [_sum(builder, _part(builder, a, b, low), _part(builder, a, b, high)) for a, b in pairs]
+    builder.store(sums[0], builder.bitcast(builder.gep(pointer, [index]), sums[0].type.as_pointer()), align=4)
 
 
 @emitted()
@@ -270,18 +265,13 @@ def store_products(builder, row, first, rows, start, stride, size, out, to):
     with _steps(builder, size, LANES) as i:
         factor = builder.load(at(builder, own, i, _FLOAT), align=4)
         for each, total in zip(starts, totals, strict=True):
-            other = _load(builder, rows, builder.add(each, i))
-            builder.store(_multiply_add(builder, factor, other, builder.load(total)), total)
-    sums = [builder.load(total) for total in totals]
-    for half in (8, 4, 2, 1):  # two vectors become one, which has the halves of each row's sum added
-        low = [i // half * 2 * half + i % half for i in range(LANES)]
-        high = [lane + half for lane in low]
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        sums = [_sum(builder, _part(builder, a, b, low), _part(builder, a, b, high)) for a, b in pairs]
-    builder.store(sums[0], at(builder, out, to, _FLOAT), align=4)
+            other = load_vector.emit(builder, rows, builder.add(each, i))
+            builder.store(multiply_add.emit(builder, factor, other, builder.load(total)), total)
+    _store_sums(builder, out, to, [builder.load(total) for total in totals])
 
 
-def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+@emitted(_vector)
+def exp2_of(builder, x):
     """`exp2` of each."""
 
     def constant(value: float) -> ir.Constant:
@@ -295,7 +285,7 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     def polynomial(part: ir.Value) -> ir.Value:
         result = constant(EXP2_COEFFICIENTS[0])
         for coefficient in EXP2_COEFFICIENTS[1:]:
-            result = _multiply_add(builder, result, part, constant(coefficient))
+            result = multiply_add.emit(builder, result, part, constant(coefficient))
         return result
 
     if _HAS_SCALING:
@@ -310,14 +300,11 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.fmul(result, power, flags=_FLAGS)
 
 
-exp2_of = emitted(_vector)(_exp2)
-
-
 @emitted(_vector)
 def silu(builder, gate, up):
     """gate / (1 + e^-gate) * up."""
     minus_log2_e, one = (ir.Constant(VECTOR, [value] * LANES) for value in (-LOG2_E, 1.0))
-    power = _exp2(builder, builder.fmul(gate, minus_log2_e, flags=_FLAGS))
+    power = exp2_of.emit(builder, builder.fmul(gate, minus_log2_e, flags=_FLAGS))
     quotient = builder.fdiv(gate, _sum(builder, one, power), flags=_FLAGS)
     return builder.fmul(quotient, up, flags=_FLAGS)
 
@@ -340,13 +327,13 @@ def prefetch_row(builder, pointer, index, size):
 def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
     """total + a * b, of pairs of bfloat16 both products."""
     if a.type == VECTOR:
-        return _multiply_add(builder, a, b, total)
+        return multiply_add.emit(builder, a, b, total)
     if _HAS_BF16_PRODUCTS:
         return call(builder, "x86.avx512bf16.dpbf16ps.512", VECTOR, total, a, b)
     sixteen, upper = (ir.Constant(WORDS, [bits] * LANES) for bits in (16, -1 << 16))
     for halves in ([builder.shl(each, sixteen) for each in (a, b)], [builder.and_(each, upper) for each in (a, b)]):
         own, other = (builder.bitcast(half, VECTOR) for half in halves)
-        total = _multiply_add(builder, own, other, total)
+        total = multiply_add.emit(builder, own, other, total)
     return total
 
 
@@ -456,7 +443,7 @@ def add_outer_products(builder, a, first, row_step, column_step, b, begin, count
                 for number, row in enumerate(rows):
                     own = _splat(builder, builder.load(builder.gep(row, [column])))
                     for factor, total in zip(factors, totals[2 * number :], strict=False):
-                        builder.store(_multiply_add(builder, own, factor, builder.load(total)), total)
+                        builder.store(multiply_add.emit(builder, own, factor, builder.load(total)), total)
                 start, column = builder.add(start, lanes), builder.add(column, column_step)
     for pointer, total in zip(pointers, totals, strict=True):
         builder.store(builder.load(total), pointer, align=4)

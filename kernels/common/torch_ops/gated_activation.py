@@ -15,3 +15,13 @@ def gated_activation(x: torch.Tensor, activation: str, interleaved: bool) -> tor
         gate = gate.clamp(max=7)
         return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
     return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def silu_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor) -> None:
+    """PyTorch implementation of `kernels.layers.silu_and_mul`: float32 inside, rounded once into `out`."""
+    if activation == "silu" and x.dtype == torch.float32:
+        # Without a temporary: the pages of one and the copy out of it took a twelfth of a prompt of 2,048 tokens.
+        gate, up = x.chunk(2, -1)
+        torch.ops.aten.silu.out(gate, out=out).mul_(up)
+    else:
+        out.copy_(gated_activation(x.float(), activation, interleaved=False))

@@ -91,8 +91,8 @@ def _parts(call: MoeCall, entries: SortedEntries) -> tuple[torch.Tensor, torch.T
     loops = _loops(call, len(rows))
     if loops is not None:
         activated = None
-        if gate_up.bias is None and call.activation == "silu":
-            activated = loops.linear_and_silu(x, gate_up.w, ends, rows, interleaved=call.interleaved)
+        if gate_up.bias is None and call.activation == "silu" and not call.interleaved:
+            activated = loops.linear_and_silu(x, gate_up.w, ends, rows)
         if activated is None:
             activated = _activated(call, _with_bias(loops.grouped_linear(x, gate_up.w, ends, rows), gate_up, experts))
         return _with_bias(loops.grouped_linear(activated, down.w, ends), down, experts), positions

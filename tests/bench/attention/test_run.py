@@ -12,44 +12,24 @@ import torch
 import paged
 from paged.bench.attention import run as bench_attention
 from paged.bench.attention.cases import CASES, AttentionCase, Layer, Step, ours
-from paged.bench.attention.run import check, contest, per_sequence_bound
+from paged.bench.attention.run import contest
+from paged.bench.benchmark import Setting
 from paged.bench.check import WrongResultError
 from paged.bench.contest import Peer
-from paged.bench.limits import Ceilings
-from paged.kernels.attention.config import DECODE_MAX_ROWS
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
-CPU = torch.device("cpu")
+SETTING = Setting(torch.device("cpu"), 2)
 SMALL = {"heads": (4, 2), "head_dim": 16}
 DECODE = AttentionCase("decode", "3x70", ((3, 1, 70),), **SMALL)
-PREFILL = AttentionCase("prefill", "2x33", ((2, 33, 33),), **SMALL, compiled=True)
+PREFILL = AttentionCase("prefill", "2x33", ((2, 33, 33),), **SMALL)
 
 
-def test_cases_are_told_apart_and_siblings_take_their_tiles() -> None:
+def test_cases_are_told_apart() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.kind for case in CASES} == {"prefill", "decode", "mixed"}
-    for case in CASES:
-        group, sibling = case.heads[0] // case.heads[1], case.sibling()
-        takes_prefill_tile = [{q_len * group > DECODE_MAX_ROWS for q_len, _ in x.lengths} for x in (case, sibling)]
-        assert takes_prefill_tile[0] == takes_prefill_tile[1], case.name
-        assert (sibling.heads, sibling.head_dim, sibling.block_size) == (case.heads, case.head_dim, case.block_size)
-        assert all(seq_len <= 700 for _, seq_len in sibling.lengths), case.name
-        assert any(q < k for q, k in case.lengths) == any(q < k for q, k in sibling.lengths), case.name
 
 
-def test_bound_of_sequences_one_by_one_is_the_larger() -> None:
-    """A chunk bound by the matrix unit and decode steps bound by memory: together they could overlap."""
-    case = AttentionCase("mixed", "chunk", ((1, 64, 64), (3, 1, 640)), **SMALL)
-    chunk, step = (case.cost(torch.float32, [lengths]) for lengths in ((64, 64), (1, 640)))
-    limits = Ceilings(copy=1e9, read=1e9, matmul=1e10)
-    bound = per_sequence_bound(case, torch.float32, limits)
-    assert bound == pytest.approx(chunk.flops / 1e10 + 3 * step.num_bytes / 1e9)
-    assert bound > limits.bound(case.cost(torch.float32))[0]
-
-
-@pytest.mark.parametrize("seen_by", ["check", "expected_spots"])
-def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch, seen_by: str) -> None:
-    """By the small batch, and by single rows of the whole one."""
+def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = paged.paged_attention
 
     def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -57,21 +37,16 @@ def test_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch, seen_by: str) 
         out[-1] += 1
         return out
 
-    skipped = {"check": ("expected_spots", lambda *_: []), "expected_spots": ("check", lambda *_: None)}
-    monkeypatch.setattr(bench_attention, *skipped[seen_by])
     monkeypatch.setattr(bench_attention, "PEERS", ())
-    check.cache_clear()
-    contest(DECODE, CPU)
-    check.cache_clear()
+    contest(DECODE, SETTING)
     monkeypatch.setattr(paged, "paged_attention", wrong)
     with pytest.raises(WrongResultError, match="elements off"):
-        contest(DECODE, CPU)
-    check.cache_clear()
+        contest(DECODE, SETTING)
 
 
 def test_values_narrower_than_keys_get_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attention, "PEERS", ())
-    found, _ = contest(replace(DECODE, head_dim=24, v_head_dim=16), CPU)
+    found, _ = contest(replace(DECODE, head_dim=24, v_head_dim=16), SETTING)
     assert found.calls["ours"][0]().shape == (3, 4, 16)
 
 
@@ -94,7 +69,7 @@ def test_wrong_and_failing_peers_get_no_ratio(monkeypatch: pytest.MonkeyPatch) -
 
     peers = (("first", off_at(0)), ("between", off_at(5)), ("broken", broken), ("sound", ours))
     monkeypatch.setattr(bench_attention, "PEERS", [Peer(name, lambda *_: None, make) for name, make in peers])
-    found, _ = contest(PREFILL, CPU)
+    found, _ = contest(PREFILL, SETTING)
     assert found.absent.keys() == {"first", "between", "broken"}
     assert all(found.absent[name].startswith("wrong: ") for name in ("first", "between"))
     assert found.absent["broken"] == "failed: RuntimeError: no kernel image"

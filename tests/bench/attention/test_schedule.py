@@ -1,10 +1,8 @@
 """The simulated schedules: the planner's work lists fill the chip, and the simulator tells those that do not."""
 
-from dataclasses import replace
-
 import pytest
 
-from paged.bench.attention.schedule import CASES, SWEEP, Launch, WorkItem, makespan, outcome, plan, simulate
+from paged.bench.attention.schedule import CASES, SWEEP, Launch, makespan, outcome, plan, simulate
 from paged.kernels.attention.config import AttentionTile
 from paged.kernels.common.compat import interpreting
 
@@ -14,8 +12,7 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="the planner is told 
 def _launch(blocks: list[int], *, resident: int = 1, kind: str = "decode", heads: int = 1) -> Launch:
     """Tiles of so many blocks, none split."""
     tile = AttentionTile(16, 64, 4, 3, resident)
-    items = [WorkItem(count, is_partial=False) for count in blocks]
-    return Launch(kind, tile, heads, items, num_tiles=len(blocks), num_split_tiles=0)
+    return Launch(kind, tile, heads, [(count, False) for count in blocks], num_tiles=len(blocks))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,8 +36,8 @@ def test_equal_decodes_are_balanced(name: str) -> None:
 def test_unsplit_schedule_is_seen_as_unbalanced() -> None:
     """The positive control: the same tiles, each in one work item."""
     (launch,) = plan(CASES["1 x 128k + 31 x 4k decodes"], (32, 8), 132)
-    unsplit = replace(_launch([2048] + [64] * 31, heads=8), tile=launch.tile)
-    assert sum(item.blocks for item in launch.items) == sum(item.blocks for item in unsplit.items)
+    unsplit = _launch([2048] + [64] * 31, heads=8)._replace(tile=launch.tile)
+    assert sum(blocks for blocks, _ in launch.items) == sum(blocks for blocks, _ in unsplit.items)
     assert simulate([launch], 132)["ideal"] == pytest.approx(simulate([unsplit], 132)["ideal"])
     assert simulate([unsplit], 132)["ratio"] > 10
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from paged.bench.attention.cases import CASES
-from paged.bench.attention.tune import NAMES, candidates, with_tile
+from paged.bench.attention.tune import NAMES, candidates, cases, with_tile
+from paged.bench.benchmark import Setting
 from paged.kernels.attention.call import NO_LIMIT
 from paged.kernels.attention.config import AttentionTile
 from paged.kernels.attention.plan import AttentionPlan, AttentionShape
@@ -17,6 +18,12 @@ def test_candidates_are_distinct_and_box_what_a_block_holds(kind: str) -> None:
     assert len(set(tiles)) == len(tiles) > 40
     assert {tile.block_n for tile in tiles if tile.by_tma} == {32, 64}
     assert not any(tile.by_tma for tile in candidates(kind, 16))
+
+
+def test_batches_take_turns() -> None:
+    found = cases(Setting(torch.device("cuda"), 2))
+    assert len({case.name for case in found}) == len(found)
+    assert {case.case.name for case in found[: 16 * len(NAMES)]} == set(NAMES)
 
 
 def test_plans_take_the_tile(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import pytest
 from paged import PagedKvCacheManager
 from paged.bench.cache import run as bench_cache
 from paged.bench.cache.cases import CASES, Case, check_hit
-from paged.bench.cache.run import PEER_VERSION, growth, main, row
+from paged.bench.cache.run import PEER_VERSION, main, row
 from paged.bench.check import WrongResultError
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
@@ -21,7 +21,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` runs the cases that take little time to set up."""
     names = ("allocate_free.prefix_cache", "prefix_match.4k_cached", "evict", "metadata.mixed")
     monkeypatch.setattr(bench_cache, "CASES", [case for case in CASES if case.name in names])
-    bench_cache._rows.cache_clear()
 
 
 def _timed(name: str = "timed", goal_us: float | None = None) -> Case:
@@ -35,8 +34,8 @@ def test_ratio_is_the_peers_median_over_ours() -> None:
     assert (result["median_us"], result["p20_us"], result["p80_us"]) == pytest.approx((2.0, 1.4, 2.6))
 
 
-def test_goals_and_growth() -> None:
-    """Goals beside a peer and in microseconds; growth of medians of rows that are there."""
+def test_goals() -> None:
+    """Beside a peer and in microseconds."""
     for theirs, met in ((3.0, True), (2.9, False), (None, None)):
         (goal,) = row(_timed(), [1.0, 1.0], [] if theirs is None else [theirs, theirs])["goals"]
         assert (goal["text"], goal["met"], goal["value"]) == ("at least 3x vLLM's manager", met, theirs)
@@ -45,9 +44,6 @@ def test_goals_and_growth() -> None:
         (goal,) = row(_timed(goal_us=100.0), [microseconds * 1e-6] * 2, [])["goals"]
         assert (goal["text"], goal["met"]) == ("at most 100 us", met)
         assert goal["reached"] == pytest.approx(100 / microseconds)
-    rows = [row(_timed(name), [seconds] * 2, []) for name, seconds in (("pool.1k", 2.0), ("pool.1M", 3.0))]
-    assert growth(rows) == {"pool.1M / pool.1k, input x1000": pytest.approx(1.5)}
-    assert growth(rows[:1]) == {}
 
 
 def test_hit_leaves_the_last_block_or_token() -> None:
@@ -79,7 +75,6 @@ def test_run_without_the_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     path, lines = tmp_path / "rows.json", []
     assert main(["--repeats", "2", "--json", str(path)], lines.append) == 0
     report = json.loads(path.read_text())
-    assert report["absent"]["vllm"].startswith(f"skipped: vLLM {PEER_VERSION} is not on PYTHONPATH")
-    assert any(report["absent"]["vllm"] in line for line in lines)
+    assert sum(f"vllm: skipped: vLLM {PEER_VERSION} is not on PYTHONPATH" in line for line in lines) == 1
     assert [result["name"] for result in report["rows"]] == [case.name for case in bench_cache.CASES]
     assert [result["peers"] for result in report["rows"]] == [{}] * 4

@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="vLLM's kernels need triton")
 
 import paged
 from paged.bench.check import compare
-from paged.bench.moe import peer_vllm as moe_peer_vllm
+from paged.bench.moe import peers as moe_peers
 from paged.bench.moe.cases import MODELS, MoeCase
 from paged.bench.moe.formats import Format
-from paged.bench.moe.peer_vllm import vllm_call
+from paged.bench.moe.peers import vllm_call
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM's Python files are not on the path"
@@ -26,7 +26,7 @@ TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_
 @pytest.mark.parametrize("layout", [None, Format("int8", 1, 128), Format("int4", 1, 128)], ids=str)
 def test_result_is_ours(num_tokens: int, layout: Format | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """float16, as the interpreter multiplies no bfloat16; one token takes no alignment where weights are whole."""
-    monkeypatch.setattr(moe_peer_vllm, "_table", lambda case, device: {} if case.format else {1: TILE})
+    monkeypatch.setattr(moe_peers, "_table", lambda case, device: {} if case.format else {1: TILE})
     case = MoeCase(MODELS[0], num_tokens, "balanced", layout).small()
     case = replace(case, model=replace(case.model, num_experts=8, top_k=2, num_local_experts=8))
     layer, batch = (make(torch.device("cpu"), torch.float16) for make in (case.layer, case.batch))

@@ -1,4 +1,4 @@
-"""The report in a browser: its charts are legible, its tables sort and filter, and nothing complains."""
+"""The report in a browser: its tables sort and filter, and nothing complains."""
 
 import json
 import re
@@ -20,17 +20,7 @@ PROBE = """<script>
 const table = document.querySelector("table.data"), rows = () => [...table.tBodies[0].rows].filter(row => !row.hidden);
 const column = [...table.tHead.rows[0].cells].findIndex(head => head.textContent.startsWith("p50"));
 const values = () => rows().map(row => parseFloat(row.cells[column].dataset.value));
-const found = {charts: [...document.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect().height)};
-const meet = (one, other) => one.left < other.right && other.left < one.right && one.top < other.bottom &&
-  other.top < one.bottom;
-const labels = [...document.querySelectorAll("svg")].map(svg => [...svg.querySelectorAll(":scope > text")].map(text => [
-  text.textContent, text.getBoundingClientRect()]));
-found.labels = labels.map(texts => Math.min(...texts.map(([, box]) => box.height)));
-found.overlaps = labels.flatMap(texts => texts.flatMap(([one, box], index) => texts.slice(index + 1).filter(
-  ([, other]) => meet(box, other)).map(([other]) => [one, other])));
-const inside = (box, outer) => box.left >= outer.left && box.right <= outer.right && box.bottom <= outer.bottom;
-found.outside = [...document.querySelectorAll("svg text")].filter(text => !inside(text.getBoundingClientRect(),
-  text.ownerSVGElement.getBoundingClientRect())).map(text => text.textContent);
+const found = {};
 const barred = [...document.querySelectorAll("table.data td.bar")];
 found.bars = Object.fromEntries(barred.map(cell => [
   cell.style.getPropertyValue("--share"), getComputedStyle(cell).backgroundImage]));
@@ -66,10 +56,6 @@ def test_page_in_a_browser(width: int, results: dict[str, Path], report: Path, t
     title, said = _opened(page, tmp_path / "profile", width)
     assert said == []
     found: dict[str, Any] = json.loads(title.replace("&quot;", '"'))
-    assert len(found["charts"]) == whole.count("<svg") > 1
-    assert min(found["charts"]) > 200
-    assert min(found["labels"]) > 10, "as high as letters of 9 pixels are"
-    assert (found["overlaps"], found["outside"]) == ([], [])
     shares = {float(share.removesuffix("%")): drawn for share, drawn in found["bars"].items()}
     assert len(shares) > 5
     assert all(0 <= share <= 100 and f" {share:g}%" in drawn for share, drawn in shares.items())

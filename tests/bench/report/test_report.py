@@ -1,4 +1,4 @@
-"""The report: what every benchmark writes gives a page of its numbers and charts that needs nothing else."""
+"""The report: what every benchmark writes gives a page of its numbers that needs nothing else."""
 
 import json
 import re
@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from paged.bench.report.build import main
-from paged.bench.report.charts import COLOURS, system
-from paged.bench.report.page import page
-from paged.bench.report.results import SCHEMAS, load_runs
+from paged.bench.report.build import main, page
+from paged.bench.report.results import TITLES, load_runs
 
 Json = dict[str, Any]
 VOID = {"meta", "input", "br"}
@@ -27,7 +25,6 @@ class Page(HTMLParser):
         super().__init__()
         self.source, self.text, self._open = source, "", []
         self.ids: Counter[str] = Counter()
-        self.tags: Counter[str] = Counter()
         self.feed(source)
         self.close()
         assert self._open == []
@@ -38,7 +35,6 @@ class Page(HTMLParser):
         self._open += [tag] * (tag not in VOID)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
         self.ids.update(value or "" for name, value in attrs if name == "id")
 
     def handle_endtag(self, tag: str) -> None:
@@ -71,11 +67,11 @@ def runs(results: dict[str, Path]) -> dict[str, Json]:
     return {name: json.loads(path.read_text()) for name, path in results.items()}
 
 
-@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize("kind", TITLES)
 def test_table_holds_what_the_file_holds(kind: str, runs: dict[str, Json], whole: Page) -> None:
     run = runs[kind]
     rows = run["steps" if kind == "gpu" else "rows"]
-    index = list(SCHEMAS).index(kind)
+    index = list(TITLES).index(kind)
     overview, table = whole.tables[0][index], whole.tables[1 + index]
     assert overview["device"] == (run["device"], None)
     assert run["torch"] in overview["versions"][0]
@@ -96,7 +92,7 @@ def test_table_holds_what_the_file_holds(kind: str, runs: dict[str, Json], whole
                 assert float(value or "nan") == row[name]
                 assert float(text.replace(",", "")) == pytest.approx(row[name], rel=6e-3, abs=0.5)
         for name, peer in row.get("peers", {}).items():
-            text, value = cells[f"{system(name).label}, µs (over ours)"]
+            text, value = cells[f"{name}, µs (over ours)"]
             assert float(value or "nan") == peer["ratio"] == pytest.approx(peer["median_us"] / row["median_us"])
             assert text == f"{peer['median_us']:,.1f} ({peer['ratio']:.2f}x)"
         for goal in row.get("goals", []):
@@ -112,19 +108,12 @@ def test_table_holds_what_the_file_holds(kind: str, runs: dict[str, Json], whole
 
 
 def test_page_is_complete_in_itself(report: Path, whole: Page) -> None:
-    """Its charts; nothing loaded from anywhere; ids once; colours those of the whole."""
+    """Nothing loaded from anywhere; ids once."""
     assert [path.name for path in report.iterdir()] == ["report.html"]
-    # The roofline of a device, decode latency of one batch, and experts' time, share and ratio.
-    assert (whole.tags["figure"], whole.tags["svg"]) == (3, 5)
     assert not re.search(r"https?:|//[a-z]|@import|<link|\bsrc=|url\(", whole.source)
     assert all(link.startswith("#") for link in re.findall(r'(?<=href=")[^"]*', whole.source))
     assert whole.ids.most_common(1)[0][1] == 1
     assert set(re.findall(r'href="#([^"]+)', whole.source)) <= set(whole.ids)
-    drawn = "".join(re.findall(r"<figure>.*?</figure>", whole.source, re.DOTALL))
-    assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= set(COLOURS)
-    assert not re.search(r"#[0-9a-f]{6}\b", drawn)
-    assert "No results of" not in whole.text
-    assert "left out" not in whole.text
 
 
 def test_what_is_wrong_or_did_not_run_is_said(runs: dict[str, Json], tmp_path: Path) -> None:
@@ -133,8 +122,8 @@ def test_what_is_wrong_or_did_not_run_is_said(runs: dict[str, Json], tmp_path: P
     changes = {"refused": {"c": "NaN <0>"}, "not_run": ["d", "e"], "absent": {"flashinfer": "not here"}}
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(run | changes))
-    told = Page(page(load_runs([path]), []))
-    for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements off", "Not run: d, e.", "FlashInfer: not here"):
+    told = Page(page(load_runs([path])))
+    for said in ("\N{BALLOT X} c: NaN <0>", "vllm: wrong: 3 elements off", "Not run: d, e.", "flashinfer: not here"):
         assert said in told.text
     assert "compiles" not in told.text
 

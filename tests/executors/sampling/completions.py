@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from paged import RequestOutput, SamplingParams
-from paged.executors.requests.output import CompletionOutput
+from paged.executors.requests.output import CompletionOutput, Growth
 from paged.executors.requests.request import Completion, Request
 
 VOCAB = 12
@@ -17,7 +17,7 @@ def completion(
     params: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = (), seed: int = 0
 ) -> Completion:
     """A completion in the middle of its output."""
-    outputs = RequestOutput("r", list(prompt), [CompletionOutput(0, list(output))])
+    outputs = RequestOutput("r", list(prompt), [CompletionOutput(0, Growth(list(output), [], None))])
     ends = frozenset(params.stop_token_ids)
     name = str(random.random())
     request = Request("r", list(prompt), params, (0, 0), {}, 1000, ends, outputs, 0.0, name)

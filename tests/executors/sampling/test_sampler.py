@@ -13,7 +13,7 @@ from paged import SamplingParams
 from paged.executors.requests.request import NO_TOKEN
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
 from paged.executors.sampling.rejection_sampling import rejection_sample
-from paged.executors.sampling.row_matrix import row_matrix
+from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from tests.executors.sampling.completions import OUTPUT, PROMPT, VOCAB, chi_square_p, completion

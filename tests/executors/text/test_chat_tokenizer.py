@@ -78,7 +78,7 @@ def test_malformed_folders(tmp_path: Path) -> None:
     edit(tmp_path / "tokenizer_config.json", chat_template=None)
     ChatTokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: no tokenizer \("):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: the tokenizer fails \("):
         ChatTokenizer.from_folder(tmp_path)
 
 

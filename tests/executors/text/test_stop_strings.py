@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged.executors.text.stop_strings import StopReader, StopStrings
+from paged.executors.text.stop_strings import StopReader
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -19,7 +19,7 @@ PIECES = st.lists(st.text("ab€", max_size=4), max_size=8)
 
 @given(pieces=PIECES, stops=st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=4))
 def test_stops_are_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
-    reader, so_far, found = StopReader(StopStrings(stops)), "", None
+    reader, so_far, found = StopReader(stops), "", None
     for piece in pieces:
         shown, found = reader.read(piece)
         so_far += shown
@@ -31,7 +31,7 @@ def test_stops_are_found_however_the_text_is_cut(pieces: list[str], stops: list[
 
 
 def test_stops_that_may_not_end_the_text_yet() -> None:
-    reader = StopReader(StopStrings(["end", "###"]))
+    reader = StopReader(["end", "###"])
     assert reader.read("an end #", may_stop=False) == ("an end ", None)
     assert reader.held == "#"
     assert reader.read("## more") == ("", "###")

@@ -13,7 +13,6 @@ from paged import (
     AsyncEngine,
     DecodeInput,
     Engine,
-    EngineStoppedError,
     PrefillInput,
     PromptLookup,
     RequestOutput,
@@ -22,7 +21,7 @@ from paged import (
     UnsupportedError,
 )
 from paged.executors.engine.cache_space import BlockSpace
-from paged.executors.engine.lifecycle import RequestLifecycle
+from paged.executors.engine.core import EngineCore
 from paged.executors.engine.step_runner import StepRunner
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
@@ -99,7 +98,7 @@ FAULTS = {
     "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
     "forward": Fault(StepRunner, ("_forward",), lambda _, group: group, "shape"),
     "logits": Fault(StepRunner, ("_forward",), lambda _, group: group, "nan"),
-    "metrics": Fault(RequestLifecycle, ("finish",), lambda _, completion, reason: [completion], "metrics"),
+    "metrics": Fault(EngineCore, ("_finish",), lambda _, completion, reason: [completion], "metrics"),
 }
 CASES = st.fixed_dictionaries({
     "fault": st.sampled_from(sorted(FAULTS)), "error": st.sampled_from(sorted(ERRORS)), "tokens": st.integers(0, 5),
@@ -148,22 +147,6 @@ def test_faults_of_one_stream(case: dict[str, Any]) -> None:
             check_victim([output async for output in server.generate(VICTIM, params)][-1])
 
         stream_beside(small_engine(), scenario)
-
-
-def test_a_copy_that_fails_ends_its_stream(monkeypatch: Patch) -> None:
-    whole = RequestOutput.copy
-
-    def copy(self: RequestOutput) -> RequestOutput:
-        if list(self.prompt_token_ids) == VICTIM:
-            raise SilentError
-        return whole(self)
-
-    async def scenario(server: AsyncEngine) -> None:
-        with pytest.raises(EngineStoppedError, match="SilentError"):
-            await anext(server.generate(VICTIM))
-
-    monkeypatch.setattr(RequestOutput, "copy", copy)
-    stream_beside(small_engine(), scenario)
 
 
 class OddProposer:

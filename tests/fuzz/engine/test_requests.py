@@ -1,5 +1,5 @@
 """Any value in any field of a request, with neighbours: it is refused at the door, or runs, or ends alone. Also callers
-that change what they gave or got, give objects with ideas of their own, or call from within a step."""
+that change what they gave or got, or call from within a step."""
 
 import gc
 import itertools
@@ -98,64 +98,6 @@ def test_request_names(case: list[str]) -> None:
     manager.free(own)
     check_empty(engine)
     check_empty(other)
-
-
-class OddText(str):
-    """A text whose methods tell the truth `patience` times."""
-
-    patience = 0
-
-
-def _odd_method(name: str, lie: Callable[[], Any]) -> Callable[..., Any]:
-    def method(self: OddText, *args: Any) -> Any:
-        self.patience -= 1
-        return getattr(str, name)(self, *args) if self.patience >= 0 else lie()
-
-    return method
-
-
-_LIES = {"__hash__": lambda: [][0], "__eq__": lambda: True, "__ne__": lambda: False}
-_LIES["__iter__"] = lambda: itertools.repeat("a")
-for _name in ("__hash__", "__eq__", "__ne__", "__iter__", "__len__", "__repr__", "__str__"):
-    setattr(OddText, _name, _odd_method(_name, _LIES.get(_name, lambda: 1 / 0)))
-
-
-class OddParams(SamplingParams):
-    """Parameters of which one is read anew each time."""
-
-    reads: Any = None
-
-    def __getattribute__(self, name: str) -> Any:
-        reads = object.__getattribute__(self, "reads")
-        return reads(name) if reads is not None and name != "__class__" else object.__getattribute__(self, name)
-
-
-ODD_OBJECTS = expressions("""
-    {'request_id': text}; {'cache_salt': text}; {'params': params(max_tokens=5, stop=text)}; {'metadata': {text: 1}};
-    {'params': params(max_tokens=5, stop=[text, 'b'])}; {'metadata': {'lora_adapter': text}}; {'params': odd_params}
-""")
-
-
-@fuzz(st.tuples(ODD_OBJECTS, st.integers(0, 60)), examples=12, thorough=60)
-def test_odd_objects(case: tuple[str, int]) -> None:
-    """Texts and parameters that change their minds, at the door or in the middle of a step."""
-    engine = small_engine()
-    outputs = add_neighbours(engine)
-    text, odd_params = OddText("odd"), OddParams(max_tokens=5)
-    expression, text.patience = case
-    whole, left = object.__getattribute__, itertools.count(text.patience, -1)
-    try:
-        OddParams.reads = staticmethod(lambda name: whole(odd_params, name) if next(left) > 0 else 1 / 0)
-        given = value(expression, text=text, params=SamplingParams, odd_params=odd_params)
-        odd = engine.add_request(PROMPT, **{"params": GREEDY} | given)
-    except (PagedError, ZeroDivisionError, IndexError):  # the latter of the text itself, as a key of the caller's
-        assert engine.num_unfinished == len(outputs)
-    else:
-        run_to_end(engine)
-        check_ended(odd)
-    finally:
-        OddParams.reads = None
-    check_neighbours(engine, outputs)
 
 
 CHANGES = expressions("""
@@ -265,15 +207,13 @@ def test_a_step_within_a_step_is_refused() -> None:
     assert (len(errors), len(output.outputs[0].token_ids), output.error) == (1, 5, None)
 
 
-@pytest.mark.parametrize("decoded", [b"ab", None, [1], OddText])
+@pytest.mark.parametrize("decoded", [b"ab", None, [1]])
 @pytest.mark.parametrize("max_tokens", [1, 4])
 def test_tokenizers_that_give_no_text(decoded: Any, max_tokens: int) -> None:
-    is_text = decoded is OddText
     engine = small_engine()
     outputs = add_neighbours(engine)
-    decode = lambda ids: OddText("o" * len(ids)) if is_text else decoded  # noqa: E731
-    engine._tokenizer = SimpleNamespace(decode=decode)
+    engine._tokenizer = SimpleNamespace(decode=lambda ids: decoded)
     odd = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens, stop=["x"]))
     check_neighbours(engine, outputs)
-    assert odd.outputs[0].text == ("o" * max_tokens if is_text else "")
-    assert is_text or "decode gave" in str(odd.error)
+    assert odd.outputs[0].text == ""
+    assert "decode gave" in str(odd.error)

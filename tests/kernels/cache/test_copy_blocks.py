@@ -74,7 +74,7 @@ def test_rejects_what_clashes_lies_outside_or_differs(device: torch.device) -> N
         ("block_pairs", torch.tensor([(4, 0), (1, 0)]), r"block_pairs\[1\]: destination 0 appears twice"),
         ("block_pairs", [(0, 6)], r"block_pairs\[0\]: block 6, expected 0 to 5"),
         ("block_pairs", [(-1, 2)], r"block_pairs\[0\]: block -1"),
-        ("block_pairs", [(1, 2, 3)], r"block_pairs\[0\]: \(1, 2, 3\)"),
+        ("block_pairs", [(1, 2, 3)], r"block_pairs: \[\(1, 2, 3\)\]"),
         ("block_pairs", torch.tensor(PAIRS, dtype=torch.int32), "block_pairs: dtype"),
         ("caches", [cache, cache[:5]], r"caches\[1\]: shape"),
         ("caches", [cache, beside], r"caches\[1\]: strides"),

@@ -138,7 +138,7 @@ def in_blocks(request: pytest.FixtureRequest, dtype: torch.dtype, monkeypatch: p
     if request.param and not linear.tile_linear.multiplies(dtype):
         pytest.skip("neither tiles nor wide vectors")
     if not request.param:
-        monkeypatch.setattr(linear.tile_linear, "has_tiles", lambda: False)
+        monkeypatch.setattr(linear.tile_linear.tiles, "has_tiles", lambda: False)
     monkeypatch.setattr(linear, "_MIN_ROWS_IN_BLOCKS", 0 if request.param else 1000)
     return bool(request.param)
 
@@ -176,7 +176,7 @@ class TestExperts:
             want = moe_reference.fused_moe(x, w1, w2, weights, ids, **options)
             assert_close(paged.fused_moe(*strided, weights, ids, **options), want, rounded=rounded)
         is_many = dtype == BF16 and num_tokens > 14
-        fused = 3 if in_blocks else 0  # without biases, by SiLU
+        fused = 2 if in_blocks else 0  # without biases, by SiLU of halves
         assert runs["grouped_linear"] == (0 if is_many and not in_blocks else 2 * 5 - fused)
         assert runs["linear_and_silu"] == fused
 
@@ -189,7 +189,7 @@ class TestExperts:
     def test_blocks_of_all_numbers_of_rows(
         self, dtype: torch.dtype, num_rows: int, num_outputs: int, size: int
     ) -> None:
-        """Halves of tiles, odd numbers of steps, several chunks of rows; strides, biases and both orders of gates."""
+        """Halves of tiles, odd numbers of steps, several chunks of rows; strides, biases and gates."""
         tiles = import_module("paged.kernels.common.numba_ops.tile_linear")
         x = torch.randn(num_rows, size + 7).to(dtype)[:, :size]
         weight = (torch.randn(num_outputs, size + 3) / size**0.5).to(dtype)[:, :size]
@@ -197,8 +197,8 @@ class TestExperts:
         for kind in (dtype, torch.float32):
             assert_close(tiles.linear(x, weight, dtype=kind), want)
             assert_close(tiles.linear(x, weight, bias=bias, dtype=kind), want + bias.double())
-        for mode, gate, up in ((tiles.HALVES, *want.chunk(2, 1)), (tiles.IN_TURNS, want[:, ::2], want[:, 1::2])):
-            assert_close(tiles.linear(x, weight, mode=mode), torch.nn.functional.silu(gate) * up)
+        gate, up = want.chunk(2, 1)
+        assert_close(tiles.linear(x, weight, is_gated=True), torch.nn.functional.silu(gate) * up)
 
     @pytest.mark.usefixtures("in_blocks")
     def test_groups_of_any_number_of_rows(self, dtype: torch.dtype) -> None:
@@ -254,7 +254,7 @@ import importlib, pathlib, sys
 def kept():
     for name in [name for name in sys.modules if name.startswith("paged")]:
         del sys.modules[name]
-    importlib.import_module("paged.kernels.layers.numba_ops.silu_and_mul")._silu_and_mul.address
+    importlib.import_module("paged.kernels.cache.numba_ops.qk_norm_rope_and_cache")._qk_norm_rope_and_cache.address
     return len(list(pathlib.Path().rglob("*.nbc")))
 assert [kept(), kept()] == [1, 1]
 with open("paged/kernels/common/numba_ops/rms_norm.py", "a") as file:

@@ -49,8 +49,8 @@ def _one_by_one(
 def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = assert_as_unpacked(folders, lambda: monkeypatch.setattr(sparse_moe, "fused_moe", stand_in(_one_by_one)))
     summary = summarize(folders.packed)
-    assert summary.parameters == summarize(folders.plain).parameters == packed.num_parameters()
-    assert summary.weight_bytes == packed.parameter_bytes()
+    assert summary["parameters"] == summarize(folders.plain)["parameters"] == packed.num_parameters()
+    assert summary["weight_bytes"] == packed.parameter_bytes()
 
 
 @pytest.mark.thorough

@@ -66,12 +66,12 @@ def test_bytes_are_as_promised(folders: Folders) -> None:
     num_bytes = sum(each.untyped_storage().nbytes() for each in held.values())
     needs = executor.capabilities().memory_requirements
     assert needs is not None
-    assert num_bytes == summary.weight_bytes == needs.weight_bytes
-    assert summary.stored_bytes == (folders.packed / WEIGHTS).stat().st_size
+    assert num_bytes == summary["weight_bytes"] == needs.weight_bytes
+    assert summary["stored_bytes"] == (folders.packed / WEIGHTS).stat().st_size
     plain = summarize(folders.plain)
-    assert summary.parameters == plain.parameters == executor.info().num_parameters
+    assert summary["parameters"] == plain["parameters"] == executor.info().num_parameters
     projections = sum(weights.values.shape[0] * weights.in_features for weights in packed_weights(model).values())
-    least = plain.weight_bytes - 4 * projections + sum(each.values.nbytes for each in packed_weights(model).values())
+    least = plain["weight_bytes"] - 4 * projections + sum(each.values.nbytes for each in packed_weights(model).values())
     # Scales of 16 bits for 16 columns, and a word for each column of each projection, are the most there is.
     assert least < num_bytes < least + projections * 1.2 / 8 + 4 * 7 * 384
 
@@ -132,7 +132,7 @@ def test_a_configuration_beside_config_json(folders: Folders) -> None:
     quantization |= {"exclude_modules": ["lm_head"]}
     (folders.packed / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     assert_as_unpacked(folders)
-    assert summarize(folders.packed).supported
+    assert summarize(folders.packed)["supported"]
 
 
 @pytest.mark.parametrize("folders", ["gptq"], indirect=True)

@@ -60,8 +60,8 @@ def test_wrong_for_the_model(
     monkeypatch.setattr(network_loader, "load_weights", None)
     assert_refused(folders.packed, message, error)
     summary = summarize(folders.packed)
-    assert not summary.supported
-    assert re.search(message, str(summary.reason))
+    assert not summary["supported"]
+    assert re.search(message, str(summary["reason"]))
 
 
 DOWN = "model.layers.1.mlp.down_proj"

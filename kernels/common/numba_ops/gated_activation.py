@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from paged.kernels.common.numba_ops.kernel import (
-    Kernel,
-    bfloats,
-    device_function,
-    exp2,
-    floats,
-    load,
-    share,
-    store,
-    unpack,
-)
+from paged.kernels.common.numba_ops import kernel as nb
 from paged.kernels.common.numba_ops.launch import LoopLaunch
-from paged.kernels.common.numba_ops.vectors import LOG2_E
-
-_LOG2_E = np.float32(LOG2_E)
+from paged.kernels.common.numba_ops.vectors import LANES, load_part, silu, store_part
 
 
-@device_function
+@nb.device_function
 def _activate(x, out, num_rows, size, stride):
-    first, end = share(num_rows)
+    first, end = nb.share(num_rows)
     for row in range(first, end):
         gate, up, to = row * stride, row * stride + size, row * size
-        for i in range(size):
-            value = load(x, gate + i)
-            store(out, to + i, value / (np.float32(1) + exp2(-_LOG2_E * value)) * load(x, up + i))
+        for i in range(0, size, LANES):
+            activated = silu(load_part(x, gate + i, size - i), load_part(x, up + i, size - i))
+            store_part(out, to + i, activated, size - i)
 
 
-@Kernel
+@nb.Kernel
 def _silu_and_mul(arguments):
-    _, is_bf16, x, out, num_rows, size, stride = unpack(arguments, 7)
+    _, is_bf16, x, out, num_rows, size, stride = nb.unpack(arguments, 7)
     if is_bf16:
-        _activate(bfloats(x), bfloats(out), num_rows, size, stride)
+        _activate(nb.bfloats(x), nb.bfloats(out), num_rows, size, stride)
     else:
-        _activate(floats(x), floats(out), num_rows, size, stride)
+        _activate(nb.floats(x), nb.floats(out), num_rows, size, stride)
 
 
 def prepare(rows: torch.Tensor) -> LoopLaunch:
