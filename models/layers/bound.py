@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from paged.kernels.common.operation import Bound, layout
+from paged.kernels.moe.weights import ExpertLinear
 from paged.models.layers.config import AttentionConfig, MoeConfig
-from paged.models.layers.sparse_moe import Experts
 
 _CONSTANT = (bool, int, float, str, type(None), AttentionConfig, MoeConfig)
 
@@ -31,7 +31,7 @@ def _likeness(module: nn.Module) -> Iterator[Hashable]:
     for name, value in (*vars(module).items(), *module.named_parameters(), *module.named_buffers()):
         if isinstance(value, torch.Tensor):
             yield name, layout(value)
-        elif isinstance(value, Experts):
+        elif isinstance(value, ExpertLinear):
             yield name, layout(*value)
         elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not what nn.Module keeps
             yield name, *value.items()
