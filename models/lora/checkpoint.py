@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 # Settings that are read here, or that say nothing about what the adapter computes. Any other that is set would.
 _KNOWN_SETTINGS = {
-    *("peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"),
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config"),
@@ -72,12 +73,10 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
     """
     hf = HfConfig.read(folder, CONFIG_FILE)
     _check_settings(hf)
-    rank, alpha = hf.integer("r"), hf.number("lora_alpha", may_be_zero=True)
-    scale = alpha / (math.sqrt(rank) if hf.flag("use_rslora") else rank)
-    if scale > _MAX_SCALE:
-        raise CheckpointError(
-            f"{hf.source}: lora_alpha {alpha} for rank {rank}, a scale of at most {_MAX_SCALE} expected"
-        )
+    rank_of = _by_module(hf, "rank_pattern", HfConfig.integer, hf.integer("r"))
+    read_alpha = partial(HfConfig.number, may_be_zero=True)
+    alpha_of = _by_module(hf, "alpha_pattern", read_alpha, read_alpha(hf, "lora_alpha"))
+    takes_root = hf.flag("use_rslora")
     file = folder / WEIGHTS_FILE
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled and not file.exists():
@@ -91,7 +90,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
         name, which = match[1], match[2]
         _check_module(name, key, shapes, file)
         check_dtype(key, tensor, FLOATING)
-        out_features, in_features = shapes[name]
+        rank, (out_features, in_features) = rank_of(name), shapes[name]
         expected = [rank, in_features] if which == "A" else [out_features, rank]
         if tensor.shape != expected:
             given = shown(tensor.shape)
@@ -109,7 +108,16 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
             name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
             for name in found
         }
-    return {name: LowRank(a, b, scale) for name, (a, b) in pairs.items()}
+    changes = {}
+    for name, (a, b) in pairs.items():
+        rank, alpha = rank_of(name), alpha_of(name)
+        scale = alpha / (math.sqrt(rank) if takes_root else rank)
+        if scale > _MAX_SCALE:
+            raise CheckpointError(
+                f"{hf.source}: lora_alpha {alpha} for rank {rank}, a scale of at most {_MAX_SCALE} expected"
+            )
+        changes[name] = LowRank(a, b, scale)
+    return changes
 
 
 def _check_settings(hf: HfConfig) -> None:
@@ -145,5 +153,27 @@ def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], fi
 def _promised(hf: HfConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
     """The modules a plain list of targets names; patterns, and lists that other settings narrow, promise nothing."""
     narrowed = hf.value("exclude_modules") or hf.value("layers_to_transform") is not None
-    targets = [] if narrowed else _targets(hf)
-    return {name for name in shapes if any(f".{name}".endswith(f".{target}") for target in targets)}
+    targets = set() if narrowed else set(_targets(hf))
+    return {name for name in shapes if not targets.isdisjoint(_suffixes(name))}
+
+
+def _suffixes(name: str) -> set[str]:
+    """`a.b.c`, `b.c`, `c`: what a setting can call a module."""
+    parts = name.split(".")
+    return {".".join(parts[first:]) for first in range(len(parts))}
+
+
+def _by_module(
+    hf: HfConfig, key: str, read: Callable[[HfConfig, str], float], default: float
+) -> Callable[[str], float]:
+    """What a setting says of a module by its name, else the default. Patterns proper are not run; of several names that
+    fit, the first one counts, as in PEFT.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `read_adapter`.
+    """
+    section = hf.section(key) or HfConfig({}, hf.source)
+    if unknown := next((name for name in section.values if not re.fullmatch(r"[\w.]+", name)), None):
+        raise UnsupportedError(f"{hf.source}: {key} {shown(unknown)}, known are names of modules")
+    values = {name: (place, read(section, name)) for place, name in enumerate(section.values)}
+    return lambda name: min((values[one] for one in values.keys() & _suffixes(name)), default=(0, default))[1]

@@ -116,7 +116,10 @@ def test_an_index_of_many_files(sharded: Path) -> None:
         assert message in load_changed(sharded, {INDEX: index}).error
 
 
-ADAPTERS = st.fixed_dictionaries({"path": st.sampled_from(ADAPTER_FIELDS).map(lambda key: [key]), "text": TEXTS})
+PATTERNS = st.tuples(st.sampled_from(["rank_pattern", "alpha_pattern"]), st.sampled_from(["q_proj", "a.b", "x+"]))
+ADAPTERS = st.fixed_dictionaries(
+    {"path": st.sampled_from(ADAPTER_FIELDS).map(lambda key: [key]) | PATTERNS.map(list), "text": TEXTS}
+)
 
 
 @fuzz(ADAPTERS, examples=3, thorough=20)

@@ -1,7 +1,9 @@
 """Adapters in one batch with the base model, against checkpoints into which each was merged."""
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,23 +255,29 @@ def test_experts_take_none(
         model.adapters.load("a", folder)
 
 
-@pytest.mark.parametrize("setting", ["layers_to_transform", "target_modules"])
+@pytest.mark.parametrize("setting", ["rank_pattern", "layers_to_transform", "target_modules"])
 def test_settings_of_single_modules(setting: str, llama_folder: Path, tmp_path: Path) -> None:
-    """One layer of two; a pattern of names. What was left out is not asked for."""
+    """Another rank and alpha for one projection; one layer of two; a pattern of names. What was left out is not asked
+    for."""
     settings = {
+        "rank_pattern": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"self_attn.q_proj": 9}},
         "layers_to_transform": {"layers_to_transform": [1]},
         "target_modules": {"target_modules": r".*\.(q|v)_proj"},
     }[setting]
     adapter = Adapter(("q_proj", "v_proj"), rank=4, alpha=8)
     folder = adapter.save(tmp_path / "adapter", llama_folder, **settings)
 
-    def change(tensors: Tensors) -> None:
+    def change(tensors: Tensors, scale: float = 1.0) -> None:
         for name in list(tensors):
             if setting == "layers_to_transform" and "layers.1" not in name:
                 del tensors[name]
+            elif setting == "rank_pattern" and "q_proj" in name:
+                tensors[name] = tensors[name][:3] if "lora_A" in name else tensors[name][:, :3] * scale
 
+    reference = Path(shutil.copytree(folder, tmp_path / "reference"))
     edit_tensors(folder, change, ADAPTER)
-    want = load_model(adapter.merge(folder, llama_folder, tmp_path / "merged"), **SIZES)
+    edit_tensors(reference, partial(change, scale=1.5), ADAPTER)  # 9 / 3 is 8 / 4 times 1.5
+    want = load_model(adapter.merge(reference, llama_folder, tmp_path / "merged"), **SIZES)
     model = load_model(llama_folder, **SIZES)
     model.adapters.load("a", folder)
     assert_same_logits(run(model, "a", "a", tokens(12)), want.prefill("a", tokens(12)))
@@ -310,7 +318,6 @@ def _truncated(folder: Path) -> None:
         (_config(use_dora=True), UnsupportedError, "use_dora = True"),
         (_config(bias="all"), UnsupportedError, "bias = 'all'"),
         (_config(some_new_setting=1), UnsupportedError, "some_new_setting = 1"),
-        (_config(rank_pattern={"q_proj": 3}), UnsupportedError, "rank_pattern = "),
         (_config(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights 'pissa'"),
         (_config(target_modules=["q_proj", "lm_head"]), UnsupportedError, "target_modules 'lm_head'"),
         (_config(target_modules=["q_proj", "k_proj"]), CheckpointError, "k_proj: no tensors"),
