@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +52,7 @@ _SWITCHES = (
     *("quantization", "compression_config"),
     # multipliers that are no plain factor of 1
     *("scale_embedding", "rescale_embeddings", "scale_depth", "dim_model_base", "mup_enabled", "mlp_multipliers"),
-    *("normalize_embedding", "embedding_normalization"),
+    *("normalize_embedding", "embedding_normalization", "attention_multiplier"),
 )
 # Nothing where null or 1.
 _FACTORS = (
@@ -77,6 +76,7 @@ _SIZES = {
     **dict.fromkeys(("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim"), "head_dim"),
     **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), "hidden_size"),
     "num_kv_heads": "num_kv_heads",
+    "query_pre_attn_scalar": "head_dim",
 }
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
 # Null or empty, or an entry for each layer that says what the configuration says.
@@ -86,10 +86,9 @@ _LISTS: dict[str, Callable[[DecoderConfig], list[Any]]] = {
     "layers_block_type": lambda config: ["attention"] * config.num_layers,
     "no_rope_layers": lambda config: [1] * config.num_layers,
 }
-_SCALES = {"attention_multiplier": 1.0, "query_pre_attn_scalar": -0.5}
 
 COMPUTATION_KEYS = frozenset(
-    (*_SWITCHES, *_FACTORS, *_WORDS, *_SIZES, *_ACTIVATIONS, *_LISTS, *_SCALES, "is_causal", "sliding_window")
+    (*_SWITCHES, *_FACTORS, *_WORDS, *_SIZES, *_ACTIVATIONS, *_LISTS, "is_causal", "sliding_window")
 )
 
 
@@ -116,11 +115,10 @@ def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bo
         return value is True
     if value is None:
         return True
-    is_number = type(value) in (int, float)
     if key in _SWITCHES:
         return not value
     if key in _FACTORS:
-        return is_number and value == 1
+        return value is not True and bool(value == 1)
     if key in _WORDS:
         return value in _WORDS[key]
     if key in _SIZES:
@@ -129,8 +127,5 @@ def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bo
         return isinstance(value, str) and ACTIVATIONS.get(value) == config.activation
     if key in _LISTS:
         return not value or value == _LISTS[key](config)
-    if key in _SCALES:
-        scale = config.attention[0].softmax_scale
-        return is_number and 0 < value < math.inf and math.isclose(float(value) ** _SCALES[key], scale)
     reaches_all = type(value) is int and value >= config.max_position_embeddings
     return reaches_all or hf.values.get("use_sliding_window") is False

@@ -8,7 +8,7 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
-from paged.models.graph_recorder import Unrecorded, graph_recorder
+from paged.models.step_graphs import Unrecorded, graph_recorder
 from tests.backends import needs_numba
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
 from tests.models.stepping import begin, decode, make
