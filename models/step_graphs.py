@@ -25,8 +25,9 @@ from paged.staging import staged_size, to_device
 
 Begin = Callable[[], Callable[[], None]]
 """Plans a step over tensors that stay where they are, and returns a function that runs it."""
-Record = Callable[[Begin], Callable[[], None]]
-"""Runs a step, and returns what repeats its work on whatever its tensors then hold."""
+Record = Callable[[Begin], tuple[Callable[[], None], str]]
+"""Runs a step, and returns what repeats its work on whatever its tensors then hold. Where that plans and runs it again,
+beside it the name of an operation that cannot be recorded."""
 
 _LOG = logging.getLogger("paged")
 # Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
@@ -218,11 +219,11 @@ class StepGraphs:
         self._loaded = None  # each begins with padding in the static inputs
         with torch.no_grad():
             for shape in shapes:
-                replay = record(self._forward(shape))
-                if isinstance(replay, Unrecorded):
+                replay, obstacle = record(self._forward(shape))
+                if obstacle:
                     if not self.num_unrecorded:
                         text = "steps of %d tokens are not recorded, and take longer: they run %s"
-                        _LOG.warning(text, shape.num_tokens, replay.obstacle)
+                        _LOG.warning(text, shape.num_tokens, obstacle)
                     self.num_unrecorded += 1
                     if self._recorded_only:
                         continue
@@ -270,17 +271,6 @@ def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
     return result
 
 
-@dataclass(frozen=True)
-class Unrecorded:
-    """In place of a recording: plans and runs the step again, as `obstacle`, an operation in it, cannot be recorded."""
-
-    run: Callable[[], None]
-    obstacle: str
-
-    def __call__(self) -> None:
-        self.run()
-
-
 class CudaGraphRecorder:
     """Every function becomes a CUDA graph; all of them share one pool of memory, since they run one after the other.
 
@@ -293,7 +283,7 @@ class CudaGraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, begin: Begin) -> Callable[[], None]:
+    def record(self, begin: Begin) -> tuple[Callable[[], None], str]:
         def run() -> None:
             begin()()
 
@@ -307,13 +297,12 @@ class CudaGraphRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         current.wait_stream(self._stream)
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph.replay, ""
 
 
 def graph_recorder(device: torch.device) -> Record:
-    """The one for tensors on `device`. On a CPU without numba kernels steps are run anew, as are those (`Unrecorded`)
-    that do what a `Recording` does not know."""
+    """The one for tensors on `device`. On a CPU without numba kernels steps are run anew, as are those that do
+    what a `Recording` does not know."""
     if device.type == "cuda":
         return CudaGraphRecorder(device).record
     return _record if records_loops(device) else _call
@@ -324,7 +313,7 @@ def records_loops(device: torch.device) -> bool:
     return device.type == "cpu" and wants_loops() and not use_triton(device)
 
 
-def _record(begin: Begin) -> Callable[[], None]:
+def _record(begin: Begin) -> tuple[Callable[[], None], str]:
     def run_anew() -> None:
         begin()()
 
@@ -336,9 +325,9 @@ def _record(begin: Begin) -> Callable[[], None]:
         if not recording.repeat():  # an error, which is raised where it is found anew
             run_anew()
 
-    return Unrecorded(run_anew, recording.obstacle) if recording.obstacle else repeat
+    return run_anew if recording.obstacle else repeat, recording.obstacle
 
 
-def _call(begin: Begin) -> Callable[[], None]:
+def _call(begin: Begin) -> tuple[Callable[[], None], str]:
     begin()()
-    return lambda: begin()()
+    return lambda: begin()(), ""

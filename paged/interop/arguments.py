@@ -50,9 +50,6 @@ _CACHED_ATTENTION = _honoured(
 _HINTS = frozenset("deterministic fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata sm_margin ver".split())
 # None, False and 0 turn an argument off that is not honoured here. For these it is another number.
 _OFF = {"cp_world_size": 1, "window_size_left": -1, "window_size_right": -1}
-# Beyond these a score of common queries and keys is no number of float32, or no different one.
-LARGEST_SCALE = 1e30
-_SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 1e-6, 1000.0
 
 
 def as_flag(name: str, value: Any, default: bool = False) -> bool:
@@ -128,13 +125,13 @@ class Arguments(dict[str, Any]):
         return as_int(key, self[key]) if key in self else None
 
     def softmax_scale(self) -> float | None:
-        return as_float("softmax_scale", self["softmax_scale"], 0.0, LARGEST_SCALE) if "softmax_scale" in self else None
+        return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30) if "softmax_scale" in self else None
 
     def softcap(self) -> float:
         """0 where there is none; FlashAttention takes every negative one for none too."""
-        softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, _LARGEST_SOFTCAP)
-        if 0.0 < softcap < _SMALLEST_SOFTCAP:
-            raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least {_SMALLEST_SOFTCAP}")
+        softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, 1000.0)
+        if 0.0 < softcap < 1e-6:
+            raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least 1e-06")
         return max(softcap, 0.0)
 
     def window(self) -> tuple[int, int]:
