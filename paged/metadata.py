@@ -110,10 +110,9 @@ def make_host_metadata(
     tables: NDArray[np.int32],
     block_size: int,
 ) -> HostMetadata:
-    """Build the metadata of a forward over sequences that hold `lengths` tokens and get `query_lens` more.
+    """Build the metadata of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
 
     Args:
-        lengths, query_lens: [num_seqs] each.
         tables: block ids [tables, num_seqs, max_blocks_per_seq], with capacity for the new tokens.
     """
     seq_lens = lengths + query_lens

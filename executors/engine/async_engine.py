@@ -95,9 +95,8 @@ class AsyncEngine:
         """Run a request; yield its newest output whenever it has changed, until it has finished.
 
         Args:
-            prompt_token_ids, params: as in `Engine.add_request`.
             deltas: whether each output holds only the tokens, text and log probabilities since the last one.
-            options: other arguments of `Engine.add_request`.
+            options: as the other arguments, those of `Engine.add_request`.
 
         Raises:
             InvalidInputError, UnsupportedError, SequenceTooLongError, QueueFullError: as `Engine.add_request`.

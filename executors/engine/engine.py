@@ -42,8 +42,8 @@ _MASK = (1 << 64) - 1
 class Engine(EngineCore):
     """Runs requests on any `ModelExecutor`: chunked prefill beside decodes, prefix caching, preemption, speculation.
 
-    If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed. Not
-    thread-safe: `AsyncEngine` queues calls. A request whose forward fails ends alone, see `StepRunner`.
+    If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed. A
+    completion whose forward fails ends alone, see `StepRunner`. Not thread-safe: `AsyncEngine` queues calls.
 
     Args:
         config: policy; None takes the defaults.
@@ -322,14 +322,14 @@ class SpeculativeDecoder(Engine):
     """An engine with speculative decoding: drafts come from a draft model or, without one, from the text itself.
 
     A step verifies the drafts of all sequences in one forward of the target. Greedy output is that of the target;
-    sampled output has its distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts.
+    sampled output has its distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts. The
+    arguments that are not listed are those of `Engine`.
 
     Args:
         target: executor of the model whose output is wanted.
         draft: executor of the draft model; None looks up n-grams of the text (`PromptLookup`).
         num_draft_tokens: most drafts for a sequence in a step.
         max_ngram: longest n-gram to look up.
-        config, tokenizer, eos_token_ids, seed: as in `Engine`.
 
     Raises:
         InvalidInputError: a number is not positive, the vocabularies differ, or the token budget is too small.

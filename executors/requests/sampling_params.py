@@ -37,7 +37,7 @@ class SamplingParams:
     min_p. Tokens that tie with the last one of top_k or top_p stay.
 
     Attributes:
-        n: number of completions, at most 4,096; the prompt runs once.
+        n: number of completions, at most 4,096; over a cache manager the prompt runs once.
         temperature: 0 takes the best token, and so does a value below 2^-126.
         top_p: share of the probability mass to keep, above 0; below 2^-126 the best token is taken.
         top_k: number of best tokens to keep; 0 and -1 keep all.

@@ -73,10 +73,7 @@ class CacheGroup:
 
     @property
     def reach(self) -> int:
-        """Distance behind a sequence's end within which tokens are kept, to allow rollbacks of ROLLBACK_SLACK.
-
-        Only for a group with a window.
-        """
+        """Distance behind a sequence's end within which a group with a window keeps tokens, to allow rollbacks."""
         return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
 
     def first_kept_block(self, num_tokens: int, block_size: int) -> int:

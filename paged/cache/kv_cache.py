@@ -115,10 +115,8 @@ class PagedKvCacheConfig:
 
     @property
     def num_whole(self) -> int:
-        """Number of tables that get blocks as soon as capacity is reserved: those without a window, at least the first.
-
-        Other tables get a block when it is written, because a long prompt frees blocks chunk by chunk.
-        """
+        """Number of tables that get blocks when capacity is reserved: those without a window, at least the first."""
+        # Others get a block when it is written: a long prompt frees blocks chunk by chunk.
         return max(1, [table.sliding_window for table in self.tables].count(None))
 
     def blocks_for(self, num_tokens: int) -> int:

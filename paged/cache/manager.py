@@ -96,8 +96,8 @@ class PagedKvCacheManager:
                 frozenset of these.
 
         Raises:
-            InvalidInputError: `request_id` or `namespace` is in use or of another type, `num_tokens` is negative,
-                `token_ids` are not all integers, or one that was looked up exceeds int32; `commit` refuses the others.
+            InvalidInputError: `request_id` is in use, an argument has another type, `num_tokens` is negative, or a
+                token id that was looked up exceeds int32; `commit` refuses the others.
             SequenceTooLongError: the sequence would exceed `max_seq_len`.
             OutOfBlocksError: the pool has too few free blocks.
         """
@@ -171,12 +171,9 @@ class PagedKvCacheManager:
             self._prefixes.commit(self._sequences.state(handle), ids)
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Iterable[int]]]) -> None:
-        """Record the token ids at the last positions of sequences after a forward, and publish full blocks.
+        """Record the newest token ids of (handle, ids) pairs after a forward, and publish full blocks.
 
         A sequence is skipped if its earlier ids are not all known.
-
-        Args:
-            items: pairs of a handle and its newest token ids.
 
         Raises:
             InvalidInputError: an id is not an integer of 32 bits.
@@ -415,7 +412,7 @@ class PagedKvCacheManager:
             OutOfBlocksError: a shared block has to be copied and none is free. This cannot happen after `reserve`.
         """
         pairs = self._sequences.step_pairs(items)
-        with self._guard:  # to its end: a copy that was made for a step that cannot be described is taken back
+        with self._guard:  # to the end, so that block copies are rolled back if this fails
             host = self._host_metadata(*pairs)
             return host.over(to_device(host.arrays, self.device))
 
@@ -442,7 +439,8 @@ class PagedKvCacheManager:
         cache's dtype; 8-bit floats are saturated and not scaled, int8 rows are scaled and their scales are written.
 
         Args:
-            key, value: [num_kv_heads, head_dim], or [num_tokens, num_kv_heads, head_dim].
+            key: [num_kv_heads, head_dim], or [num_tokens, num_kv_heads, head_dim].
+            value: the same, with the head size of the values.
 
         Raises:
             InvalidInputError: layer, position or a shape does not fit.
