@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPES := $(BIN)/mypy -p paged
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
-CHECKED := bench executors kernels models paged tests
+CHECKED := bench docs examples executors kernels models paged tests
 
 OUT ?= bench/results/gpu
 FUZZ_S ?= 600
@@ -18,7 +18,7 @@ REHEARSE ?= .rehearse
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all check lint format picture compile record soak fuzz vllm vllm-engine gpu rehearse report clean
+.PHONY: demo test test-all check lint format picture docs compile record soak fuzz vllm vllm-engine gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -42,9 +42,14 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format $(CHECKED)
 	$(BIN)/ruff check --fix $(CHECKED)
 
-# docs/folders.svg, from the imports.
+# docs/folders.svg, from the imports; docs/step.svg, from a step.
 picture: $(VENV)/installed-dev
 	$(BIN)/python -m tests.structure.picture
+	$(BIN)/python -m tests.structure.step
+
+# The pages with search and an API reference, in build/docs; a dead link is an error.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --quiet
 
 # Every kernel configuration for every target, in 35 minutes of a core.
 compile: $(VENV)/installed-dev

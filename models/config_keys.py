@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +52,7 @@ _SWITCHES = (
     *("quantization", "compression_config"),
     # multipliers that are no plain factor of 1
     *("scale_embedding", "rescale_embeddings", "scale_depth", "dim_model_base", "mup_enabled", "mlp_multipliers"),
-    *("normalize_embedding", "embedding_normalization"),
+    *("normalize_embedding", "embedding_normalization", "attention_multiplier"),
 )
 # Nothing where null or 1.
 _FACTORS = (
@@ -65,32 +64,36 @@ _FACTORS = (
     *("expert_layer_period", "interleave_moe_layer_step", "mlp_alpha_factor", "mlp_beta_factor"),
     *("full_attn_alpha_factor", "full_attn_beta_factor"),
 )
-# As here where null or one of these.
-_WORDS = {
-    "position_embedding_type": ("rope", "rotary"),
-    **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), ("softmax",)),
-    "topk_method": ("greedy",),
-    **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights"), (True,)),
+# Key -> whether a value that is not null leaves what is computed as the configuration says.
+_NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
+    **dict.fromkeys(_SWITCHES, lambda value, _: not value),
+    **dict.fromkeys(_FACTORS, lambda value, _: value is not True and value == 1),
+    **dict.fromkeys(
+        ("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim", "query_pre_attn_scalar"),
+        lambda value, config: value == config.head_dim,
+    ),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), lambda value, config: value == config.hidden_size),
+    "num_kv_heads": lambda value, config: value == config.num_kv_heads,
+    **dict.fromkeys(
+        ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn"),
+        lambda value, config: isinstance(value, str) and ACTIVATIONS.get(value) == config.activation,
+    ),
+    "position_embedding_type": lambda value, _: value in ("rope", "rotary"),
+    **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), lambda value, _: value == "softmax"),
+    "topk_method": lambda value, _: value == "greedy",
+    **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
+    # Empty, or an entry for each layer that says what the configuration says.
+    "layer_types": lambda value, config: (
+        value in ([], ["full_attention" if one is None else "sliding_attention" for one in config.windows])
+    ),
+    "mlp_layer_types": lambda value, config: (
+        value in ([], ["dense" if moe is None else "sparse" for moe in config.moe])
+    ),
+    "layers_block_type": lambda value, config: value in ([], ["attention"] * config.num_layers),
+    "no_rope_layers": lambda value, config: value in ([], [1] * config.num_layers),
+    "sliding_window": lambda value, config: type(value) is int and value >= config.max_position_embeddings,
 }
-# Null, or what the configuration has under this name.
-_SIZES = {
-    **dict.fromkeys(("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim"), "head_dim"),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), "hidden_size"),
-    "num_kv_heads": "num_kv_heads",
-}
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn")
-# Null or empty, or an entry for each layer that says what the configuration says.
-_LISTS: dict[str, Callable[[DecoderConfig], list[Any]]] = {
-    "layer_types": lambda config: ["full_attention" if one is None else "sliding_attention" for one in config.windows],
-    "mlp_layer_types": lambda config: ["dense" if moe is None else "sparse" for moe in config.moe],
-    "layers_block_type": lambda config: ["attention"] * config.num_layers,
-    "no_rope_layers": lambda config: [1] * config.num_layers,
-}
-_SCALES = {"attention_multiplier": 1.0, "query_pre_attn_scalar": -0.5}
-
-COMPUTATION_KEYS = frozenset(
-    (*_SWITCHES, *_FACTORS, *_WORDS, *_SIZES, *_ACTIVATIONS, *_LISTS, *_SCALES, "is_causal", "sliding_window")
-)
+COMPUTATION_KEYS = frozenset(_NEUTRAL)
 
 
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
@@ -112,25 +115,7 @@ def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
 
 
 def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
-    if key == "is_causal":  # null is false in transformers
-        return value is True
     if value is None:
-        return True
-    is_number = type(value) in (int, float)
-    if key in _SWITCHES:
-        return not value
-    if key in _FACTORS:
-        return is_number and value == 1
-    if key in _WORDS:
-        return value in _WORDS[key]
-    if key in _SIZES:
-        return bool(value == getattr(config, _SIZES[key]))
-    if key in _ACTIVATIONS:
-        return isinstance(value, str) and ACTIVATIONS.get(value) == config.activation
-    if key in _LISTS:
-        return not value or value == _LISTS[key](config)
-    if key in _SCALES:
-        scale = config.attention[0].softmax_scale
-        return is_number and 0 < value < math.inf and math.isclose(float(value) ** _SCALES[key], scale)
-    reaches_all = type(value) is int and value >= config.max_position_embeddings
-    return reaches_all or hf.values.get("use_sliding_window") is False
+        return key != "is_causal"  # null is false in transformers
+    is_off = key == "sliding_window" and hf.values.get("use_sliding_window") is False
+    return is_off or bool(_NEUTRAL[key](value, config))

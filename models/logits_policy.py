@@ -54,10 +54,9 @@ class Draws(NamedTuple):
 
 def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
     """What to draw where every policy wants a token and has no other rules; else None."""
-    draws = [DrawToken(0.0, (0, 0)) if policy == GreedyArgmax() else policy for policy in policies]
-    if not all(isinstance(draw, DrawToken) for draw in draws):
-        return None
-    return Draws.of([draw for draw in draws if isinstance(draw, DrawToken)])
+    given = (DrawToken(0.0, (0, 0)) if policy == GreedyArgmax() else policy for policy in policies)
+    draws = [draw for draw in given if isinstance(draw, DrawToken)]
+    return Draws.of(draws) if len(draws) == len(policies) else None
 
 
 def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from paged.errors import CheckpointError, PagedError, UnsupportedError
-from paged.kernels.quantization.weight import FP8_BLOCK
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.weights import (

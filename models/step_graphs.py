@@ -14,14 +14,20 @@ from numpy.typing import NDArray
 
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.forward_step import ForwardStep
-from paged.kernels.common.device import use_triton
+from paged.kernels.common.device import use_triton, wants_loops
+from paged.kernels.common.numba_ops.recording import Recording
 from paged.kernels.lora.batch import LoraBatch
 from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
-from paged.models.graph_recorder import Begin, Record, Unrecorded, graph_recorder, records_loops
 from paged.models.loading.load_options import as_graphs
 from paged.models.lora.adapters import LoraAdapters
 from paged.staging import staged_size, to_device
+
+Begin = Callable[[], Callable[[], None]]
+"""Plans a step over tensors that stay where they are, and returns a function that runs it."""
+Record = Callable[[Begin], tuple[Callable[[], None], str]]
+"""Runs a step, and returns what repeats its work on whatever its tensors then hold. Where that plans and runs it again,
+beside it the name of an operation that cannot be recorded."""
 
 _LOG = logging.getLogger("paged")
 # Padding costs little while a step is bound by reading the weights: below 64 rows at most 7 are padding, then 15.
@@ -51,14 +57,12 @@ def graph_sizes(
     """
     sizes = as_graphs("cuda_graphs", choice)
     on_gpu = device.type == "cuda"
-    if sizes is None and not on_gpu:
-        sizes = RECORDED_SIZES if weight_bytes <= _MOST_RECORDED_BYTES else ()
-    if sizes is None:
-        sizes = True
     if on_gpu and not use_triton(device):
-        sizes = False
-    if isinstance(sizes, bool):
-        sizes = DEFAULT_SIZES if sizes else ()
+        sizes = ()
+    elif sizes is None and not on_gpu:
+        sizes = RECORDED_SIZES if weight_bytes <= _MOST_RECORDED_BYTES else ()
+    elif sizes is None or isinstance(sizes, bool):
+        sizes = () if sizes is False else DEFAULT_SIZES
     return tuple(sorted({min(size, num_blocks) for size in sizes}))
 
 
@@ -215,11 +219,11 @@ class StepGraphs:
         self._loaded = None  # each begins with padding in the static inputs
         with torch.no_grad():
             for shape in shapes:
-                replay = record(self._forward(shape))
-                if isinstance(replay, Unrecorded):
+                replay, obstacle = record(self._forward(shape))
+                if obstacle:
                     if not self.num_unrecorded:
                         text = "steps of %d tokens are not recorded, and take longer: they run %s"
-                        _LOG.warning(text, shape.num_tokens, replay.obstacle)
+                        _LOG.warning(text, shape.num_tokens, obstacle)
                     self.num_unrecorded += 1
                     if self._recorded_only:
                         continue
@@ -265,3 +269,65 @@ def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
     result = np.full((*array.shape[:-1], length), fill, array.dtype)
     result[..., : array.shape[-1]] = array
     return result
+
+
+class CudaGraphRecorder:
+    """Every function becomes a CUDA graph; all of them share one pool of memory, since they run one after the other.
+
+    The largest function comes first, so that the others find their memory there. What a function returns or keeps of
+    its own is overwritten by the next graph: results go to tensors that were made outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, begin: Begin) -> tuple[Callable[[], None], str]:
+        def run() -> None:
+            begin()()
+
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # Kernels are compiled and loaded, and workspaces made, while nothing is captured: none of it can be done then.
+        with torch.cuda.stream(self._stream):
+            run()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads of the process do with the device meanwhile is their own matter.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        current.wait_stream(self._stream)
+        return graph.replay, ""
+
+
+def graph_recorder(device: torch.device) -> Record:
+    """The one for tensors on `device`. On a CPU without numba kernels steps are run anew, as are those that do
+    what a `Recording` does not know."""
+    if device.type == "cuda":
+        return CudaGraphRecorder(device).record
+    return _record if records_loops(device) else _call
+
+
+def records_loops(device: torch.device) -> bool:
+    """Whether numba's loops compute on a device, which may be recorded."""
+    return device.type == "cpu" and wants_loops() and not use_triton(device)
+
+
+def _record(begin: Begin) -> tuple[Callable[[], None], str]:
+    def run_anew() -> None:
+        begin()()
+
+    run = begin()
+    run()  # which binds the operations: that reads values, and a repetition need not
+    recording = Recording(run)
+
+    def repeat() -> None:
+        if not recording.repeat():  # an error, which is raised where it is found anew
+            run_anew()
+
+    return run_anew if recording.obstacle else repeat, recording.obstacle
+
+
+def _call(begin: Begin) -> tuple[Callable[[], None], str]:
+    begin()()
+    return lambda: begin()(), ""

@@ -34,7 +34,7 @@ _LOOPS = (
     "attention.numba_ops.few_queries",
     "cache.numba_ops.qk_norm_rope_and_cache",
     "common.numba_ops.rms_norm",
-    "layers.numba_ops.silu_and_mul",
+    "common.numba_ops.gated_activation",
 )
 _EXPERT_LOOPS = ("moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
 

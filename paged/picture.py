@@ -25,7 +25,7 @@ _KINDS: dict[Kind, tuple[str, str]] = {
     "shared": ("+", "of several sequences"),
     "copy": ("!", "of several, copied when one of them writes its next token"),
 }
-_CELL, _LINE = 22, 18  # pixels
+_CELL, _LINE, _LETTER = 22, 18, 8  # pixels; a letter of 12 takes 7.2 in most monospaced fonts
 _LONGEST_ID = 200  # characters of a request's id or a namespace that are shown
 
 
@@ -103,7 +103,8 @@ class CachePicture:
             body.append(f'<text x="20" y="{y}">{escape(xml_text(_line(sequence)))}</text>')
             y += _LINE
         body.append(f'<text x="2" y="{y}">{escape(xml_text(self.summary))}</text>')
-        width, height = max(columns * _CELL, 760) + 4, y + 8
+        longest = max(len(self.summary), *(len(_line(sequence)) + 3 for sequence in self.sequences), 0)
+        width, height = max(columns * _CELL, longest * _LETTER) + 4, y + 8
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" font-family="monospace" font-size="12">\n'

@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/ runs as it stands, those of a page one after the other."""
+"""Every code block of the README and of docs/ runs as it stands, those of a page one after the other; examples run."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import paged
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,12 +45,13 @@ def code_of(page: str, language: str, folder: Path) -> str:
     return "\n\n".join(code for found, code in CODE[page] if found == language)
 
 
-def run(command: list[str], folder: Path) -> None:
+def run(command: list[str], folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "check": False, "timeout": 300}
     result = subprocess.run(command, cwd=folder, env=environment, **options)
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_blocks_have_a_language_that_runs() -> None:
@@ -74,7 +77,35 @@ def test_bash_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *ROOT.glob("*.md")]:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)#:]+)\)", prose):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.thorough  # 5 s; it also fails on a dead link
+def test_site_has_every_public_name(tmp_path: Path) -> None:
+    run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)], ROOT)
+    reference = "".join(page.read_text() for page in (tmp_path / "reference").rglob("*.html"))
+    assert [name for name in paged._MODULE_OF if f'id="{paged._MODULE_OF[name]}.{name}"' not in reference] == []
+
+
+EXAMPLES = {
+    "attention": "3 queries over 12 keys: agree with PyTorch",
+    "cache": "the same result without the cached prefix",
+    "oracle": "the changed kernel: found",
+    "ray_batch": "wren: -> pipe",
+    "stream": "' lantern'",
+    "two_processes": "[1, 1, 1, 404, 404, 404, 404, 404]",
+}
+
+
+def test_all_examples_are_run() -> None:
+    assert {path.stem for path in (ROOT / "examples").iterdir()} == EXAMPLES.keys()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str) -> None:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if name == "two_processes" else []
+    assert EXAMPLES[name] in run([sys.executable, *start, f"examples/{name}.py"], ROOT)

@@ -24,7 +24,7 @@ from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
 from paged.kernels.layers import reference as layers_reference
 from paged.kernels.lora import reference as lora_reference
 from paged.kernels.moe import reference as moe_reference
-from paged.kernels.moe.alignment import max_num_blocks
+from paged.kernels.moe.moe_align_block_size import max_num_blocks
 from paged.kernels.quantization import reference as quantization_reference
 from paged.kernels.quantization.quantize import quantize
 from paged.kernels.sampling import reference as sampling_reference

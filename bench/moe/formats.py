@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from paged.kernels.common.packed.packing import unpack_codes
+from paged.kernels.moe.weights import ExpertLinear
 from paged.kernels.quantization.quantize import quantize as quantize_linear
 
 
@@ -45,20 +46,7 @@ FORMATS = {
 }
 
 
-class QuantizedExperts(NamedTuple):
-    """One projection of all experts, as `fused_moe` takes it."""
-
-    w: torch.Tensor
-    scale: torch.Tensor
-    zeros: torch.Tensor | None
-    tensor_scale: torch.Tensor | None
-
-    def options(self, name: str) -> dict[str, torch.Tensor | None]:
-        """Its keywords, for w1 or w2."""
-        return {f"{name}_{field}": tensor for field, tensor in self._asdict().items() if field != "w"}
-
-
-def quantize(w: torch.Tensor, form: Format) -> QuantizedExperts:
+def quantize(w: torch.Tensor, form: Format) -> ExpertLinear:
     """Weights of which every group's largest has the format's largest value. Scales of words have rows side by side."""
     group_size = form.group_k or (-1 if form.group_n else 0)
     linears = [
@@ -76,4 +64,4 @@ def quantize(w: torch.Tensor, form: Format) -> QuantizedExperts:
     elif scale.dim() == 3 and form.kind != "e4m3":
         scale, zeros = (None if each is None else each.mT.contiguous().mT for each in (scale, zeros))
         assert scale is not None
-    return QuantizedExperts(values, scale, zeros, tensor_scale)
+    return ExpertLinear(values, None, scale, zeros, tensor_scale)

@@ -22,8 +22,8 @@ from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
 from paged.bench.timing import Call
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of
-from paged.kernels.moe.quantize_token_groups import quantize_token_groups
-from paged.kernels.moe.sum import moe_sum
+from paged.kernels.common.packed.quantize_rows import quantize_rows
+from paged.kernels.moe.fused_moe import moe_sum
 
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 # How vLLM's tables are named by what they were tuned for.
@@ -151,7 +151,7 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
                 kinds = (_kind(case) == "int8", _kind(case) == "int4")
                 launch(x, w, out, scale, None, *routing, *kinds, [0, case.format.group_k])
             else:
-                x, x_scale = (x, None) if scale is None else quantize_token_groups(x)(x)
+                x, x_scale = (x, None) if scale is None else quantize_rows(x, w.dtype, in_groups=True)(x, None)
                 is_e4m3 = (scale is not None, False, False, False, False)
                 launch(x, w, out, x_scale, scale, *routing, *is_e4m3, None if scale is None else [128, 128])
             return out[0]

@@ -28,7 +28,6 @@ _ARGUMENTS = {
     "rotary_embedding": ("positions",),
     "copy_blocks": ("block_pairs",),
     "add_lora": ("rows", "slots", "ranks"),
-    "fused_moe": ("aligned.sorted_token_ids", "aligned.expert_ids", "aligned.num_tokens_post_padded"),
 }
 _OPERATIONS = ("", *_ARGUMENTS)
 # Of `Sequences` what a kernel takes by the same name.

@@ -73,3 +73,64 @@ def codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
     unit, inside = columns // 128, columns % 128
     i, r, half = inside // 32, inside % 32 // 2, inside % 2
     return (words.cpu().long()[:, unit * 16 + r] >> (4 * i + 16 * half)) % 16
+
+
+def dequantize(
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    zeros: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
+    *,
+    num_columns: int = 0,
+) -> torch.Tensor:
+    """Weights [rows, columns] of a layer, or of one expert: (code - zero) * scale * tensor_scale, with a zero and a
+    scale for all of them, each row, or each group of rows and columns.
+
+    Groups of e4m3 are 128 x 128, those of others some columns of a row, 32 of MXFP4 and 16 of NVFP4. Bytes are two
+    4-bit codes, low bits first, int32 words codes as `packing` orders them, of num_columns columns; a 4-bit code stands
+    for 8 less where there are no zeros, or for E2M1 beside scales that are no plain numbers.
+    """
+    if scale is None:
+        return f64(w)
+    is_e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    is_e2m1 = w.dtype == torch.int32 and (is_e8m0 or scale.dtype == torch.float8_e4m3fn)
+    if w.dtype == torch.int32:
+        code = codes(w, num_columns)
+    elif w.dtype == torch.uint8:
+        code = torch.stack([w.cpu() % 16, w.cpu() // 16], -1).flatten(1).long()
+    else:
+        code = f64(w)
+    values = torch.tensor(E2M1, dtype=torch.float64)[code] if is_e2m1 else code.double()
+    middle = 8.0 if w.dtype in (torch.int32, torch.uint8) and not is_e2m1 else 0.0
+    factors = 2.0 ** (scale.cpu().view(torch.uint8).double() - 127) if is_e8m0 else f64(scale)
+
+    def of_each(given: torch.Tensor) -> torch.Tensor:
+        if given.dim() < 2:
+            return given.reshape(-1, 1)
+        height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // given.shape[1])
+        if is_e2m1:
+            width = 32 if is_e8m0 else 16
+        rows, columns = torch.arange(values.shape[0]) // height, torch.arange(values.shape[1]) // width
+        return given[rows][:, columns]
+
+    numbers = (values - (middle if zeros is None else of_each(f64(zeros)))) * of_each(factors)
+    return numbers if tensor_scale is None else numbers * f64(tensor_scale)
+
+
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype, size: int, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """x with every `size` values of a row rounded to e4m3 or int8 times a scale: the one given, or one that makes the
+    largest of them 448 or 127. What is not finite makes them NaN.
+    """
+    x = f64(x)
+    largest = 127.0 if dtype == torch.int8 else 448.0
+    out = torch.empty_like(x)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], size):
+            values = x[row, start : start + size]
+            own = float(values.abs().max()) / largest or 1.0 if scale is None else float(scale)
+            if dtype == torch.int8:
+                rounded = (values / own).round().clamp(-128, 127)
+            else:
+                rounded = f64(to_float8((values / own).clamp(-largest, largest), dtype))
+            out[row, start : start + size] = rounded * own if values.isfinite().all() else torch.nan
+    return out

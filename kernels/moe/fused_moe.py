@@ -8,26 +8,63 @@ from typing import Any
 import torch
 
 from paged.kernels.common.checks import (
+    check_contiguous,
     check_last_dim_contiguous,
     check_shape,
     check_tensor,
     check_writable,
 )
+from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import device_of, use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.gated_activation import check_activation
-from paged.kernels.common.id_checks import Ids, check_all_ids, checks_ids
+from paged.kernels.common.launch import Launch
 from paged.kernels.common.operation import Arguments, Run, like_the_first, operation
 from paged.kernels.common.scalars import as_bool, as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks
 from paged.kernels.moe.config import MoeShape, MoeTiles, moe_tiles, takes_gemv
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.gemv import moe_gemv
-from paged.kernels.moe.moe_align_block_size import check_expert_map, moe_align_block_size
+from paged.kernels.moe.moe_align_block_size import (
+    MoeAlignment,
+    check_expert_map,
+    expert_rows,
+    max_num_blocks,
+    moe_align_block_size,
+    num_mapped,
+)
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
-from paged.kernels.moe.sum import moe_sum
 from paged.kernels.moe.torch_ops import fused_moe as torch_op
 from paged.kernels.moe.weights import ExpertLinear, MoeCall, check_operands
+
+
+@triton.jit
+def _moe_sum_kernel(
+    parts_ptr,  # [num_tokens, TOP_K, HIDDEN_SIZE], contiguous
+    weights_ptr,  # [num_tokens, TOP_K] float32
+    ids_ptr,  # [num_tokens, TOP_K] int32
+    expert_map_ptr,  # [num_mapped], or None
+    out_ptr,  # [num_tokens, HIDDEN_SIZE]
+    num_mapped,
+    stride_out_token,
+    HIDDEN_SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One token's weighted parts, always added in the same order. Parts of experts that other ranks hold were never
+    written and are not read; a NaN weight makes the row NaN even where it names no expert."""
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offs < HIDDEN_SIZE
+    total = tl.zeros((BLOCK_SIZE,), tl.float32)
+    # Unrolled, so that all parts are on their way before the first is added.
+    for k in tl.static_range(TOP_K):
+        entry = token * TOP_K + k
+        is_here = expert_rows(tl.load(ids_ptr + entry), expert_map_ptr, num_mapped, NUM_EXPERTS) >= 0
+        weight = tl.load(weights_ptr + entry)
+        part = tl.load(parts_ptr + entry * HIDDEN_SIZE + offs, mask=mask & is_here, other=0.0)
+        total += tl.where(weight == weight, part.to(tl.float32), weight)
+    tl.store(out_ptr + token * stride_out_token + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _decode(given: Arguments) -> None:
@@ -119,10 +156,7 @@ def fused_moe(
     def run(given: Arguments) -> torch.Tensor:
         x, out = given["hidden_states"], given["out"]
         first, second = (
-            ExpertLinear(
-                given[w], given[f"{w}_bias"], given[f"{w}_scale"], given[f"{w}_zeros"], given[f"{w}_tensor_scale"]
-            )
-            for w in ("w1", "w2")
+            ExpertLinear(given[w], *(given[f"{w}_{each}"] for each in ExpertLinear._fields[1:])) for w in ("w1", "w2")
         )
         out = like_the_first(x) if out is None else out
         routes = given["topk_weights"], given["topk_ids"], given["expert_map"]
@@ -164,8 +198,6 @@ def _grouped(
         sizes = tiles.gate_up.block_m, num_experts
         align = align or moe_align_block_size.bind(ids, *sizes, expert_map=call.expert_map)
         aligned = align(ids, *sizes, expert_map=call.expert_map)
-    elif checks_ids(ids):
-        _check_entries(aligned, ids.numel(), num_experts)
     activated = x.new_empty((ids.numel(), call.intermediate_size))
     first = expert_gemm(
         x,
@@ -182,6 +214,41 @@ def _grouped(
     second = expert_gemm(activated, call.down, parts, aligned, tiles.down, entry_weights=weights, bound=second)
     third = moe_sum(parts, weights, ids, num_experts, call.expert_map, call.out, third)
     return first, second, third, align
+
+
+def moe_sum(
+    parts: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: Launch | None = None,
+) -> Launch:
+    """out[token] = sum of its parts [num_tokens * top_k, hidden_size], which carry their weights already.
+
+    launch: what an earlier call returned whose tensors had the same signatures, of as many experts.
+    """
+    if launch is None:
+        num_tokens, top_k = topk_ids.shape
+        hidden_size = out.shape[1]
+        block_size = min(triton.next_power_of_2(hidden_size), 1024)
+        launch = Launch(
+            _moe_sum_kernel,
+            (num_tokens, triton.cdiv(hidden_size, block_size)),
+            {
+                "num_mapped": num_mapped(expert_map),
+                "stride_out_token": out.stride(0),
+                "HIDDEN_SIZE": hidden_size,
+                "NUM_EXPERTS": num_experts,
+                "TOP_K": top_k,
+                "BLOCK_SIZE": block_size,
+            },
+            num_warps=4,
+        )
+    tensors = {"parts_ptr": parts, "weights_ptr": topk_weights, "ids_ptr": topk_ids}
+    launch({**tensors, "expert_map_ptr": expert_map, "out_ptr": out})
+    return launch
 
 
 def moe_block_size(
@@ -244,21 +311,6 @@ def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: in
     num_entries, device = topk_ids.numel(), topk_ids.device
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
-    for name, tensor in zip(aligned._fields, aligned, strict=True):
-        check_tensor(f"aligned.{name}", tensor, ("size",), (torch.int32,), device)
-        check_last_dim_contiguous(f"aligned.{name}", tensor)
-    given = tuple(tensor.numel() for tensor in aligned)
-    if given != sizes:
-        raise InvalidInputError(
-            f"aligned: sizes {given}, expected {sizes}, those of {num_entries} entries of {num_experts} experts in "
-            f"blocks of {block_size}"
-        )
-
-
-def _check_entries(aligned: MoeAlignment, num_entries: int, num_experts: int) -> None:
-    # num_entries stands for an empty slot of a block, -1 for a block that is not in use.
-    ranges = (0, num_entries), (-1, num_experts - 1), (0, aligned.sorted_token_ids.numel())
-    ids = [
-        Ids(f"aligned.{name}", each, *ends) for name, each, ends in zip(aligned._fields, aligned, ranges, strict=True)
-    ]
-    check_all_ids("fused_moe", *ids, by_triton=True)
+    for name, tensor, size in zip(aligned._fields, aligned, sizes, strict=True):
+        check_tensor(f"aligned.{name}", tensor, (size,), (torch.int32,), device)
+        check_contiguous(f"aligned.{name}", tensor)

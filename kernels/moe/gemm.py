@@ -1,10 +1,10 @@
 """The launch of the grouped GEMM of the fused MoE, whose algorithm `gemm_kernel.py` tells.
 
 `fused_moe.py` calls `expert_gemm` twice: for the gate and up projections, and for the down projection. A launch has a
-program for every block of entries that there could be (`alignment.py`) and every block_n columns; the tile is from
+program for every block of entries that there could be (`max_num_blocks`) and every block_n columns; the tile is from
 `config.py`, of quantised weights no deeper than the columns that share a scale. Weights of 16 bits go by a tensor
 descriptor where the tile asks for Hopper's copy engine and their strides let it, all others by pointers; for e4m3
-weights x is rounded first (`quantize_token_groups.py`). What depends on no tensor's address is worked out once, in
+weights x is rounded first (`packed/quantize_rows.py`). What depends on no tensor's address is worked out once, in
 `_prepare`, and kept by the caller as a `Launch`.
 """
 
@@ -19,14 +19,14 @@ from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.launch import Box, Launch, strides
-from paged.kernels.common.packed.packing import E2M1_GROUPS
-from paged.kernels.moe.alignment import MoeAlignment
+from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK
+from paged.kernels.common.packed.quantize_rows import quantize_rows
 from paged.kernels.moe.config import MoeTile, quantized_tile
 from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
-from paged.kernels.moe.quantize_token_groups import quantize_token_groups
-from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear
+from paged.kernels.moe.moe_align_block_size import MoeAlignment
+from paged.kernels.moe.weights import ExpertLinear
 
-BoundGemm = tuple[Launch, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None]
+BoundGemm = tuple[Launch, Callable[..., tuple[torch.Tensor, torch.Tensor]] | None]
 """The launch of a product, and where its weights are e4m3 what rounds its input."""
 
 # 0 where scales have fewer dimensions.
@@ -54,8 +54,8 @@ def expert_gemm(
     w, scale, x_scale = linear.w, linear.scale, None
     launch, quantize = bound or (None, None)
     if linear.format == "e4m3":
-        quantize = quantize or quantize_token_groups(x)
-        x, x_scale = quantize(x)
+        quantize = quantize or quantize_rows(x, w.dtype, in_groups=True)
+        x, x_scale = quantize(x, None)
         w = w if x.dtype == w.dtype else as_kernel_argument(w)
     if launch is None:
         numbers = {"ACTIVATION": activation, "INTERLEAVED": interleaved, "ENTRIES_PER_ROW": entries_per_row}
@@ -91,7 +91,7 @@ def _prepare(
     if linear.format:
         group_n, group_k = linear.group(depth)
         if not linear.is_packed:
-            step = FP8_GROUP if linear.format == "e4m3" else group_k
+            step = FP8_BLOCK if linear.format == "e4m3" else group_k or depth
             arch, is_native = device_of(x.device).arch, x.dtype == linear.w.dtype
             tile = quantized_tile(tile, step, arch, gated=bool(numbers["ACTIVATION"]), is_native=is_native)
         group_k = 0 if group_k == depth and linear.format not in E2M1_GROUPS else group_k
@@ -115,8 +115,8 @@ def _prepare(
             "EVEN_K": is_even,
             "FORMAT": "e2m1" if linear.format in E2M1_GROUPS else linear.format,
             "SCALE": {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(linear.format, ""),
-            "X_GROUP": FP8_GROUP,
-            "GROUP_N": group_n,
+            "X_GROUP": FP8_BLOCK,
+            "GROUP_N": group_n or linear.w.shape[1],
             "GROUP_K": group_k,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,

@@ -7,8 +7,8 @@ BLOCK_K, accumulates in float32, and stores each row at its entry's row of the o
 bounds known to the host; programs beyond the blocks in use return at once.
 
 The first product of `fused_moe` computes gate and up columns in one program and applies the activation in registers;
-the second multiplies each row by its routing weight, and `sum.py` adds up a token's rows. Tiles come from `config.py`;
-`gemv.py` is the way for a few tokens, `quantize_token_groups.py` what e4m3 weights need of x.
+the second multiplies each row by its routing weight, and `moe_sum` adds up a token's rows. Tiles come from `config.py`;
+`gemv.py` is the way for a few tokens, `packed/quantize_rows.py` what e4m3 weights need of x.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from __future__ import annotations
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.gated_activation import gated_activation
 from paged.kernels.common.launch import Launch, strides
-from paged.kernels.moe.alignment import num_mapped
-from paged.kernels.moe.moe_align_block_size import expert_rows
+from paged.kernels.moe.moe_align_block_size import expert_rows, num_mapped
 from paged.kernels.moe.weights import MoeCall
 
 

@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.reference import E2M1, codes, f64, gated_activation
-from paged.kernels.moe.routing import SCORINGS, Routing
+from paged.kernels.common.reference import dequantize, f64, gated_activation, quantize_rows
+from paged.kernels.moe.routing import Routing
 
 
 def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`route_tokens`, one token at a time; options: its other arguments."""
     routing = Routing(top_k, **options)
-    if routing.scoring not in SCORINGS:
-        raise InvalidInputError(f"scoring={routing.scoring!r}: expected 'softmax' or 'sigmoid'")
     logits = f64(router_logits)
     num_tokens, num_experts = logits.shape
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else 1 / (1 + torch.exp(-logits))
@@ -60,65 +57,6 @@ def moe_align_block_size(
     return blocks, expert_ids, block_size * len(blocks)
 
 
-def quantize_token_groups(x: torch.Tensor) -> torch.Tensor:
-    """x [num_rows, size] with every 128 values of a row rounded to e4m3 times a scale that makes their largest 448.
-
-    e4m3 numbers from 2^e to 2^(e + 1) are 2^(e - 3) apart, those below 2^-6 are 2^-9 apart (Micikevicius et al., 2022).
-    """
-    x = f64(x)
-    out = x.clone()
-    for start in range(0, x.shape[1], 128):
-        for row in range(x.shape[0]):
-            values = x[row, start : start + 128]
-            scale = float(values.abs().max()) / 448 or 1.0
-            exponents = torch.floor(torch.log2((values / scale).abs().clamp(min=2.0**-6)))
-            steps = scale * 2.0 ** (exponents - 3)
-            out[row, start : start + 128] = torch.round(values / steps) * steps
-    return out
-
-
-def dequantize(
-    w: torch.Tensor,
-    scale: torch.Tensor | None,
-    zeros: torch.Tensor | None = None,
-    tensor_scale: torch.Tensor | None = None,
-    *,
-    num_columns: int = 0,
-) -> torch.Tensor:
-    """One expert's weights [rows, columns]: (code - zero) * scale * tensor_scale, with a zero and a scale for all of
-    them, each row, or each group of rows and columns.
-
-    Groups of e4m3 are 128 x 128, those of others some columns of a row, 32 of MXFP4 and 16 of NVFP4. Bytes are two
-    4-bit codes, low bits first, int32 words codes as `packing` orders them, of num_columns columns; a 4-bit code stands
-    for 8 less where there are no zeros, or for E2M1 beside scales that are no plain numbers.
-    """
-    if scale is None:
-        return f64(w)
-    is_e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
-    is_e2m1 = w.dtype == torch.int32 and (is_e8m0 or scale.dtype == torch.float8_e4m3fn)
-    if w.dtype == torch.int32:
-        code = codes(w, num_columns)
-    elif w.dtype == torch.uint8:
-        code = torch.stack([w.cpu() % 16, w.cpu() // 16], -1).flatten(1).long()
-    else:
-        code = f64(w)
-    values = torch.tensor(E2M1, dtype=torch.float64)[code] if is_e2m1 else code.double()
-    middle = 8.0 if w.dtype in (torch.int32, torch.uint8) and not is_e2m1 else 0.0
-    factors = 2.0 ** (scale.cpu().view(torch.uint8).double() - 127) if is_e8m0 else f64(scale)
-
-    def of_each(given: torch.Tensor) -> torch.Tensor:
-        if given.dim() < 2:
-            return given.reshape(-1, 1)
-        height, width = (128, 128) if w.dtype == torch.float8_e4m3fn else (1, values.shape[1] // given.shape[1])
-        if is_e2m1:
-            width = 32 if is_e8m0 else 16
-        rows, columns = torch.arange(values.shape[0]) // height, torch.arange(values.shape[1]) // width
-        return given[rows][:, columns]
-
-    numbers = (values - (middle if zeros is None else of_each(f64(zeros)))) * of_each(factors)
-    return numbers if tensor_scale is None else numbers * f64(tensor_scale)
-
-
 def fused_moe(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -128,46 +66,37 @@ def fused_moe(
     *,
     activation: str = "silu",
     expert_map: torch.Tensor | None = None,
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
     interleaved: bool = False,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    w1_zeros: torch.Tensor | None = None,
-    w2_zeros: torch.Tensor | None = None,
-    w1_tensor_scale: torch.Tensor | None = None,
-    w2_tensor_scale: torch.Tensor | None = None,
+    **options: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`fused_moe`, one entry at a time."""
+    """`fused_moe`, one entry at a time; options: its biases, scales and zero points."""
     x, weights = f64(hidden_states), f64(topk_weights)
-    num_experts, hidden_size, _ = w2.shape
     rows = torch.arange(w1.shape[1])
     gate_rows, up_rows = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
-    w1_bias = torch.zeros(num_experts, w1.shape[1]) if w1_bias is None else w1_bias
-    w2_bias = torch.zeros(num_experts, hidden_size) if w2_bias is None else w2_bias
 
     @functools.cache
-    def matrices(local: int) -> tuple[torch.Tensor, torch.Tensor]:
-        def expert(*given: torch.Tensor | None) -> list[torch.Tensor | None]:
-            return [None if each is None else each[local] for each in given]
-
-        first = dequantize(w1[local], *expert(w1_scale, w1_zeros, w1_tensor_scale), num_columns=x.shape[1])
-        second = dequantize(w2[local], *expert(w2_scale, w2_zeros, w2_tensor_scale), num_columns=w1.shape[1] // 2)
-        return first, second
+    def expert(local: int) -> list[tuple[torch.Tensor, torch.Tensor | float]]:
+        """Weights and biases of both projections."""
+        found = []
+        for name, w, columns in (("w1", w1, x.shape[1]), ("w2", w2, w1.shape[1] // 2)):
+            given = [options.get(f"{name}_{each}") for each in ("bias", "scale", "zeros", "tensor_scale")]
+            bias, *scales = (None if each is None else each[local] for each in given)
+            found.append((dequantize(w[local], *scales, num_columns=columns), 0.0 if bias is None else f64(bias)))
+        return found
 
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
-        for weight, expert in zip(weights[token], topk_ids[token].tolist(), strict=True):
+        for weight, chosen in zip(weights[token], topk_ids[token].tolist(), strict=True):
             if torch.isnan(weight):
                 out[token] = math.nan
                 continue
-            local = expert if expert_map is None or expert < 0 else int(expert_map[expert])
+            local = chosen if expert_map is None or chosen < 0 else int(expert_map[chosen])
             if local >= 0:
-                first, second = matrices(local)
-                given = quantize_token_groups(x[token, None])[0] if w1.dtype == torch.float8_e4m3fn else x[token]
-                product = first @ given + f64(w1_bias[local])
+                (first, first_bias), (second, second_bias) = expert(local)
+                given = quantize_rows(x[token, None], w1.dtype, 128)[0] if w1.dtype == torch.float8_e4m3fn else x[token]
+                product = first @ given + first_bias
                 activated = gated_activation(product[gate_rows], product[up_rows], activation)
                 if w2.dtype == torch.float8_e4m3fn:
-                    activated = quantize_token_groups(activated[None])[0]
-                out[token] += weight * (second @ activated + f64(w2_bias[local]))
+                    activated = quantize_rows(activated[None], w2.dtype, 128)[0]
+                out[token] += weight * (second @ activated + second_bias)
     return out

@@ -13,8 +13,16 @@ from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.launch import Launch
 from paged.kernels.common.operation import Arguments, Run, in_fields, operation
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.moe.alignment import MoeAlignment, max_num_blocks, new_alignment, num_mapped
-from paged.kernels.moe.moe_align_block_size import check_expert_map, check_sizes, expert_rows, moe_align_block_size
+from paged.kernels.moe.moe_align_block_size import (
+    MoeAlignment,
+    check_expert_map,
+    check_sizes,
+    expert_rows,
+    max_num_blocks,
+    moe_align_block_size,
+    new_alignment,
+    num_mapped,
+)
 from paged.kernels.moe.route_tokens import bind_routing
 from paged.kernels.moe.routing import Routing, check_routing, choose_experts, new_routes
 

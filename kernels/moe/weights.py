@@ -16,14 +16,10 @@ from paged.kernels.common.checks import (
     check_shape,
     check_tensor,
 )
-from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
+from paged.kernels.common.errors import InvalidInputError
+from paged.kernels.common.packed.packing import check_scales, format_of, group_of, num_words
 
-# Values of a token, and rows and columns of weights, that share a scale in 128 x 128 quantisation (DeepSeek-V3, 2024).
-FP8_GROUP = 128
-_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
-_QUANTIZED = (*_FORMATS, torch.int32)
-_E2M1_SCALES = (*E8M0, torch.float8_e4m3fn)
+_QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 
 
 class ExpertLinear(NamedTuple):
@@ -43,9 +39,7 @@ class ExpertLinear(NamedTuple):
     @property
     def format(self) -> str:
         """ "" for weights that are not quantised, "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
-        if self.scale is None:
-            return ""
-        return format_of_words(self.scale) if self.is_packed else _FORMATS[self.w.dtype]
+        return "" if self.scale is None else format_of(self.w, self.scale)
 
     @property
     def is_packed(self) -> bool:
@@ -58,14 +52,14 @@ class ExpertLinear(NamedTuple):
         codes = 1 if self.scale is None else {torch.uint8: 2, torch.int32: 8}.get(self.w.dtype, 1)
         return self.w.shape[2] * codes
 
+    def options(self, name: str) -> dict[str, torch.Tensor | None]:
+        """Keywords of `fused_moe` for all but `w`, where this is "w1" or "w2"."""
+        return {f"{name}_{field}": tensor for field, tensor in self._asdict().items() if field != "w"}
+
     def group(self, in_features: int) -> tuple[int, int]:
-        """Rows and columns of the weights that share a scale."""
+        """Rows and columns of the weights that share a scale; 0 for all of them."""
         assert self.scale is not None
-        if self.scale.dim() < 3:
-            return self.w.shape[1] if self.scale.dim() == 1 else 1, in_features
-        if self.format == "e4m3":
-            return FP8_GROUP, FP8_GROUP
-        return 1, E2M1_GROUPS.get(self.format) or in_features // self.scale.shape[2]
+        return group_of(self.format, self.scale.shape[1:], in_features)
 
 
 class MoeCall(NamedTuple):
@@ -138,35 +132,10 @@ def _check_weights(
     if bias is not None:
         check_tensor(f"{name}_bias", bias, w.shape[:2], (dtype, torch.float32), device)
         check_contiguous(f"{name}_bias", bias)
-    _check_scales(name, linear, in_features)
-
-
-def _check_scales(name: str, linear: ExpertLinear, in_features: int) -> None:
-    (num_experts, num_rows, _), device, form = linear.w.shape, linear.w.device, linear.format
-    scale, zeros, tensor_scale = linear.scale, linear.zeros, linear.tensor_scale
-    if zeros is not None and form not in ("int8", "int4"):
-        raise InvalidInputError(f"{name}_zeros: given with {form or 'plain'} weights, expected None")
-    if scale is None:
-        if tensor_scale is not None:
-            raise InvalidInputError(f"{name}_tensor_scale: given without {name}_scale, expected None")
+    if linear.scale is not None:
+        names = f"{name}_scale", f"{name}_zeros", f"{name}_tensor_scale"
+        check_scales(names, w, in_features, linear.scale, linear.zeros, linear.tensor_scale)
         return
-    expected: tuple[int | str, ...] = (num_experts, num_rows)[: max(scale.dim(), 1)]
-    if form in E2M1_GROUPS:
-        expected = num_experts, num_rows, -(-in_features // E2M1_GROUPS[form])
-    elif scale.dim() > 2:
-        blocks = tuple(-(-size // FP8_GROUP) for size in (num_rows, in_features))
-        expected = (num_experts, *blocks) if form == "e4m3" else (num_experts, num_rows, "groups")
-    # Those of words say what the words are.
-    dtypes = (torch.float32,) if form == "e4m3" else (*FLOAT_DTYPES, *_E2M1_SCALES * linear.is_packed)
-    check_tensor(f"{name}_scale", scale, expected, dtypes, device)
-    if expected[-1] == "groups":
-        num_groups = scale.shape[2]
-        if num_groups == 0 or in_features % num_groups:
-            groups = f"{num_groups} groups, expected a divisor of {in_features} columns"
-            raise InvalidInputError(f"{name}_scale: {groups}")
-        if (size := in_features // num_groups) % 32:
-            raise UnsupportedError(f"{name}_scale: groups of {size} columns, expected a multiple of 32")
-    if zeros is not None:
-        check_tensor(f"{name}_zeros", zeros, scale.shape, (torch.int8,), device)
-    if tensor_scale is not None:
-        check_tensor(f"{name}_tensor_scale", tensor_scale, (num_experts,), (torch.float32,), device)
+    for kind, given in (("zeros", linear.zeros), ("tensor_scale", linear.tensor_scale)):
+        if given is not None:
+            raise InvalidInputError(f"{name}_{kind}: given with plain weights, expected None")

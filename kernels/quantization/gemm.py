@@ -8,11 +8,10 @@ from paged.kernels.common.compat import triton
 from paged.kernels.common.device import device_of
 from paged.kernels.common.fp8 import as_kernel_argument
 from paged.kernels.common.launch import launch
-from paged.kernels.common.packed.packing import E8M0
+from paged.kernels.common.packed.packing import E8M0, FP8_BLOCK
 from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
-from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
-from paged.kernels.quantization.partials import SUM_COLUMNS, _sum_partials_kernel
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.gemm_kernel import SUM_COLUMNS, _quantized_linear_kernel, _sum_partials_kernel
+from paged.kernels.quantization.weight import QuantizedWeight
 
 
 def row_counts(most: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:

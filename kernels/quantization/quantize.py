@@ -7,9 +7,9 @@ from torch.nn import functional
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape
 from paged.kernels.common.errors import InvalidInputError
-from paged.kernels.common.packed.packing import E2M1, E2M1_GROUPS, pack_codes
+from paged.kernels.common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, pack_codes
 from paged.kernels.common.scalars import as_int, shown
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.weight import QuantizedWeight
 
 _LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "nvfp4": 6.0}
 
@@ -20,10 +20,9 @@ def quantize(
     *,
     group_size: int = -1,
     symmetric: bool = True,
-    quantizes_input: bool | None = None,
-    input_scale: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """Plain weights, rounded to the nearest code of a group whose largest value gets the largest code.
+    """Plain weights, rounded to the nearest code of a group whose largest value gets the largest code. Of e4m3, and of
+    symmetric int8 without groups, the input is quantised too.
 
     Args:
         weight: float32, float16 or bfloat16 [out_features, in_features].
@@ -31,8 +30,6 @@ def quantize(
         group_size: columns of a row that share a scale, -1 for all of them, 0 for all weights; of e4m3 128 for blocks
             of 128 x 128. MXFP4 has 32 and NVFP4 16, whatever it is.
         symmetric: False for zero points, of int8 and int4, so that a group's codes span its smallest and largest value.
-        quantizes_input, input_scale: see `QuantizedWeight`; of e4m3, and of symmetric int8 without groups, the input is
-            quantised where nothing is said.
 
     Raises:
         InvalidInputError: a dtype, shape or group size does not fit.
@@ -70,16 +67,13 @@ def quantize(
         scale = (scale.log2().round() + 127).to(torch.uint8)
     elif form == "nvfp4":
         scale = scale.to(torch.float8_e4m3fn)
-    if quantizes_input is None:
-        quantizes_input = form == "e4m3" or (form == "int8" and symmetric and scale.dim() < 2)
     return QuantizedWeight(
         codes if form in ("e4m3", "int8") else pack_codes(codes),
         scale,
         columns,
         zero_point,
         tensor_scale,
-        quantizes_input,
-        input_scale,
+        quantizes_input=form == "e4m3" or (form == "int8" and symmetric and scale.dim() < 2),
     )
 
 

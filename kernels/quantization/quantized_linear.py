@@ -16,10 +16,11 @@ from paged.kernels.common.checks import (
 from paged.kernels.common.device import use_triton
 from paged.kernels.common.errors import InvalidInputError
 from paged.kernels.common.operation import Arguments, Run, in_fields, operation
+from paged.kernels.common.packed.packing import FP8_BLOCK
+from paged.kernels.common.packed.quantize_rows import quantize_rows
+from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
 from paged.kernels.common.scalars import shown
 from paged.kernels.quantization.gemm import quantized_gemm
-from paged.kernels.quantization.quantize_rows import quantize_rows
-from paged.kernels.quantization.torch_ops import quantized_linear as torch_op
 from paged.kernels.quantization.weight import QuantizedWeight
 
 
@@ -75,10 +76,29 @@ def _run(given: Arguments) -> torch.Tensor:
     if weight.input_order is not None:
         x = x.index_select(1, weight.input_order)
     if not use_triton(x):
-        return torch_op.quantized_linear(x, weight, bias, out)
+        _multiply_by_torch(x, weight, bias, out)
+        return out
     x_scale = None
     if weight.quantizes_input:
-        in_groups = weight.scale.dim() == 2
-        x, x_scale = quantize_rows(x, weight.values.dtype, in_groups=in_groups, scale=weight.input_scale)
+        x, x_scale = quantize_rows(x, weight.values.dtype, in_groups=weight.scale.dim() == 2)(x, weight.input_scale)
     quantized_gemm(x, x_scale, weight, bias, out)
     return out
+
+
+def _multiply_by_torch(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """PyTorch implementation of `quantized_gemm`, which also quantises x: a tile of the weights at a time."""
+    wide = x.float()
+    if weight.quantizes_input:
+        group = FP8_BLOCK if weight.scale.dim() == 2 else x.shape[1]
+        wide = rounded_groups(wide, group, weight.format, weight.input_scale)
+    quantized_product(
+        wide,
+        weight.values,
+        weight.scale,
+        weight.format,
+        weight.group,
+        out,
+        zero_point=weight.zero_point,
+        tensor_scale=weight.tensor_scale,
+        bias=bias,
+    )

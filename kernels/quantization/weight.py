@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from paged.kernels.common.checks import (
-    FLOAT_DTYPES,
     check_contiguous,
     check_dtype,
     check_is_tensor,
@@ -15,11 +14,8 @@ from paged.kernels.common.checks import (
     check_tensor,
 )
 from paged.kernels.common.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, E8M0, format_of_words, num_words
+from paged.kernels.common.packed.packing import check_scales, format_of, group_of, num_words
 from paged.kernels.common.scalars import as_bool, as_int
-
-# Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).
-FP8_BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,23 +64,11 @@ class QuantizedWeight:
         check_shape("values", self.values, ("out_features", columns))
         check_contiguous("values", self.values)
         check_is_tensor("scale", self.scale)
-        device, is_whole = self.values.device, self.format in ("int8", "int4")
-        dtypes = (torch.float32,) if self.format == "e4m3" else FLOAT_DTYPES
-        narrow = (*E8M0, torch.float8_e4m3fn) if self.is_packed else ()
-        check_tensor("scale", self.scale, self._scale_shape(), (*dtypes, *narrow), device)
-        if is_whole and self.scale.dim() == 2:
-            num_groups = self.scale.shape[1]
-            if num_groups == 0 or self.in_features % num_groups:
-                raise InvalidInputError(f"scale: {num_groups} groups, expected a divisor of {self.in_features} columns")
-            if num_groups > 1 and self.group[1] % 32:
-                raise UnsupportedError(f"scale: groups of {self.group[1]} columns, expected a multiple of 32")
-        if self.zero_point is not None:
-            if not is_whole:
-                raise InvalidInputError(f"zero_point: given with {self.format} weights, expected None")
-            check_tensor("zero_point", self.zero_point, self.scale.shape, (torch.int8,), device)
-        for name, scalar in (("tensor_scale", self.tensor_scale), ("input_scale", self.input_scale)):
-            if scalar is not None:
-                check_tensor(name, scalar, (), (torch.float32,), device)
+        names = "scale", "zero_point", "tensor_scale"
+        check_scales(names, self.values, self.in_features, self.scale, self.zero_point, self.tensor_scale)
+        device = self.values.device
+        if self.input_scale is not None:
+            check_tensor("input_scale", self.input_scale, (), (torch.float32,), device)
         if self.input_order is not None:
             check_tensor("input_order", self.input_order, (self.in_features,), (torch.int32,), device)
             check_contiguous("input_order", self.input_order)
@@ -98,9 +82,7 @@ class QuantizedWeight:
     @property
     def format(self) -> str:
         """What a code is: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
-        if not self.is_packed:
-            return "int8" if self.values.dtype == torch.int8 else "e4m3"
-        return format_of_words(self.scale)
+        return format_of(self.values, self.scale)
 
     @property
     def out_features(self) -> int:
@@ -109,19 +91,7 @@ class QuantizedWeight:
     @property
     def group(self) -> tuple[int, int]:
         """Rows and columns that share a scale; 0 for all of them."""
-        if self.scale.dim() < 2:
-            return self.scale.dim(), 0
-        if self.format == "e4m3":
-            return FP8_BLOCK, FP8_BLOCK
-        return 1, E2M1_GROUPS.get(self.format) or self.in_features // self.scale.shape[1]
-
-    def _scale_shape(self) -> tuple[int | str, ...]:
-        rows, columns = self.out_features, self.in_features
-        if self.format in E2M1_GROUPS:
-            return rows, -(-columns // E2M1_GROUPS[self.format])
-        if self.scale.dim() < 2:
-            return (rows,)[: self.scale.dim()]
-        return (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)) if self.format == "e4m3" else (rows, "groups")
+        return group_of(self.format, self.scale.shape, self.in_features)
 
     def _check_input(self) -> None:
         if not self.quantizes_input:

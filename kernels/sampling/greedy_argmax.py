@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.device import use_triton
-from paged.kernels.common.launch import Launch, num_warps
-from paged.kernels.common.operation import Arguments, Run, operation
+from paged.kernels.common.launch import launch, num_warps
+from paged.kernels.common.operation import Run, operation
 from paged.kernels.sampling.torch_ops import greedy_argmax as torch_op
-
-_T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 # Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)
 # through one multiprocessor. 4,096 tokens a program give 38 programs a row there, and 64 partial results at 256k.
@@ -105,26 +103,7 @@ def greedy_argmax(
         return lambda given: torch.full((len(given["logits"]),), -1, dtype=torch.int64, device=given["logits"].device)
     if not use_triton(logits):
         return lambda given: torch_op.greedy_argmax(**given)
-    num_rows, num_chunks = len(logits), triton.cdiv(logits.shape[1], BLOCK_TOKENS)
-    rows = _contiguous_rows(logits), _contiguous_rows(token_mask), _contiguous_rows(repetition_penalty)
-    launches = _prepare(*rows, num_chunks)
-
-    def run(given: Arguments) -> torch.Tensor:
-        logits, token_mask, repetition_penalty = given.values()
-        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        tensors = {
-            "logits_ptr": _contiguous_rows(logits),
-            "token_mask_ptr": _contiguous_rows(token_mask),
-            "repetition_penalty_ptr": _contiguous_rows(repetition_penalty),
-            "best_ptr": torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device),
-            "token_ptr": torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device),
-            "out_ptr": out,
-        }
-        for launch in launches:
-            launch(tensors)
-        return out
-
-    return run
+    return lambda given: _launch(*given.values())
 
 
 def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, logits: torch.Tensor) -> None:
@@ -135,33 +114,40 @@ def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, l
         check_tensor(name, tensor, expected, (dtype,), logits.device)
 
 
-def _contiguous_rows(tensor: _T) -> _T:
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _row_stride(tensor: torch.Tensor | None) -> int:
-    """0 where one row serves all."""
-    return 0 if tensor is None or tensor.dim() == 1 else tensor.stride(0)
-
-
-def _prepare(
-    logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None, num_chunks: int
-) -> tuple[Launch, Launch]:
-    """The launches that find the best of every chunk, and of the chunks."""
-    num_rows, vocab_size = logits.shape
+def _launch(
+    logits: torch.Tensor, token_mask: torch.Tensor | None, repetition_penalty: torch.Tensor | None
+) -> torch.Tensor:
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    num_chunks = triton.cdiv(vocab_size, BLOCK_TOKENS)
     block_chunks = triton.next_power_of_2(num_chunks)
-    chunk = Launch(
+    best = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    token = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    rows: dict[str, Any] = {}
+    for name, tensor in (("logits", logits), ("token_mask", token_mask), ("repetition_penalty", repetition_penalty)):
+        if tensor is not None and tensor.stride(-1) != 1:
+            tensor = tensor.contiguous()
+        rows[f"{name}_ptr"] = tensor
+        rows[f"stride_{name}_row"] = 0 if tensor is None or tensor.dim() == 1 else tensor.stride(0)  # one serves all
+    launch(
         _greedy_argmax_chunk_kernel,
         (num_rows, num_chunks),
-        {
-            "vocab_size": vocab_size,
-            "num_chunks": num_chunks,
-            "stride_logits_row": _row_stride(logits),
-            "stride_token_mask_row": _row_stride(token_mask),
-            "stride_repetition_penalty_row": _row_stride(repetition_penalty),
-            "BLOCK_TOKENS": BLOCK_TOKENS,
-        },
+        **rows,
+        best_ptr=best,
+        token_ptr=token,
+        vocab_size=vocab_size,
+        num_chunks=num_chunks,
+        BLOCK_TOKENS=BLOCK_TOKENS,
         num_warps=num_warps(BLOCK_TOKENS),
     )
-    numbers = {"num_chunks": num_chunks, "BLOCK_CHUNKS": block_chunks}
-    return chunk, Launch(_greedy_argmax_reduce_kernel, (num_rows,), numbers, num_warps=num_warps(block_chunks))
+    launch(
+        _greedy_argmax_reduce_kernel,
+        (num_rows,),
+        best_ptr=best,
+        token_ptr=token,
+        out_ptr=out,
+        num_chunks=num_chunks,
+        BLOCK_CHUNKS=block_chunks,
+        num_warps=num_warps(block_chunks),
+    )
+    return out

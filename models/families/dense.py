@@ -17,16 +17,6 @@ from paged.models.layers.rope import rope_config, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
-# Where config.json of Ministral 3 says nothing about the rotation, as in transformers.
-_MINISTRAL3_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
 # OLMo 2 (OLMo Team, 2024): norms behind attention and MLP alone, and over all query and key heads.
 _OLMO: dict[str, Any] = {
     "before_attention": None,
@@ -116,14 +106,14 @@ def _ministral(hf: HfConfig) -> dict[str, Any]:
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
     """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position, once it is beyond the first
     training's."""
-    rope = hf.section("rope_parameters") or HfConfig(_MINISTRAL3_YARN, hf.source)
+    rope = hf.section("rope_parameters") or HfConfig({}, hf.source)
     growth = QueryGrowth(
         rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings"), offset=0
     )
     return {
         "window": hf.optional_integer("sliding_window"),
         **NO_BIAS,
-        "rope": rope_config(hf, default=_MINISTRAL3_YARN),
+        "rope": rope_config(hf),
         "query_growth": growth,
     }
 

@@ -19,15 +19,6 @@ from paged.models.loading.hf_config import HfConfig
 
 # What the clamped SwiGLU of `fused_moe`, and weights of the chosen experts that sum to 1, have built in.
 _GPT_OSS_BUILT_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu", "norm_topk_prob": True}
-# Where config.json of gpt-oss says nothing about the rotation, as in transformers.
-_GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 # What transformers has built in for MiniMax-M2, and published configurations say.
 _MINIMAX_BUILT_IN = {
     "scoring_func": "sigmoid",
@@ -96,7 +87,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     return {
         **({"quantization": None} if is_mxfp4 else {}),
         "window": layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
-        "rope": rope_config(hf, theta=150000.0, default=_GPT_OSS_YARN),
+        "rope": rope_config(hf, theta=150000.0, is_needed=True),
         "qkv_bias": has_bias,
         "o_bias": has_bias,
         "sinks": True,

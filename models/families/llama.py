@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -11,12 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.common.operation import Bound, layout
 from paged.kernels.common.torch_ops.linear import linear, pack
 from paged.kernels.lora.batch import LoraBatch
+from paged.kernels.moe.weights import ExpertLinear
 from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.attention import Attention, HeldCaches
-from paged.models.layers.bound import share_bound
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
@@ -26,6 +27,9 @@ from paged.models.loading.weights import WeightSlots
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
+
+# What tells layers apart beside their tensors.
+_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, MoeConfig)
 
 
 class DecoderLayer(nn.Module):
@@ -288,3 +292,27 @@ def family(
 
     Family.model_type, Family.renames = model_type, renames
     return Family
+
+
+def share_bound(network: nn.Module) -> None:
+    """Give modules whose weights, caches and numbers are alike the same `Bound`s: the first of them binds for the
+    others. Weights and caches are where they will be."""
+    shared: dict[Hashable, Any] = {}
+    for module in network.modules():
+        bounds = {name: value for name, value in vars(module).items() if isinstance(value, Bound)}
+        if bounds:
+            likeness = type(module), *_likeness(module)
+            for name, bound in bounds.items():
+                setattr(module, name, shared.setdefault((name, likeness), Bound(bound.operation, bound.by)))
+
+
+def _likeness(module: nn.Module) -> Iterator[Hashable]:
+    for name, value in (*vars(module).items(), *module.named_parameters(), *module.named_buffers()):
+        if isinstance(value, torch.Tensor):
+            yield name, layout(value)
+        elif isinstance(value, ExpertLinear):
+            yield name, layout(*value)
+        elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not what nn.Module keeps
+            yield name, *value.items()
+        elif isinstance(value, _CONSTANT):
+            yield name, value

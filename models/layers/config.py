@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paged.models.layers.rope import RopeConfig
-from paged.models.quantization.quantization import Quantization
+from paged.models.quantization.layouts import Quantization
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import ConvertedSlot, WeightSlots
+from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
-from paged.models.quantization.quantization import Quantization
 
 # Rows of an MLP at once on a CPU. MKL multiplies 2,048 rows of float32 at 1.1 times the rate of 512, but what lies
 # between the products is to stay below what `keep_freed_memory` keeps, else it comes as fresh pages in every layer:

@@ -4,9 +4,7 @@ and sines."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,71 +21,45 @@ _KINDS = (*_PLAIN, "linear", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
-    """Wavelengths below original_max_positions / high_freq_factor stay, those above / low_freq_factor are stretched."""
-
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """Pairs that turn over beta_fast times within original_max_positions stay, those below beta_slow are stretched.
-
-    truncate: the two ends of what lies between are whole pairs.
-    """
-
-    beta_fast: float
-    beta_slow: float
-    original_max_positions: int
-    truncate: bool
-
-
-@dataclass(frozen=True)
-class LongropeScaling:
-    """Each pair is stretched by a factor of its own (Ding et al., 2024): by `short` in a model that is loaded for
-    sequences of at most original_max_positions tokens, else by `long`, at every position."""
-
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original_max_positions: int
-
-
-@dataclass(frozen=True)
-class ProportionalScaling:
-    """The first part of the pairs rotates, and the others stay (Gemma 4, 2026)."""
-
-    rotating: float
-
-
-@dataclass(frozen=True)
 class RopeConfig:
-    """theta: base of the frequencies; factor: how far positions are stretched, everywhere or as `scaling` says.
+    """theta: base of the frequencies; factor: how far positions are stretched, everywhere or as `kind` says.
 
     attention_factor: multiplies cosines and sines. fraction: the part of each head, its beginning, that rotates.
     interleaved: pairs are neighbours, not one of each half.
+    kind: with "llama3" pairs that turn at least high_turns times within original_max_positions stay, those that turn at
+        most low_turns times are stretched, and so linearly between; with "yarn" (Peng et al., 2023) linearly in the
+        index of the pair. "longrope" (Ding et al., 2024) stretches each pair by a factor of its own: by `short` in a
+        model that is loaded for sequences of at most original_max_positions tokens, else by `long`, at every position.
+        With "proportional" (Gemma 4, 2026) the first pairs, a part `rotating`, rotate, and the others stay.
+    truncate: with yarn, the two ends of what lies between are whole pairs.
     """
 
     theta: float = 10000.0
     factor: float = 1.0
-    scaling: Llama3Scaling | YarnScaling | LongropeScaling | ProportionalScaling | None = None
     attention_factor: float = 1.0
     fraction: float = 1.0
     interleaved: bool = False
+    kind: str = "linear"
+    original_max_positions: int = 0
+    low_turns: float = 0.0
+    high_turns: float = 0.0
+    truncate: bool = False
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    rotating: float = 1.0
 
 
 def rope_config(
     hf: HfConfig,
     *,
     theta: float = 10000.0,
-    default: Mapping[str, Any] | None = None,
+    is_needed: bool = False,
     fraction: float | None = None,
     interleaved: bool = False,
 ) -> RopeConfig:
     """Reads `rope_parameters`, or `rope_scaling` as written before transformers 5, which counts where both are given.
 
-    theta: where none is given, neither there nor as `rope_theta`. default: what stands in where neither is there.
+    theta: where none is given, neither there nor as `rope_theta`. is_needed: one of them must be there.
     fraction: the rotated part of each head where config.json says nothing of it; None for a family that rotates all.
     interleaved: as in RopeConfig.
 
@@ -98,8 +70,9 @@ def rope_config(
     parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
     # Empty parameters are parameters, those of a plain rotation; an empty scaling is none.
     given = scaling if scaling is not None and scaling.values else parameters
-    if given is None:
-        given = HfConfig({} if default is None else default, hf.source)
+    if given is None and is_needed:
+        raise CheckpointError(f"{hf.source}: rope_parameters is missing")
+    given = given or HfConfig({}, hf.source)
     rope = scaled_rope(hf, given, hf.number("rope_theta", theta), fraction)
     return replace(rope, interleaved=interleaved)
 
@@ -111,8 +84,8 @@ def scaled_rope(hf: HfConfig, section: HfConfig, theta: float, fraction: float |
     """
     rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", fraction or 1.0))
     if section.text("rope_type", "") == "proportional":
-        factor = section.number("factor", 1.0)
-        return RopeConfig(section.number("rope_theta", theta), factor, ProportionalScaling(min(rotated, 1.0)))
+        theta, factor = section.number("rope_theta", theta), section.number("factor", 1.0)
+        return RopeConfig(theta, factor, kind="proportional", rotating=min(rotated, 1.0))
     if rotated > 1.0 or (fraction is None and rotated != 1.0):
         raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is known")
     return replace(_scaled(hf, section, section.number("rope_theta", theta)), fraction=rotated)
@@ -134,19 +107,17 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     # Some configurations have it beside the section, and there it counts for more.
     original = hf.integer("original_max_position_embeddings", original)
     if kind == "yarn":
-        # null stands for what the positions are stretched by; absent, the type is not known to be meant.
-        is_null = "factor" in section.values and section.value("factor") is None
-        factor = hf.integer("max_position_embeddings") / original if is_null else section.number("factor")
-        return RopeConfig(theta, factor, *_yarn(section, factor, original))
+        return _yarn(hf, section, theta, original)
     if kind == "longrope":
         factor = section.number("factor", hf.integer("max_position_embeddings") / original)
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-        scaling = LongropeScaling(section.numbers("short_factor"), section.numbers("long_factor"), original)
-        return RopeConfig(theta, 1.0, scaling, section.number("attention_factor", default))
+        magnitude = section.number("attention_factor", default)
+        short, long = section.numbers("short_factor"), section.numbers("long_factor")
+        return RopeConfig(theta, 1.0, magnitude, kind=kind, original_max_positions=original, short=short, long=long)
     factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if low >= high:
         raise CheckpointError(f"{hf.source}: low_freq_factor {low} is not below high_freq_factor {high}")
-    return RopeConfig(theta, factor, Llama3Scaling(low, high, original))
+    return RopeConfig(theta, factor, kind=kind, original_max_positions=original, low_turns=low, high_turns=high)
 
 
 def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
@@ -169,22 +140,28 @@ def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeC
     return scaled_rope(hf, whole, theta), scaled_rope(hf, local, local_theta)
 
 
-def _yarn(section: HfConfig, factor: float, original_max_positions: int) -> tuple[YarnScaling, float]:
-    """The scaling, and the factor of cosines and sines: 0.1 ln(factor) + 1 in the paper, which configs can replace."""
+def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:
+    """Cosines and sines are multiplied by 0.1 ln(factor) + 1 in the paper, which configs can replace."""
+    # null stands for what the positions are stretched by; absent, the type is not known to be meant.
+    is_null = "factor" in section.values and section.value("factor") is None
+    factor = hf.integer("max_position_embeddings") / original_max_positions if is_null else section.number("factor")
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    scaling = YarnScaling(
-        # 0 is null in transformers.
-        beta_fast=section.number("beta_fast", 32.0, may_be_zero=True) or 32.0,
-        beta_slow=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
-        original_max_positions=original_max_positions,
-        truncate=section.flag("truncate", "truncate" not in section.values),  # null is false in transformers
-    )
     weights = [section.number(key, 0.0, may_be_zero=True) for key in ("mscale", "mscale_all_dim")]
     default = magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1.0)
-    return scaling, section.number("attention_factor", default)
+    return RopeConfig(
+        theta,
+        factor,
+        section.number("attention_factor", default),
+        kind="yarn",
+        original_max_positions=original_max_positions,
+        # 0 is null in transformers.
+        high_turns=section.number("beta_fast", 32.0, may_be_zero=True) or 32.0,
+        low_turns=section.number("beta_slow", 1.0, may_be_zero=True) or 1.0,
+        truncate=section.flag("truncate", "truncate" not in section.values),  # null is false in transformers
+    )
 
 
 def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: str) -> None:
@@ -212,38 +189,28 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
     """Radians a position of each pair, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled."""
     dim = rotary_dim(config, head_dim)
     inv_freq = config.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    if config.scaling is None:
+    if config.kind == "proportional":
+        inv_freq[int(config.rotating * dim // 2) :] = 0.0
+    if config.kind == "longrope":
+        is_long = max_positions > config.original_max_positions
+        return inv_freq / torch.tensor(config.long if is_long else config.short, device="cpu")
+    if config.kind not in ("llama3", "yarn"):
         return inv_freq / config.factor
-    if isinstance(config.scaling, ProportionalScaling):
-        inv_freq[int(config.scaling.rotating * dim // 2) :] = 0.0
-        return inv_freq / config.factor
-    if isinstance(config.scaling, LongropeScaling):
-        is_long = max_positions > config.scaling.original_max_positions
-        return inv_freq / torch.tensor(config.scaling.long if is_long else config.scaling.short, device="cpu")
-    if isinstance(config.scaling, Llama3Scaling):
-        kept = _kept_by_llama3(config.scaling, inv_freq)
+    if config.kind == "llama3":
+        turns = config.original_max_positions * inv_freq / (2 * math.pi)
+        kept = ((turns - config.low_turns) / (config.high_turns - config.low_turns)).clamp(0.0, 1.0)
     else:
-        kept = _kept_by_yarn(config.scaling, config.theta, dim)
+        kept = _kept_by_yarn(config, dim)
     return kept * inv_freq + (1 - kept) * inv_freq / config.factor
 
 
-def _kept_by_llama3(scaling: Llama3Scaling, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Full turns within the original context decide: at least high_freq_factor keep their frequency, at most
-    low_freq_factor are stretched in full, linear in between."""
-    turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return kept.clamp(0.0, 1.0)
-
-
-def _kept_by_yarn(scaling: YarnScaling, theta: float, dim: int) -> torch.Tensor:
-    """As llama3, but linear in the pair's index between those that turn beta_fast and beta_slow times (Peng et al.,
-    2023, section 3.2)."""
-
-    def pair(turns: float) -> float:
-        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
-    if scaling.truncate:
+def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
+    """How much of each pair's frequency stays (Peng et al., 2023, section 3.2)."""
+    first, last = (
+        dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+        for turns in (config.high_turns, config.low_turns)
+    )
+    if config.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device="cpu")

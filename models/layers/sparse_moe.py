@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
 from paged.errors import UnsupportedError
 from paged.kernels.common.operation import Bound
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
-from paged.kernels.quantization.weight import FP8_BLOCK
+from paged.kernels.moe.weights import ExpertLinear
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
-from paged.models.loading.mxfp4 import Mxfp4Experts
-from paged.models.loading.weights import WeightSlots
-from paged.models.quantization.packed_weights import PackedWeights
-from paged.models.quantization.quantization import Quantization
+from paged.models.loading.weights import ConvertedSlot, WeightSlots
+from paged.models.quantization.layouts import Quantization
+from paged.models.quantization.packed_weights import Mxfp4Experts, PackedWeights
 
 
-class _Transposed:
-    """Takes matrices of all experts that are stored with the rows and columns of `weight` exchanged."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.shape, self.dtype = weight, weight.mT.shape, weight.dtype
-
-    def copy_(self, stored: torch.Tensor) -> None:
-        # One by one: for a transposed copy to a GPU torch makes a temporary there.
-        for mine, theirs in zip(self.weight, stored, strict=True):
-            mine.T.copy_(theirs)
-
-
-class Experts(NamedTuple):
-    """A projection of all experts, as `fused_moe` takes it."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-    tensor_scale: torch.Tensor | None = None
+def _copy_transposed(weight: torch.Tensor, stored: torch.Tensor) -> None:
+    """Take matrices of all experts that are stored with rows and columns exchanged."""
+    # One by one: for a transposed copy to a GPU torch makes a temporary there.
+    for mine, theirs in zip(weight, stored, strict=True):
+        mine.T.copy_(theirs)
 
 
 class SparseMoe(nn.Module):
@@ -51,8 +38,8 @@ class SparseMoe(nn.Module):
     routing: Routing
     expert_map: torch.Tensor | None = None
     ticket: torch.Tensor
-    gate_up: Experts
-    down: Experts
+    gate_up: ExpertLinear
+    down: ExpertLinear
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -128,8 +115,9 @@ class SparseMoe(nn.Module):
             moe.topk_groups,
             moe.routed_scaling_factor,
         )
-        self.gate_up, self.down = self._tensors(self.w1), self._tensors(self.w2)
-        device = self.down.weight.device
+        self.gate_up = self._tensors(self.w1, self.w1_bias)
+        self.down = self._tensors(self.w2, self.w2_bias)
+        device = self.down.w.device
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         if moe.held is not None:
             self.expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32, device=device)
@@ -139,7 +127,7 @@ class SparseMoe(nn.Module):
         """The least number of tokens for each way that up to `most` take."""
         down = self.down
         return token_counts(
-            most, self.routing.top_k, down.weight, expert_map=self.expert_map, w2_scale=down.scale, dtype=dtype
+            most, self.routing.top_k, down.w, expert_map=self.expert_map, w2_scale=down.scale, dtype=dtype
         )
 
     def forward(
@@ -149,7 +137,7 @@ class SparseMoe(nn.Module):
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
         gate_up, down, expert_map = self.gate_up, self.down, self.expert_map
         block_size = moe_block_size(
-            len(x), self.routing.top_k, down.weight, expert_map=expert_map, w2_scale=down.scale, dtype=x.dtype
+            len(x), self.routing.top_k, down.w, expert_map=expert_map, w2_scale=down.scale, dtype=x.dtype
         )
         aligned = None
         if block_size is None:
@@ -166,22 +154,16 @@ class SparseMoe(nn.Module):
             routed, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         out = self.fused_moe(
             routed,
-            gate_up.weight,
-            down.weight,
+            gate_up.w,
+            down.w,
             topk_weights,
             topk_ids,
             activation=self.activation,
             expert_map=expert_map,
-            w1_bias=self.w1_bias,
-            w2_bias=self.w2_bias,
             interleaved=self.config.interleaved,
             aligned=aligned,
-            w1_scale=gate_up.scale,
-            w2_scale=down.scale,
-            w1_zeros=gate_up.zeros,
-            w2_zeros=down.zeros,
-            w1_tensor_scale=gate_up.tensor_scale,
-            w2_tensor_scale=down.tensor_scale,
+            **gate_up.options("w1"),
+            **down.options("w2"),
         )
         shared = self.shared
         if shared is None:
@@ -211,7 +193,8 @@ class SparseMoe(nn.Module):
                 slots |= weight.weight_slots(name)
             else:
                 assert isinstance(weight, torch.Tensor)  # others are stored one by one
-                slots[name] = _Transposed(weight) if moe.transposed else weight
+                transposed = ConvertedSlot(weight.mT.shape, weight.dtype, partial(_copy_transposed, weight))
+                slots[name] = transposed if moe.transposed else weight
             if bias is not None:
                 slots[f"{name}_bias"] = bias
         return slots
@@ -228,7 +211,10 @@ class SparseMoe(nn.Module):
                 slots |= {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}
         return slots
 
-    def _tensors(self, weight: torch.Tensor | Mxfp4Experts | PackedWeights) -> Experts:
+    def _tensors(self, weight: torch.Tensor | Mxfp4Experts | PackedWeights, bias: torch.Tensor | None) -> ExpertLinear:
         if isinstance(weight, PackedWeights):
-            return Experts(*weight.stacked(len(self.config.experts)))
-        return Experts(weight.values, weight.scale) if isinstance(weight, Mxfp4Experts) else Experts(weight)
+            values, *scales = weight.stacked(len(self.config.experts))
+            return ExpertLinear(values, bias, *scales)
+        if isinstance(weight, Mxfp4Experts):
+            return ExpertLinear(weight.values, bias, weight.scale)
+        return ExpertLinear(weight, bias)

@@ -295,12 +295,9 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         reason = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "neither is there"
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
-    try:
-        weight_map, reason = read_json(index).get("weight_map"), ""
-    except CheckpointError as error:
-        weight_map, reason = None, f" ({error})"
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: unreadable, or without a weight_map object{reason}")
+        raise CheckpointError(f"{index}: without a weight_map object")
     files: dict[Path, set[str]] = {}
     found: dict[Any, Path] = {}
     for name, entry in weight_map.items():

@@ -47,12 +47,7 @@ class LoraAdapters:
     the layer and stays where it is; adapters come and go inside of it. num_layers: those that have one. Thread-safe.
     """
 
-    def __init__(
-        self, network: Llama, kv_manager: PagedKvCacheManager, *, max_loras: int = 8, max_rank: int = 64
-    ) -> None:
-        for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
-            if value < 1:
-                raise InvalidInputError(f"{name}: {value}, expected at least 1")
+    def __init__(self, network: Llama, kv_manager: PagedKvCacheManager, *, max_loras: int, max_rank: int) -> None:
         self.max_loras, self.max_rank = max_loras, max_rank
         self.num_layers = 0
         self._network, self._kv_manager = network, kv_manager

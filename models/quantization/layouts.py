@@ -1,18 +1,20 @@
-"""What the weights of one projection are in a checkpoint, and what they become: a class for each format."""
+"""What the weights of a projection are in a checkpoint, and what they become: a class for each format; and which
+projections are packed."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from paged.errors import CheckpointError, InvalidInputError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, MXFP4_GROUP, NVFP4_GROUP
+from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.weight import QuantizedWeight
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -248,3 +250,44 @@ class Mxfp4(Layout):
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         return from_mxfp4(tensors["weight_packed"], tensors["weight_scale"])
+
+
+# A pattern of projections' names, and how those are stored; None for plain weights.
+Rule = tuple[re.Pattern[str], Layout | None]
+# Plain, though a configuration that means classes of modules says nothing of it: of theirs routers are none.
+_ROUTER = re.compile(r".*(?:gate|router)\Z")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """rules: the first that matches counts, and of what none matches, and of routers, the weights are plain."""
+
+    rules: tuple[Rule, ...]
+
+    def layout(self, name: str) -> Layout | None:
+        """How a projection is stored, None for plain weights.
+
+        name: as `model.layers.0.mlp.down_proj`. Patterns may also know it as a part of a model that reads more.
+        """
+        if _ROUTER.match(name):
+            return None
+        names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
+        for pattern, layout in self.rules:
+            if any(pattern.match(one) for one in names):
+                return layout
+        return None
+
+    def common_layout(self, names: Iterable[str]) -> Layout | None:
+        """That of projections whose products are one.
+
+        Raises:
+            UnsupportedError: some are stored in another way.
+        """
+        found = {name: self.layout(name) for name in names}
+        first, *others = found
+        for other in others:
+            if found[other] != found[first]:
+                raise UnsupportedError(
+                    f"{first}, {other}: quantised in two ways, supported is one for projections of the same input"
+                )
+        return found[first]

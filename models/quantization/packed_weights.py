@@ -1,4 +1,4 @@
-"""The packed weights of projections whose products are one."""
+"""The packed weights of projections whose products are one, and of experts that are stored together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import num_words
+from paged.kernels.common.packed.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.quantized_linear import quantized_linear
-from paged.kernels.quantization.weight import FP8_BLOCK, QuantizedWeight
+from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.loading.weights import ConvertedSlot, PackedModule, WeightSlots, without_ones
 from paged.models.quantization.layouts import Layout
 
@@ -183,3 +183,32 @@ class _Projection:
             return tensor
         first, last = start // stored.rows_each, -(-end // stored.rows_each)
         return tensor.narrow(stored.row_dim, first, last - first)
+
+
+class Mxfp4Experts(PackedModule):
+    """One projection of all experts in MXFP4 as `fused_moe` takes it: as many bits as in the checkpoint, in another
+    order."""
+
+    def __init__(self, num_experts: int, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        words, groups = (num_experts, out_features, num_words(in_features)), -(-in_features // MXFP4_GROUP)
+        self.values = _parameter(words, torch.int32)
+        # Rows of a group side by side, as a step reads them.
+        self.exponents = _parameter((num_experts, groups, out_features), torch.uint8)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """[num_experts, out_features, in_features / 32]."""
+        return self.exponents.mT
+
+    def weight_slots(self, name: str) -> WeightSlots:
+        """Where blocks and scales of the tensor of this name go."""
+        # Codes, two a byte, the first in the low bits.
+        shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
+        return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
+
+    def _take(self, blocks: torch.Tensor) -> None:
+        # Expert by expert on the device: their codes take eight times as much while they are sorted.
+        for mine, theirs in zip(self.values, blocks, strict=True):
+            mine.copy_(pack_codes(unpack_pairs(theirs.to(mine.device).flatten(1))))

@@ -11,13 +11,22 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.scalars import shown
-from paged.kernels.quantization.weight import FP8_BLOCK
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Slot, StoredTensors, read_tensor
-from paged.models.quantization.layouts import Awq, EightBit, Gptq, Layout, Mxfp4, Nvfp4, PackQuantized
-from paged.models.quantization.quantization import Quantization, Rule
+from paged.models.quantization.layouts import (
+    Awq,
+    EightBit,
+    Gptq,
+    Layout,
+    Mxfp4,
+    Nvfp4,
+    PackQuantized,
+    Quantization,
+    Rule,
+)
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _SCALES = (".scales", ".weight_scale")

@@ -11,12 +11,11 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
 MAX_TOKENS = 512
 # Each word of the checkpoint's tokenizer; behind the unknown one and the end of a value come keys with their colons,
 # then adjectives, then nouns.
-TOKEN_IDS: dict[str, int] = json.loads((FOLDER / "tokenizer.json").read_text())["model"]["vocab"]
-_, TERMINATOR, *_WORDS = sorted(TOKEN_IDS, key=TOKEN_IDS.__getitem__)
+_IDS: dict[str, int] = json.loads(Path(__file__).with_name("tokenizer.json").read_text())["model"]["vocab"]
+_, TERMINATOR, *_WORDS = sorted(_IDS, key=_IDS.__getitem__)
 KEYS = [word for word in _WORDS if word.endswith(":")]
 _FIRST_NOUN = _WORDS.index("acorn")
 ADJECTIVES, NOUNS = _WORDS[len(KEYS) : _FIRST_NOUN], _WORDS[_FIRST_NOUN:]
@@ -61,6 +60,6 @@ def sample_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
 
 def sample_prompts(seed: int, count: int, min_tokens: int = 16, max_tokens: int = MAX_TOKENS) -> list[RecallPrompt]:
     """Return `count` prompts of ragged length, uniform between the two token counts, the same for the same seed."""
-    # A string seed keeps this stream apart from the trainer's, whatever the two integers are.
+    # A string seed kept this stream apart from the trainer's.
     rng = random.Random(f"recall prompts {seed}")
     return [sample_prompt(rng, rng.randint(min_tokens, max_tokens)) for _ in range(count)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -41,9 +41,7 @@ def _honoured(more: str, spellings: dict[str, str]) -> dict[str, str]:
 
 # What is honoured, by the caller's names: of functions whose `k` and `v` are what is attended to, and of those where
 # they are what is added to it.
-_ATTENTION = _honoured(
-    "cu_seqlens kv max_seqlen num_heads_q qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"}
-)
+_ATTENTION = _honoured("cu_seqlens kv max_seqlen qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"})
 _CACHED_ATTENTION = _honoured(
     "cache_batch_idx cache_leftpad cu_seqlens_k_new key rotary_cos rotary_interleaved rotary_seqlens rotary_sin value",
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},
@@ -52,9 +50,6 @@ _CACHED_ATTENTION = _honoured(
 _HINTS = frozenset("deterministic fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata sm_margin ver".split())
 # None, False and 0 turn an argument off that is not honoured here. For these it is another number.
 _OFF = {"cp_world_size": 1, "window_size_left": -1, "window_size_right": -1}
-# Beyond these a score of common queries and keys is no number of float32, or no different one.
-LARGEST_SCALE = 1e30
-_SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 1e-6, 1000.0
 
 
 def as_flag(name: str, value: Any, default: bool = False) -> bool:
@@ -130,13 +125,13 @@ class Arguments(dict[str, Any]):
         return as_int(key, self[key]) if key in self else None
 
     def softmax_scale(self) -> float | None:
-        return as_float("softmax_scale", self["softmax_scale"], 0.0, LARGEST_SCALE) if "softmax_scale" in self else None
+        return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30) if "softmax_scale" in self else None
 
     def softcap(self) -> float:
         """0 where there is none; FlashAttention takes every negative one for none too."""
-        softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, _LARGEST_SOFTCAP)
-        if 0.0 < softcap < _SMALLEST_SOFTCAP:
-            raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least {_SMALLEST_SOFTCAP}")
+        softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, 1000.0)
+        if 0.0 < softcap < 1e-6:
+            raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least 1e-06")
         return max(softcap, 0.0)
 
     def window(self) -> tuple[int, int]:
@@ -150,29 +145,28 @@ class Arguments(dict[str, Any]):
         return edges[0], edges[1]
 
 
-def takes(table: Callable[..., None]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
-    """Give a function of arguments by name the parameters of `table`, and any others by name.
-
-    Those without a default may not be None.
-    """
-    parameters = signature(table).parameters
-    order = [name for name in parameters if name != "others"]
-    defaults = {name: default for name in order if (default := parameters[name].default) is not Parameter.empty}
-    needed = order[: len(order) - len(defaults)]
+def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
+    """Give a function of arguments by name the parameters `needed`, which may not be None, those of `options`, and any
+    others by name."""
+    first = needed.split()
+    leading = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
+    defaults = {name: parameter.default for name, parameter in signature(options).parameters.items()}
+    others = Parameter("others", Parameter.VAR_KEYWORD)
+    table, order = Signature([*leading, *signature(options).parameters.values(), others]), (*first, *defaults)
 
     def decorate(function: Callable[[dict[str, Any]], R]) -> Callable[..., R]:
         @wraps(function)
         def call(*args: Any, **named: Any) -> R:
             placed = dict(zip(order, args, strict=False))
             given = {**defaults, **placed, **named}
-            if len(args) > len(order) or placed.keys() & named.keys() or not given.keys() >= set(needed):
-                signature(table).bind(*args, **named)  # raises TypeError, which says why
-            for name in needed:
+            if len(args) > len(order) or placed.keys() & named.keys() or not given.keys() >= set(first):
+                table.bind(*args, **named)  # raises TypeError, which says why
+            for name in first:
                 if given[name] is None:
                     raise InvalidInputError(f"{name}: None, expected one: {function.__name__} needs it")
             return function(given)
 
-        call.__signature__ = signature(table)  # type: ignore[attr-defined]
+        call.__signature__ = table  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -10,6 +10,7 @@ Forward only. A row of queries that sees no key gives 0 and, unlike there, lse -
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from paged.errors import InvalidInputError
 from paged.interop.arguments import takes
 from paged.interop.attention import attend
 
+_takes = partial(takes, options=lambda
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False: None
+)  # fmt: skip
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 
 
-@takes(lambda
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, **others: None
-)  # fmt: skip
+@_takes("q k v")
 def flash_attn_func(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_func`: attention of sequences of one length.
 
@@ -38,28 +40,22 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     return _attend("flash_attn_func", given)
 
 
-@takes(lambda
-    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, **others: None
-)  # fmt: skip
+@_takes("q kv")
 def flash_attn_kvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_func` with kv [batch, seqlen_k, 2, num_kv_heads, head_dim]."""
     return _attend("flash_attn_kvpacked_func", given)
 
 
-@takes(lambda
-    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, **others: None
-)  # fmt: skip
+@_takes("qkv")
 def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]."""
     return _attend("flash_attn_qkvpacked_func", given)
 
 
-@takes(lambda
-    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0,
-    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-    return_attn_probs=False, block_table=None, **others: None
+@takes("q k v", lambda
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None: None
 )  # fmt: skip
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_varlen_func`: attention of sequences of different lengths.
@@ -105,28 +101,22 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     return _attend("flash_attn_varlen_func", given)
 
 
-@takes(lambda
-    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, **others: None
-)  # fmt: skip
+@_takes("q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k")
 def flash_attn_varlen_kvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with kv [total_k, 2, num_kv_heads, head_dim]."""
     return _attend("flash_attn_varlen_kvpacked_func", given)
 
 
-@takes(lambda
-    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False, **others: None
-)  # fmt: skip
+@_takes("qkv cu_seqlens max_seqlen")
 def flash_attn_varlen_qkvpacked_func(given: dict[str, Any]) -> Result:
     """`flash_attn_varlen_func` with qkv [total, 3, num_heads, head_dim]."""
     return _attend("flash_attn_varlen_qkvpacked_func", given)
 
 
-@takes(lambda
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, **others: None
+@takes("q k_cache v_cache", lambda
+    k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None,
+    block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
+    alibi_slopes=None, num_splits=0, return_softmax_lse=False: None
 )  # fmt: skip
 def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
     """`flash_attn.flash_attn_with_kvcache`: new keys and values go to the cache, and the queries attend to all of it.

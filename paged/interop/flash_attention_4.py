@@ -15,23 +15,23 @@ from paged.interop.attention import attend
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@takes(lambda
-    q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
+@takes("q k v", lambda
+    qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
     learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,
     score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,
-    block_sparse_tensors_bwd=None, return_lse=False, **others: None
+    block_sparse_tensors_bwd=None, return_lse=False: None
 )  # fmt: skip
 def flash_attn_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of one length."""
     return attend("flash_attn_func", given)
 
 
-@takes(lambda
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+@takes("q k v", lambda
+    qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
     seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
     window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
     score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
-    return_lse=False, **others: None
+    return_lse=False: None
 )  # fmt: skip
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths.

@@ -55,19 +55,11 @@ def unpack(args: Arguments) -> None:
     """Put q, k and v for a caller's packed qkv or kv, and both offsets for its one."""
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
         if name in args:
-            packed, num_q_heads = args.tensor(name), args.integer("num_heads_q")
-            if num_q_heads is not None and packed.dim() == 4:
-                num_kv_heads, odd = divmod(packed.shape[-2] - num_q_heads, 2)
-                if odd or num_kv_heads <= 0 or not num_q_heads or num_q_heads % num_kv_heads:
-                    heads = f"{num_q_heads} of {packed.shape[-2]} heads"
-                    raise InvalidInputError(f"num_heads_q: {heads}, expected a multiple of half the others")
-                parts: tuple[torch.Tensor, ...] = packed.split([num_q_heads, num_kv_heads, num_kv_heads], -2)
-            elif packed.dim() not in (4, 5) or packed.shape[-3] != len(keys):
+            packed = args.tensor(name)
+            if packed.dim() not in (4, 5) or packed.shape[-3] != len(keys):
                 expected = f"[..., {len(keys)}, num_heads, head_dim]"
                 raise InvalidInputError(f"{name}: shape {list(packed.shape)}, expected {expected}")
-            else:
-                parts = packed.unbind(-3)
-            for key, part in zip(keys, parts, strict=True):
+            for key, part in zip(keys, packed.unbind(-3), strict=True):
                 args.put(key, part, name)
     if "cu_seqlens" in args:
         for key in "cu_seqlens_q", "cu_seqlens_k":

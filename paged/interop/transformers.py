@@ -34,9 +34,7 @@ NAME = "paged_triton"
 # The modules of continuous batching that ask whether an implementation needs masks, and admit others than "sdpa" and
 # "paged|eager" only where their name says "flash".
 _ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
-# gpt-oss's gate, clamped and with one added to the other half, by whose it is, and whether the two halves alternate.
-_CLAMPED_GATES = {"GptOssExperts._apply_gate": True, "OpenAIPrivacyFilterExperts._apply_gate": False}
-# What `fused_moe`'s "swiglu_oai" has built in.
+# What `fused_moe`'s "swiglu_oai" has built in of gpt-oss's gate.
 _CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
@@ -205,14 +203,14 @@ def _read_experts(experts: Any) -> dict[str, Any]:
         UnsupportedError: experts that are no gated SiLU or gpt-oss MLPs, or whose weights stand in another order.
     """
     gate = type(experts)._apply_gate
-    interleaved = _CLAMPED_GATES.get(gate.__qualname__)
-    expected = {"has_gate": True, "has_post_expert_norm": False, "is_concatenated": not interleaved}
-    for name, value in (expected if interleaved is None else expected | _CLAMPED).items():
+    is_clamped = gate.__qualname__ == "GptOssExperts._apply_gate"
+    expected = {"has_gate": True, "has_post_expert_norm": False, "is_concatenated": not is_clamped}
+    for name, value in (expected | _CLAMPED if is_clamped else expected).items():
         if getattr(experts, name) != value:
             raise UnsupportedError(f"{name}: {getattr(experts, name)}, expected experts where it is {value}")
-    if interleaved is None and gate is not _default_apply_gate:
+    if not is_clamped and gate is not _default_apply_gate:
         raise UnsupportedError(f"_apply_gate: {type(experts).__name__}'s own, expected act_fn(gate) * up or gpt-oss's")
-    if interleaved is None and not isinstance(experts.act_fn, torch.nn.SiLU | SiLUActivation):
+    if not is_clamped and not isinstance(experts.act_fn, torch.nn.SiLU | SiLUActivation):
         raise UnsupportedError(f"act_fn: {experts.act_fn}, expected SiLU")
     w1, w2 = experts.gate_up_proj, experts.down_proj
     if experts.is_transposed:
@@ -225,8 +223,8 @@ def _read_experts(experts: Any) -> dict[str, Any]:
         "w2": w2,
         "w1_bias": experts.gate_up_proj_bias if experts.has_bias else None,
         "w2_bias": experts.down_proj_bias if experts.has_bias else None,
-        "activation": "silu" if interleaved is None else "swiglu_oai",
-        "interleaved": bool(interleaved),
+        "activation": "swiglu_oai" if is_clamped else "silu",
+        "interleaved": is_clamped,
     }
 
 

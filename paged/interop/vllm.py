@@ -100,8 +100,6 @@ def fused_experts(
     known = (w1 if expert_map is None else expert_map).shape[:1]
     if num_experts not in (-1, *known):
         raise InvalidInputError(f"global_num_experts: {num_experts}, expected -1 or {list(known)}")
-    if not topk_weights.is_floating_point():
-        raise InvalidInputError(f"topk_weights: dtype {topk_weights.dtype}, expected a float one")
     if topk_ids.dtype not in _INTEGERS:
         raise InvalidInputError(f"topk_ids: dtype {topk_ids.dtype}, expected an integer one")
     if topk_ids.dtype == torch.int64:  # ids that name no expert stay such

@@ -60,10 +60,10 @@ def call_or_refuse(function: Callable[..., Any], given: dict[str, Any]) -> tuple
 
 
 def call_with_odd(function: Callable[..., Any], given: dict[str, Any], name: str, replacement: tuple[str, str], *,
-                  names: set[str], anywhere: frozenset[str] = frozenset()) -> None:  # fmt: skip
+                  names: set[str]) -> None:  # fmt: skip
     """Call with argument `name` replaced: a result without NaN, or an error that speaks of arguments in `names`.
 
-    It speaks of `name` itself, unless that is a tensor, which may not fit to another, or one of `anywhere`.
+    It speaks of `name` itself, unless that is a tensor, which may not fit to another.
     """
     x, given = given.get(name), given | {name: odd(*replacement, given.get(name))}
     result, error = call_or_refuse(function, given)
@@ -74,7 +74,7 @@ def call_with_odd(function: Callable[..., Any], given: dict[str, Any], name: str
     spoken_of = set(re.split(", ?", re.sub(r"\[\d+\]", "", error.partition(":")[0])))
     assert spoken_of <= names, error
     is_tensor = isinstance(x, torch.Tensor) or isinstance(given[name], torch.Tensor)
-    assert is_tensor or name in spoken_of | anywhere, f"{name}: {error}"
+    assert is_tensor or name in spoken_of, f"{name}: {error}"
 
 
 def has_values(given: Any) -> bool:

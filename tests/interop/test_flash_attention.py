@@ -122,7 +122,7 @@ def test_varlen_needs_lengths(device: torch.device) -> None:
         ("rotary_cos", {"rotary_cos": torch.ones(3, 4), "rotary_sin": torch.ones(3, 4)}),
         ("k", {"k": torch.zeros(2, 1, 3, 16)}),
         ("learnable_sink", {"s_aux": torch.zeros(4), "learnable_sink": torch.zeros(4)}),
-        ("unsupported: cache_leftpad", {"cache_leftpad": torch.zeros(2)}),
+        ("cache_leftpad", {"cache_leftpad": torch.zeros(2)}),
         ("unsupported: cache_batch_idx", {"block_table": torch.zeros(2, 1, dtype=torch.int32)}),
         ("unsupported: cu_seqlens_q", {"cu_seqlens_q": torch.zeros(3)}),
         ("unsupported: q", {"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}),

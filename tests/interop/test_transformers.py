@@ -97,18 +97,14 @@ def test_generate_batch_gives_the_same_tokens(
     assert (calls["fused_moe"] > 0) == has_experts
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "privacy filter", "aria", "biases"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "aria", "biases"])
 def test_experts_equal_those_of_transformers(kind: str, interop: Any, device: torch.device) -> None:
-    """gpt-oss's weights alternate, the privacy filter's stand one half behind the other; Aria's are SiLU's."""
+    """gpt-oss's weights alternate; Aria's are SiLU's."""
     from transformers.integrations.moe import batched_mm_experts_forward
     from transformers.models.aria import modeling_aria as aria
-    from transformers.models.openai_privacy_filter import modeling_openai_privacy_filter as privacy_filter
 
     sizes = {"hidden_size": 64, "intermediate_size": 32}
-    if kind == "privacy filter":
-        config = privacy_filter.OpenAIPrivacyFilterConfig(**sizes, num_local_experts=4)
-        experts = privacy_filter.OpenAIPrivacyFilterExperts(config)
-    elif kind == "aria":
+    if kind == "aria":
         experts = aria.AriaExperts(aria.AriaTextConfig(**sizes, moe_num_experts=4))
     else:
         experts = _model("qwen3_moe" if kind == "biases" else kind, CPU).model.layers[0].mlp.experts

@@ -12,10 +12,9 @@ import torch
 import paged.models.step_graphs
 from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError
-from paged.models.graph_recorder import graph_recorder
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
-from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, graph_shapes, graph_sizes
+from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, graph_recorder, graph_shapes, graph_sizes
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 from tests.models.stepping import assert_same_results, begin, decode, go_back, make, next_items

@@ -3,6 +3,9 @@
 from itertools import combinations
 from xml.etree import ElementTree
 
+import pytest
+
+from tests.structure import step
 from tests.structure.imports import folder_files, folder_imports, reduced
 from tests.structure.picture import HOLDS, PATH, picture
 
@@ -13,6 +16,11 @@ LETTER = 0.52
 
 def test_it_is_of_the_sources_as_they_are() -> None:
     assert PATH.read_text() == picture(), "make picture"
+
+
+@pytest.mark.thorough  # loads a checkpoint
+def test_step_is_as_it_runs() -> None:
+    assert step.PATH.read_text() == step.draw(), "make picture"
 
 
 def test_every_folder_is_described_once() -> None:

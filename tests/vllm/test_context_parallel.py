@@ -19,10 +19,9 @@ pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 from vllm.config import CacheConfig, DeviceConfig, ParallelConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from paged.interop.vllm_engine import context_parallel
+from paged.interop.vllm_engine import metadata as vllm_metadata
 from paged.interop.vllm_engine.backend import PagedImpl
-from paged.interop.vllm_engine.context_parallel import ContextShard
-from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder
+from paged.interop.vllm_engine.metadata import ContextShard, PagedMetadata, PagedMetadataBuilder
 
 pytestmark = pytest.mark.thorough
 LENGTHS = ((1, 37), (5, 18), (6, 6), (1, 1), (1, 2), (20, 41))
@@ -57,7 +56,7 @@ def on_ranks(world_size: int, run: Callable[[int], Any], monkeypatch: pytest.Mon
         here.group = Group(rank, world_size, barrier, shared)
         return run(rank)
 
-    monkeypatch.setattr(context_parallel, "get_dcp_group", lambda: here.group)
+    monkeypatch.setattr(vllm_metadata, "get_dcp_group", lambda: here.group)
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(start, range(world_size)))
 

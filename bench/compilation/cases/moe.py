@@ -11,16 +11,15 @@ import triton
 
 from paged.bench.compilation.case import EVERY_CASE, NATIVE_FP8, NUM_SMS, TARGETS, CompileCase, kernel_case
 from paged.kernels.common.device import Device
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table, quantized_tile
+from paged.kernels.moe.fused_moe import _moe_sum_kernel
 from paged.kernels.moe.gemm_kernel import _expert_gemm_kernel
 from paged.kernels.moe.gemv import _down_gemv_kernel, _gate_up_gemv_kernel, down_gemv_tile
 from paged.kernels.moe.moe_align_block_size import _count_kernel, _place_kernel
-from paged.kernels.moe.quantize_token_groups import _quantize_token_groups_kernel
 from paged.kernels.moe.route_and_align import _route_and_align_kernel
 from paged.kernels.moe.route_tokens import _route_tokens_kernel
 from paged.kernels.moe.routing import Routing
-from paged.kernels.moe.sum import _moe_sum_kernel
-from paged.kernels.moe.weights import FP8_GROUP
 
 # Experts, experts a token, hidden size, intermediate size.
 QWEN3_30B_A3B = (128, 8, 2048, 768)
@@ -122,7 +121,7 @@ def gemm_case(
         "INTERLEAVED": biased,
         "FORMAT": "e2m1" if scale_kind else kind,
         "SCALE": scale_kind,
-        "X_GROUP": FP8_GROUP,
+        "X_GROUP": FP8_BLOCK,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
         "BLOCK_M": tile.block_m,
@@ -192,14 +191,7 @@ def _quantized(target: str) -> list[CompileCase]:
     for layout in (e4m3, int4):
         tile = quantized_tile(tiles.down, 128, target, gated=False, is_native=is_native and layout == e4m3)
         found.append(gemm_case(target, tile, shape, False, "bf16", layout=layout))
-    quantize = kernel_case(
-        f"quantize_token_groups for {target}",
-        _quantize_token_groups_kernel,
-        {"SIZE": shape.hidden_size, "GROUP": FP8_GROUP, "BLOCK_ROWS": 8, "NATIVE": is_native},
-        {"q_ptr": "*u8" if is_native else "*bf16", "scale_ptr": "*fp32"},
-        targets=(target,),
-    )
-    return [*found, quantize]
+    return found
 
 
 def _packed(target: str) -> list[CompileCase]:

@@ -6,11 +6,10 @@ from typing import Any
 
 from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, CompileCase, kernel_case
 from paged.kernels.common.device import Device
+from paged.kernels.common.packed.packing import FP8_BLOCK
+from paged.kernels.common.packed.quantize_rows import _quantize_rows_kernel
 from paged.kernels.quantization.config import GROUP_M, LinearShape, LinearTile, linear_tile
-from paged.kernels.quantization.gemm_kernel import _quantized_linear_kernel
-from paged.kernels.quantization.partials import SUM_COLUMNS, _sum_partials_kernel
-from paged.kernels.quantization.quantize_rows import _quantize_rows_kernel
-from paged.kernels.quantization.weight import FP8_BLOCK
+from paged.kernels.quantization.gemm_kernel import SUM_COLUMNS, _quantized_linear_kernel, _sum_partials_kernel
 
 # Layers of Llama-3-8B, [out_features, in_features]: the output of attention, whose input is split for few rows, and
 # both inputs of the MLP side by side.

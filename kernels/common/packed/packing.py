@@ -15,10 +15,13 @@ A100 with 2 TB/s 306. 16-bit weights take 21 a KB.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-from paged.kernels.common.checks import check_dtype, check_shape
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from paged.kernels.common.errors import InvalidInputError, UnsupportedError
 
 # Columns that 16 words of eight codes hold.
 UNIT = 128
@@ -27,8 +30,11 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Columns that share a scale in the formats that fix it (Open Compute Project, 2023; NVIDIA, 2025).
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 E2M1_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
+# Rows and columns of e4m3 weights that share a scale, and values of a token beside them (DeepSeek-V3, 2024).
+FP8_BLOCK = 128
 # Types that scales come in which are powers of two: 2^(byte - 127).
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
 
 
 def num_words(num_columns: int) -> int:
@@ -36,11 +42,61 @@ def num_words(num_columns: int) -> int:
     return UNIT // 8 * -(-num_columns // UNIT)
 
 
-def format_of_words(scale: torch.Tensor) -> str:
-    """What packed codes are, which the type of their scales tells: "int4", "mxfp4" or "nvfp4"."""
+def format_of(values: torch.Tensor, scale: torch.Tensor) -> str:
+    """What codes are: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"; of words the type of their scales tells."""
+    if values.dtype != torch.int32:
+        return _FORMATS[values.dtype]
     if scale.dtype in E8M0:
         return "mxfp4"
     return "nvfp4" if scale.dtype == torch.float8_e4m3fn else "int4"
+
+
+def group_of(form: str, scale_shape: Sequence[int], columns: int) -> tuple[int, int]:
+    """Rows and columns of weights with so many columns that share a scale; 0 for all of them."""
+    if len(scale_shape) < 2:
+        return len(scale_shape), 0
+    if form == "e4m3":
+        return FP8_BLOCK, FP8_BLOCK
+    return 1, E2M1_GROUPS.get(form) or columns // scale_shape[-1]
+
+
+def check_scales(
+    names: tuple[str, str, str],
+    values: torch.Tensor,
+    columns: int,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
+) -> None:
+    """See that scales, zero points and scales of all weights, which have these names, fit codes [..., rows, columns].
+
+    Raises:
+        InvalidInputError: a shape, dtype or device is another.
+        UnsupportedError: a group of columns is no multiple of 32.
+    """
+    (*lead, rows, _), form, device = values.shape, format_of(values, scale), values.device
+    expected: tuple[int | str, ...] = (rows,)[: max(scale.dim() - len(lead), 0)]
+    if form in E2M1_GROUPS:
+        expected = rows, -(-columns // E2M1_GROUPS[form])
+    elif scale.dim() - len(lead) > 1:
+        blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+        expected = blocks if form == "e4m3" else (rows, "groups")
+    # Those of words say what the words are.
+    narrow = (*E8M0, torch.float8_e4m3fn) if values.dtype == torch.int32 else ()
+    dtypes = (torch.float32,) if form == "e4m3" else (*FLOAT_DTYPES, *narrow)
+    check_tensor(names[0], scale, (*lead, *expected), dtypes, device)
+    if "groups" in expected:
+        num_groups = scale.shape[-1]
+        if num_groups == 0 or columns % num_groups:
+            raise InvalidInputError(f"{names[0]}: {num_groups} groups, expected a divisor of {columns} columns")
+        if (size := columns // num_groups) % 32:
+            raise UnsupportedError(f"{names[0]}: groups of {size} columns, expected a multiple of 32")
+    if zeros is not None:
+        if form not in ("int8", "int4"):
+            raise InvalidInputError(f"{names[1]}: given with {form} weights, expected None")
+        check_tensor(names[1], zeros, scale.shape, (torch.int8,), device)
+    if tensor_scale is not None:
+        check_tensor(names[2], tensor_scale, lead, (torch.float32,), device)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,12 @@ import torch
 from torch.nn import functional
 
 from paged.kernels.common.device import loops_of
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.packed.torch_ops.product import quantized_product, rounded_groups
 from paged.kernels.common.torch_ops import linear as linear_op
 from paged.kernels.common.torch_ops.gated_activation import gated_activation
 from paged.kernels.moe.torch_ops.moe_align_block_size import expert_rows
-from paged.kernels.moe.weights import FP8_GROUP, ExpertLinear, MoeCall
+from paged.kernels.moe.weights import ExpertLinear, MoeCall
 
 # Entries up to which each has products of its own, without loops. On 2 cores 4 of 512 x 256 take 86 us instead of 126
 # sorted, 16 in float32 no longer, 16 in bfloat16 three times as long as one batch of all experts.
@@ -170,7 +171,7 @@ def _linear(
         return torch.cat([functional.linear(*part) for part in parts if len(part[0])])
     if linear.format:
         out = _quantized(
-            rounded_groups(x.float(), FP8_GROUP, "e4m3") if linear.format == "e4m3" else x.float(), linear, ends
+            rounded_groups(x.float(), FP8_BLOCK, "e4m3") if linear.format == "e4m3" else x.float(), linear, ends
         )
     else:
         out = _grouped_mm(x, linear.w, ends)

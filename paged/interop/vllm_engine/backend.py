@@ -6,10 +6,15 @@ strides of any of its layouts, keys before values, and is read and written in pl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from tqdm import tqdm
 from vllm import envs
+from vllm.distributed import is_global_first_rank
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -21,11 +26,10 @@ from vllm.v1.attention.backend import (
 
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
-from paged.interop.vllm_engine.context_parallel import attend
-from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder
-from paged.interop.vllm_engine.warmup import AttentionWarmup
-from paged.kernels.attention.config import MAX_HEAD_DIM
+from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder, attend_shard
+from paged.kernels.attention.config import MAX_HEAD_DIM, step_sizes
 from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.common.compilation import run_compiled, serving_begins
 from paged.kernels.common.operation import bound_for, layout
 
 
@@ -155,7 +159,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata.shard is not None:
             if key is None or value is None:
                 raise UnsupportedError("key, value: None, expected the step's own where the cache is spread over ranks")
-            attended = attend(attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options)
+            attended = attend_shard(
+                attn_metadata.shard, query, (key, value), caches, block_table, scales=scales, **options
+            )
             return output.copy_(attended)
         kind = self.kind, isinstance(causal, bool) and causal, block_table.stride()
         bound_for(paged_attention, *kind, *layout(k_cache, v_cache, output, self.sinks, *scales.values()))(
@@ -202,4 +208,72 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         return k_cache, v_cache
 
 
-_WARMUP = AttentionWarmup(PagedImpl)
+# A layer, a number of rows, the keys that tiles are found for, and whether each sequence says if it is causal.
+LayerStep = tuple[Any, int, int, bool]
+
+
+class AttentionWarmup(VllmJitKernel[LayerStep]):
+    """The kernels of attention and of the cache write, as vLLM's registry of what is compiled before requests come.
+
+    vLLM asks for the steps once the layers have their caches, and for their compilation before it captures graphs.
+    """
+
+    def get_warmup_keys(self, vllm_config: Any) -> list[LayerStep]:
+        """Steps of every size that tiles depend on, of each layer; none where the cache is spread over ranks, whose
+        layers wait for each other."""
+        context = vllm_config.compilation_config.static_forward_context
+        layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), PagedImpl)]
+        flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
+        longest = vllm_config.scheduler_config.max_num_batched_tokens
+        return [
+            (layer, num_tokens, vllm_config.model_config.max_model_len, by_flag)
+            for layer in layers
+            if layer.kv_cache.numel() and layer.impl.dcp_world_size == 1  # it runs, by itself
+            for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest)
+            for by_flag in flags
+        ]
+
+    def compile(self, compile_key: LayerStep) -> None:
+        self.compile_many([compile_key])
+
+    def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
+        """Compile several kernels at once, and launch them; from here on a compilation is what PAGED_JIT says."""
+        steps = list(compile_keys)
+
+        def run() -> None:
+            for step in steps:
+                _run(*step)
+
+        run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank()))
+        serving_begins()
+
+
+def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
+    """Write and attend to nothing but padding: rows that lie in one projection's output, by themselves, or with values
+    alone in one."""
+    device = layer.kv_cache.device
+    none = torch.zeros(2, dtype=torch.int32, device=device)  # offsets: there is no query, so that all rows are padding
+    slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
+    metadata = PagedMetadata(
+        num_actual_tokens=rows,
+        max_query_len=rows,
+        query_start_loc=none,
+        max_seq_len=max_seq_len,
+        seq_lens=none[:1],
+        block_table=none[:1, None],
+        slot_mapping=slots,
+        causal=none[:1] if by_flag else True,
+    )
+    heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+    sizes = layer.head_size, layer.head_size, layer.head_size_v
+    widths = [number * size for number, size in zip(heads, sizes, strict=True)]
+    together = torch.zeros(rows, sum(widths), dtype=layer.dtype, device=device).split(widths, dim=1)
+    apart = [x.contiguous() for x in together]
+    for given in (together, apart, (*apart[:2], together[2])):
+        query, key, value = (x.view(rows, *shape) for x, *shape in zip(given, heads, sizes, strict=True))
+        out = torch.empty(rows, layer.num_heads, layer.head_size_v, dtype=layer.dtype, device=device)
+        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+        layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, out)
+
+
+_WARMUP = AttentionWarmup()

@@ -70,7 +70,7 @@ class Call:
         self.packs_queries = self.is_varlen or (self.is_cached and case["packs_queries"])
         self.new = case["new"] if self.is_cached else ""
         self.heads = case["heads"]
-        if "qkv" in self.name and self.version == 2:
+        if "qkv" in self.name:
             self.heads = [self.heads[0]] * 2
         self._draw_lengths()
         self._draw_options()
@@ -184,9 +184,7 @@ class Call:
                 given["seqused_k"] = self.before
         else:
             k, v = (x.view(self.num_seqs, -1, *x.shape[1:]) for x in (k, v))
-        if "qkv" in self.name and self.version == 3:
-            given |= {"qkv": torch.cat([given.pop("q"), k, v], -2), "num_heads_q": self.heads[0]}
-        elif "qkv" in self.name:
+        if "qkv" in self.name:
             given["qkv"] = torch.stack([given.pop("q"), k, v], -3)
         elif "kv" in self.name:
             given["kv"] = torch.stack([k, v], -3)
@@ -309,8 +307,7 @@ def test_flash_attention_with_odd_arguments(case: Any) -> None:
             given[name] = one.float().nan_to_num().to(one.dtype)  # other lengths and tables may ask for what was poison
     names = {*given, *inspect.signature(call.function).parameters} - {"others"}
     name = sorted(names)[index % len(names)]
-    # Heads split at another number do not fit what comes one a head.
-    call_with_odd(call.function, given, name, replacement, names=names, anywhere=frozenset({"num_heads_q"}))
+    call_with_odd(call.function, given, name, replacement, names=names)
 
 
 VLLM: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {

@@ -11,6 +11,7 @@ import torch
 
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size
 from paged.bench.moe.formats import FORMATS, quantize
+from paged.kernels.common import reference as common_reference
 from paged.kernels.common.packed import decode
 from paged.kernels.moe import gemm, gemm_kernel
 from paged.kernels.moe import reference as moe_reference
@@ -45,9 +46,9 @@ def _rounded(inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
         for expert in range(len(w)):
             scale, zeros, total = (None if each is None else each[expert] for each in found)
             if w.dtype != torch.int32 or scale.dim() < 2:
-                yield moe_reference.dequantize(w[expert], scale, zeros, total, num_columns=num_columns)
+                yield common_reference.dequantize(w[expert], scale, zeros, total, num_columns=num_columns)
                 continue
-            plain = moe_reference.dequantize(w[expert], scale, zeros, num_columns=num_columns)
+            plain = common_reference.dequantize(w[expert], scale, zeros, num_columns=num_columns)
             yield plain.to(hidden_states.dtype).double() * (1.0 if total is None else float(total))
 
     first = torch.stack(list(matrices("w1", w1, hidden_states.shape[1])))

@@ -12,8 +12,8 @@ import torch
 
 from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantized_linear
 from paged.kernels.common.device import Device
-from paged.kernels.common.packed import decode, product
-from paged.kernels.quantization import gemm, gemm_kernel, partials, quantize_rows, reference
+from paged.kernels.common.packed import decode, product, quantize_rows
+from paged.kernels.quantization import gemm, gemm_kernel, reference
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.faulty import planted
 from tests.tolerance import assert_close, dtypes
@@ -43,6 +43,13 @@ FORMATS = {
 }
 
 
+def _quantized(name: str, plain: torch.Tensor, **fields: Any) -> QuantizedWeight:
+    form, arguments = FORMATS[name]
+    options = {name: value for name, value in arguments.items() if name != "quantizes_input"}
+    fields |= {name: value for name, value in arguments.items() if name == "quantizes_input"}
+    return dataclasses.replace(quantize(plain, form, **options), **fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Rows and a layer. Rows and columns of weights differ in size by up to 4, so that no scale is another's.
@@ -65,11 +72,10 @@ class Problem:
         biased: bool = False,
         **options: Any,
     ) -> Problem:
-        form, arguments = FORMATS[name]
         rows, columns = size
         sizes = torch.exp2(2 * torch.rand(-(-rows // 8), -(-columns // 16)))
         plain = torch.randn(rows, columns) * sizes.repeat_interleave(8, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
-        weight = quantize(plain.to(device) / columns**0.5, form, **(arguments | options))
+        weight = _quantized(name, plain.to(device) / columns**0.5, **options)
         x = torch.randn(num_rows, columns, device=device).to(dtype)
         if weight.quantizes_input:
             x[near_ties(x, weight)] = 0
@@ -202,9 +208,8 @@ def test_what_is_not_finite_stays_in_its_row(name: str, device: torch.device) ->
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounds_to_the_nearest_code(name: str) -> None:
     """A weight is off by half the distance of neighbouring codes at most, beside the rounding of its scale."""
-    form, arguments = FORMATS[name]
-    plain = torch.randn(40, 384)
-    off = (reference.dequantize(quantize(plain, form, **arguments)) - plain).abs().max() / plain.abs().max()
+    form, plain = FORMATS[name][0], torch.randn(40, 384)
+    off = (reference.dequantize(_quantized(name, plain)) - plain).abs().max() / plain.abs().max()
     # Half a step of the largest code; MXFP4's scales are powers of 2, so that its largest code may be twice too large.
     assert 0 < off <= {"e4m3": 16 / 448, "int8": 0.51 / 127, "int4": 0.51 / 7, "mxfp4": 2 / 6, "nvfp4": 1.1 / 6}[form]
 
@@ -291,7 +296,7 @@ def test_results_do_not_depend_on_other_rows(backend: str, device: torch.device)
     assert_close(alone, reference.quantized_linear(problem.x, problem.weight))
 
 
-MODULES = {each.__name__.rpartition(".")[2]: each for each in (decode, product, gemm_kernel, partials, quantize_rows)}
+MODULES = {each.__name__.rpartition(".")[2]: each for each in (decode, product, gemm_kernel, quantize_rows)}
 # Fault -> the file, text of it, and what the faulty copy has in its place.
 MUTATIONS = {
     "no fault": ("gemm_kernel", "", ""),
@@ -311,9 +316,9 @@ MUTATIONS = {
     ),
     "another row's activation scale": ("gemm_kernel", "x_rows * num_x_groups", "x_rows * 0"),
     "a step is dropped": ("product", "range(first_step, end_step)", "range(first_step, end_step - 1)"),
-    "a split is dropped": ("partials", "tl.static_range(NUM_SPLITS):", "tl.static_range(1, NUM_SPLITS):"),
-    "no bias": ("partials", "if bias_ptr is not None:", "if False:"),
-    "no scale for all": ("partials", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
+    "a split is dropped": ("gemm_kernel", "tl.static_range(NUM_SPLITS):", "tl.static_range(1, NUM_SPLITS):"),
+    "no bias": ("gemm_kernel", "if bias_ptr is not None:", "if False:"),
+    "no scale for all": ("gemm_kernel", "acc *= tl.load(tensor_scale_ptr)", "acc *= 1.0"),
     "activations are cut off": ("quantize_rows", "round_to_int8(x)", "x.to(tl.int8)"),
     "activations beyond the largest code": ("quantize_rows", "largest / LARGEST", "largest / (LARGEST + 64)"),
 }

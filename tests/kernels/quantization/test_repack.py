@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError
+from paged.kernels.common import reference as common_reference
 from paged.kernels.common.packed.packing import pack_codes, unpack_codes
 from paged.kernels.quantization import reference
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
@@ -22,7 +23,7 @@ def test_packing_round_trip(num_columns: int) -> None:
     codes = torch.randint(16, (3, num_columns), dtype=torch.uint8)
     words = pack_codes(codes)
     assert torch.equal(unpack_codes(words, num_columns), codes)
-    assert torch.equal(reference.codes(words, num_columns), codes.long())
+    assert torch.equal(common_reference.codes(words, num_columns), codes.long())
 
 
 def test_compressed_tensors_of_columns_that_no_word_divides() -> None:

@@ -64,9 +64,7 @@ def test_every_key_is_honoured_or_refused(name: str) -> None:
         ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": _LONG_ROPE | _FACTORS}),
         ("smollm3", {"no_rope_layers": None, "layer_types": None, "no_rope_layer_interval": 1}),
-        ("ministral3", {"rope_parameters": None}),
         ("qwen2_moe", _WINDOW | {"max_window_layers": 1}),
-        ("gpt_oss", {"rope_parameters": None, "max_position_embeddings": 8192}),
     ],
 )
 def test_what_transformers_makes_of_it(name: str, values: dict[str, Any], tmp_path: Path) -> None:

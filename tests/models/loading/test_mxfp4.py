@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged.errors import UnsupportedError
-from paged.kernels.moe import reference
-from paged.models.loading.mxfp4 import Mxfp4Experts
+from paged.kernels.common import reference
+from paged.models.quantization.packed_weights import Mxfp4Experts
 from paged.models.registry import load_model
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_checkpoint, tokens

@@ -54,8 +54,9 @@ def test_rope_as_written_before_transformers_5(family: str, tmp_path: Path) -> N
     rope["type"] = rope.pop("rope_type")
     edit_config(tmp_path, rope_scaling=rope)
     assert torch.equal(prefill(tmp_path), expected)
-    edit_config(tmp_path, rope_scaling=None)
-    assert not torch.allclose(prefill(tmp_path), expected, atol=1e-3)
+    if family != "gpt_oss":  # which must have one
+        edit_config(tmp_path, rope_scaling=None)
+        assert not torch.allclose(prefill(tmp_path), expected, atol=1e-3)
 
 
 _LINEAR = {"rope_type": "linear", "factor": 4.0}

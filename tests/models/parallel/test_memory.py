@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paged.kernels.quantization.weight import FP8_BLOCK
+from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.parallel.share import Part, Share
 from paged.models.quantization import packed_weights
 from tests.models.edits import WEIGHTS

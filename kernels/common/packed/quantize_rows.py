@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paged.kernels.common.cache_kinds import round_to_int8
 from paged.kernels.common.compat import tl, triton
 from paged.kernels.common.fp8 import as_kernel_argument, decode_e4m3, encode_e4m3, has_native_e4m3
-from paged.kernels.common.launch import launch
-from paged.kernels.quantization.weight import FP8_BLOCK
+from paged.kernels.common.launch import Launch
+from paged.kernels.common.packed.packing import FP8_BLOCK
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_x_row"])
@@ -66,39 +68,39 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype, *, in_groups: bool, scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scale): q * scale is x [num_rows, size] rounded to dtype, scale float32 [num_rows, groups of 128 or 1].
+    x: torch.Tensor, dtype: torch.dtype, *, in_groups: bool
+) -> Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
+    """Bind, for tensors like x, a function of x [num_rows, size] and a scale given, float32 [], or None.
 
-    dtype: int8, or float8_e4m3fn, of which q has the dtype where the chip multiplies it and x has 16 bits, else that of
-    x with the same values: sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
+    It returns (q, scale): q * scale is x rounded to dtype, scale float32 [num_rows, groups of 128 or 1]. dtype: int8,
+    or float8_e4m3fn, of which q has the dtype where the chip multiplies it and x has 16 bits, else that of x with the
+    same values: sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
     """
     num_rows, size = x.shape
     native = has_native_e4m3(x.device)
     is_int8 = dtype == torch.int8
-    multiplies = is_int8 or (native and x.element_size() == 2)
+    q_dtype = dtype if is_int8 or (native and x.element_size() == 2) else x.dtype
     group = FP8_BLOCK if in_groups else size
     # A group of 128 is 8 elements for 16 threads; a whole row is one program's, 8 elements a thread at a time.
     block_rows, block_k = (8, FP8_BLOCK) if in_groups else (1, 1024)
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(size, group))
-    q = torch.empty(x.shape, dtype=dtype if multiplies else x.dtype, device=x.device)
-    scales = torch.empty(num_rows, grid[1], dtype=torch.float32, device=x.device)
-    launch(
-        _quantize_rows_kernel,
-        grid,
-        x_ptr=x,
-        given_scale_ptr=scale,
-        q_ptr=as_kernel_argument(q),
-        scale_ptr=scales,
-        num_rows=num_rows,
-        stride_x_row=x.stride(0),
-        SIZE=size,
-        GROUP=group,
-        LARGEST=127.0 if is_int8 else 448.0,
-        ALIGNED=x.stride(0) % 8 == 0,
-        NATIVE=native,
-        BLOCK_ROWS=block_rows,
-        BLOCK_K=block_k,
-        num_warps=4,
-    )
-    return q, scales
+    arguments = {
+        "num_rows": num_rows,
+        "stride_x_row": x.stride(0),
+        "SIZE": size,
+        "GROUP": group,
+        "LARGEST": 127.0 if is_int8 else 448.0,
+        "ALIGNED": x.stride(0) % 8 == 0,
+        "NATIVE": native,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_K": block_k,
+    }
+    launch = Launch(_quantize_rows_kernel, grid, arguments, num_warps=4)
+
+    def run(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.empty(x.shape, dtype=q_dtype, device=x.device)
+        scales = torch.empty(num_rows, grid[1], dtype=torch.float32, device=x.device)
+        launch({"x_ptr": x, "given_scale_ptr": scale, "q_ptr": as_kernel_argument(q), "scale_ptr": scales})
+        return q, scales
+
+    return run
