@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ProgressBar:
-    """What is used of tqdm's bar, and stands in where there is none."""
+    """The used part of tqdm's bar; does nothing itself."""
 
     def update(self, n: int, /) -> object: ...
 
@@ -30,7 +30,7 @@ def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> Pro
 
 
 def tracked(items: Sequence[T], *, desc: str, unit: str) -> Iterator[T]:
-    """The items one by one, a bar going along."""
+    """Yield the items and move a bar along."""
     with closing(progress_bar(len(items), desc=desc, unit=unit)) as bar:
         for item in items:
             yield item
