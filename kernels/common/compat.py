@@ -31,7 +31,8 @@ else:
                 """Triton 3.9's interpreter makes integers of a bool that it spreads over a block, but takes bools."""
 
                 def run(self, *args, **options):
-                    mask = TensorHandle(args[position].data.astype(bool), tl.int1)
+                    if isinstance(mask := args[position], TensorHandle):
+                        mask = TensorHandle(mask.data.astype(bool), tl.int1)
                     return access(self, *args[:position], mask, *args[position + 1 :], **options)
 
                 return run
