@@ -40,7 +40,8 @@ def cast_to_cache(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return rows [..., num_kv_heads, head_dim] in the cache's dtype, divided by their heads' scale.
 
-    8-bit floats saturate. With int8 rows are divided by their own scales, which are returned too: float32 [..., num_kv_heads].
+    8-bit floats saturate. With int8 rows are divided by their own scales, which are returned too: float32 [...,
+    num_kv_heads].
     """
     if dtype == torch.int8:
         wide = rows.float()
