@@ -28,11 +28,11 @@ else:
             from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
             def with_bool(access, position):
-                """Triton 3.9's interpreter makes integers of a bool that it spreads over a block, yet takes bool masks."""
+                """Triton 3.9's interpreter makes integers of a bool that it spreads over a block, but takes bools."""
 
-                def run(self, *args):
+                def run(self, *args, **options):
                     mask = TensorHandle(args[position].data.astype(bool), tl.int1)
-                    return access(self, *args[:position], mask, *args[position + 1 :])
+                    return access(self, *args[:position], mask, *args[position + 1 :], **options)
 
                 return run
 
