@@ -1,4 +1,4 @@
-"""From a folder with a Hugging Face checkpoint to a model that runs."""
+"""Load the model of a Hugging Face checkpoint folder."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def load_model(
 
     Args:
         path: the folder.
-        parallel: how it is spread over processes, each of which makes this call; they run it as `LlmExecutor.serve`
-            says. Each reads its part of the weights alone.
-        options: the fields of `LoadOptions`.
+        parallel: how to spread the model over processes; None for this process alone. Each process makes this call,
+            reads only its part of the weights, and then runs the model as `LlmExecutor.serve` describes.
+        options: fields of `LoadOptions`.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
-        UnsupportedError: the architecture, or an option of it, is not known here.
-        InvalidInputError: an argument is of another kind or out of range, max_seq_len is beyond the model's own limit,
-            or the cache's dtype is neither the weights' nor one of 8 bits, or not all processes were given the same.
+        UnsupportedError: the architecture, or one of its options, is not supported.
+        InvalidInputError: an argument has another type or is out of range, max_seq_len exceeds the model's own limit,
+            the cache's dtype is neither the weights' nor an 8-bit one, or processes were given different options.
         RankFailedError: another process could not load its part, or has ended.
     """
     folder = as_folder("path", path)
@@ -133,8 +133,10 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """The cache of a model, its layers grouped by the shape of their K/V and what they see; `fields` are others of
-    PagedKvCacheConfig."""
+    """Return the cache configuration of a model; layers are grouped by the shape of their K/V and their window.
+
+    fields: other fields of PagedKvCacheConfig.
+    """
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None:
@@ -148,7 +150,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
-    """`model_config` of a checkpoint folder.
+    """Return `model_config` of a checkpoint folder.
 
     Raises:
         CheckpointError, UnsupportedError: as there; or config.json is missing.
@@ -157,12 +159,12 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
 
 
 def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
-    """The class that runs a checkpoint, or the text part of one that reads more, and its configuration, once no other
-    key of `hf` is seen to change what it computes.
+    """Return the class that runs a checkpoint and its configuration; of multimodal checkpoints, of their text part.
 
     Raises:
         CheckpointError: a value is malformed.
-        UnsupportedError: the architecture, or an option of it, is not known here, or model_type names another family.
+        UnsupportedError: the architecture is not supported, a key of `hf` asks for something unsupported, or model_type
+            names another family.
     """
     hf = _text_part(hf)
     names, known_types = hf.items("architectures", str), {one.model_type for one in ARCHITECTURES.values()}
@@ -179,7 +181,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
 
 
 def _text_part(hf: HfConfig) -> HfConfig:
-    """What a config.json says of a model that reads text alone, or of the part of another that does."""
+    """Return config.json of a text model, or the part of a multimodal one that describes its text model."""
     names = hf.items("architectures", str)
     if not set(names) & set(WRAPPERS):
         return hf
@@ -195,7 +197,7 @@ def _text_part(hf: HfConfig) -> HfConfig:
 
 
 def _lacking(hf: HfConfig) -> str:
-    """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
+    """Return the keys of a config.json, or of its text_config, that differ from Llama, for a message."""
     hf = hf.section("text_config") or hf
     try:
         keys = unread_keys(hf, Llama.read_config(hf))

@@ -1,4 +1,4 @@
-"""The processes that run one model together, and what they say to each other."""
+"""The processes that run one model together, and their collectives."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.1, 86_400.0
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One model over several processes, each of which holds a part of every layer and runs `from_pretrained`.
+    """How to spread one model over several processes; each holds a part of every layer and calls `from_pretrained`.
 
-    tensor_parallel_size: how many processes.
-    expert_parallel: every process holds whole experts, in place of a part of each.
-    mesh: a torch DeviceMesh of the processes, with one dimension or one named "tp"; None for those of the default
-        process group, which is made from torchrun's environment where there is none.
-    timeout_s: seconds after which a process that does not answer counts as failed.
-    check_steps: after so many steps the processes compare what they have been told and what they computed.
+    Attributes:
+        tensor_parallel_size: number of processes, 1 to 1024.
+        expert_parallel: whether each process holds whole experts instead of a part of each.
+        mesh: torch DeviceMesh of the processes, with one dimension or one named "tp". None for the default process
+            group, which is made from torchrun's environment if there is none.
+        timeout_s: seconds, 0.1 to 86,400, after which a process that does not answer counts as failed.
+        check_steps: number of steps after which processes compare the messages they had and their results.
 
     Raises:
-        InvalidInputError: a value is of another kind or out of range.
+        InvalidInputError: a value has another type or is out of range.
     """
 
     tensor_parallel_size: int = 1
@@ -53,14 +54,16 @@ class ParallelConfig:
 
 
 class Ranks:
-    """This process among those that share a model. One alone is the default, for which nothing is sent.
+    """This process among those that share a model; by default it is alone and sends nothing.
 
-    rank, size: which one, and of how many; rank 0 drives. num_bytes: those of the tensors that this process has given
-    to collectives so far, by their kind; of steps that CUDA graphs replay, those of the capture.
+    Attributes:
+        rank, size: number of this process and of all; rank 0 drives.
+        num_bytes: bytes of the tensors that this process gave to collectives so far, by kind. A CUDA graph counts only
+            when it is captured.
 
     Raises, in every method that sends or waits:
-        RankFailedError: another process has ended, or did not answer in time. Then, and after `close`, so does every
-            further call, and the others' calls, too.
+        RankFailedError: another process has ended or did not answer in time. Every later call, and every call after
+            `close`, then raises it too, on all ranks.
     """
 
     def __init__(self, share: Share | None = None, *, config: ParallelConfig | None = None) -> None:
@@ -76,10 +79,10 @@ class Ranks:
 
     @classmethod
     def join(cls, config: ParallelConfig, device: torch.device) -> Ranks:
-        """Meet the others, of the default process group or of the mesh; of one alone, nobody.
+        """Connect to the other processes, of the default process group or the mesh.
 
         Raises:
-            InvalidInputError: there are not as many processes as the configuration says.
+            InvalidInputError: the number of processes is not tensor_parallel_size.
         """
         size = config.tensor_parallel_size
         if size == 1 and config.mesh is None:
@@ -103,18 +106,18 @@ class Ranks:
         return ranks
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in its place."""
+        """Return the sum of all ranks' x, in place."""
         if self.size > 1:
             with self._counted("sum", x):
                 dist.all_reduce(x, group=self._data)
         return x
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' x, in its place."""
+        """Return the mean of all ranks' x, in place."""
         return self.sum(x).div_(self.size)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' rows [n, m], each behind the other's, [n, size * m]; on others x."""
+        """Return on rank 0 all ranks' rows [n, m] side by side, [n, size * m]; on others x."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -124,26 +127,26 @@ class Ranks:
         return x if parts is None else torch.cat(parts, dim=-1)
 
     def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
-        """On every rank all ranks' rows [n, m], each behind the other's, [n, size * m]."""
+        """Return on every rank all ranks' rows [n, m] side by side, [n, size * m]."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._counted("gather_everywhere", x):
             dist.all_gather(parts, x.contiguous(), group=self._data)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, which lies on the host, in the place of every rank's."""
+        """Replace x on every rank by rank 0's, on the host."""
         with self._counted("broadcast", x):
             dist.broadcast(x, self._first, group=self._control)
         return x
 
     def broadcast_on_device(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, on the device, in the place of every rank's."""
+        """Replace x on every rank by rank 0's, on the device."""
         with self._counted("broadcast", x):
             dist.broadcast(x, self._first, group=self._data)
         return x
 
     def compare(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's values, int64 on the host."""
+        """Return every rank's values, int64 on the host."""
         if self.size == 1:
             return [values]
         found = [torch.empty_like(values) for _ in range(self.size)]
@@ -152,14 +155,14 @@ class Ranks:
         return found
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """Return the least of all ranks' numbers."""
         return int(torch.stack(self.compare(torch.tensor([number]))).min())
 
     def see_that_same(self, options: str) -> None:
-        """Compare what the processes were given.
+        """Check that all processes were given the same options.
 
         Raises:
-            InvalidInputError: it is not the same.
+            InvalidInputError: they were not.
         """
         sums = self.compare(torch.tensor([zlib.crc32(options.encode())]))
         others = [rank for rank, found in enumerate(sums) if not found.equal(sums[self.rank])]
@@ -167,19 +170,19 @@ class Ranks:
             raise InvalidInputError(f"options: ranks {others} were given others than {options}")
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has come here; one may be much later than others."""
+        """Wait until every rank calls this; one may be much later than others."""
         if self.size > 1:
             with self._guarded():
                 dist.monitored_barrier(self._control, timeout=_LOADING)
 
     def fail(self, reason: str) -> None:
-        """Give up, so that the others' calls fail as well."""
+        """Leave the group, so that the others' calls fail, too."""
         if self._failure is None:
             self._failure = reason
             self._leave()
 
     def close(self) -> None:
-        """Leave the others, who know of it."""
+        """Leave the group; the others' calls then fail."""
         self.fail("it has been shut down")
 
     def _leave(self) -> None:

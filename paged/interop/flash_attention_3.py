@@ -1,4 +1,4 @@
-"""FlashAttention 3's functions with its order of arguments; what they take and compute is said in `flash_attention`.
+"""FlashAttention 3's functions, with its order of arguments; `flash_attention` describes them.
 
 With the log-sum-exp the result is (out, lse).
 """
@@ -30,7 +30,7 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
-    """The same with qkv [batch, seqlen, 3, num_heads, head_dim]; num_heads_q is None."""
+    """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]; num_heads_q is None."""
     return _attend("flash_attn_qkvpacked_func", given)
 
 
@@ -52,10 +52,11 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False: None
 )  # fmt: skip
 def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
-    """Attention to a cache, after new keys are added to it.
+    """Attention to a KV cache, after new keys and values are written to it.
 
     Returns:
-        out; with return_softmax_lse (out, lse, None, None), as there, where the last two are partial results.
+        out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 has partial results in the last two
+        places.
     """
     return _attend("flash_attn_with_kvcache", given, None, None)
 

@@ -1,6 +1,6 @@
-"""FlashAttention 4's functions (`flash_attn.cute`) with its order of arguments, the same as in `flash_attention`.
+"""FlashAttention 4's functions (`flash_attn.cute`), with its order of arguments; `flash_attention` describes them.
 
-Both return (out, lse), lse None unless return_lse.
+Both return (out, lse); lse is None unless return_lse.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths.
 
-    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. The longest lengths are all rows
-    where not given.
+    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. Longest lengths of None count
+    all rows.
     """
     return attend("flash_attn_varlen_func", given)

@@ -1,6 +1,6 @@
-"""Queries and keys in every layout that FlashAttention knows, as rows, offsets and a block table.
+"""Queries and keys in every layout of FlashAttention, as rows, offsets and a block table.
 
-Lengths, offsets and ids are checked on the host; on a device they are not read, as that would wait for it.
+Lengths, offsets and ids are checked on the host. On a device they are not read, because that would wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from paged.kernels.common.scalars import as_int
 
 
 class Batch(NamedTuple):
-    """Arguments of `paged_attention`, by its names. seq_lens: keys that are there before any are added."""
+    """Arguments of `paged_attention`, by its names.
+
+    seq_lens: number of keys before any are added.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -34,7 +37,7 @@ class Batch(NamedTuple):
 
     @property
     def max_seqlen_k(self) -> int:
-        """How many keys of a sequence the table has room for."""
+        """Keys of a sequence that the block table can hold."""
         return self.block_table.shape[1] * self.k_cache.shape[1]
 
 
@@ -52,7 +55,7 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(args: Arguments) -> None:
-    """Put q, k and v for a caller's packed qkv or kv, and both offsets for its one."""
+    """Replace packed qkv or kv by q, k and v, and shared offsets by both."""
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
         if name in args:
             packed = args.tensor(name)
@@ -69,10 +72,11 @@ def unpack(args: Arguments) -> None:
 
 
 def read_batch(args: Arguments) -> Batch:
-    """Queries [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q; keys in blocks with a
-    block table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...].
+    """Read queries and keys of any layout, without copies.
 
-    Without a table nothing is copied either: a row is then a block of one token, a padded sequence one block.
+    Queries: [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys: in blocks with a block
+    table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...]. Without a table, a packed row
+    is a block of one token, and a padded sequence is one block.
     """
     q = args.tensor("q")
     check_dtype("q", q, *FLOAT_DTYPES, torch.float8_e4m3fn)
@@ -130,7 +134,7 @@ def read_batch(args: Arguments) -> Batch:
 
 
 def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
-    """The same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
+    """Return the same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
 
     Raises:
         UnsupportedError: blocks do not begin at multiples of the distance between two tokens.
@@ -161,13 +165,13 @@ def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
 
 
 def check_within(name: str, values: torch.Tensor, least: int, most: torch.Tensor | int, what: str) -> None:
-    """Raise InvalidInputError unless all of `values` lie in least..most, which is what `what` says."""
+    """Raise InvalidInputError unless all of `values` lie in least..most; `what` describes the range."""
     if is_readable(values) and bool(((values < least) | (values > most)).any()):
         raise InvalidInputError(f"{name}: {_few(values)}, expected {least} to {what}")
 
 
 def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
-    """num_new: keys that are yet to be added to each sequence."""
+    """Check lengths and block ids; num_new: keys yet to be added to each sequence."""
     if is_readable(batch.seq_lens):
         room = batch.max_seqlen_k - num_new
         check_within("seq_lens", batch.seq_lens, 0, room, f"{_few(room)}, for which there is room")
@@ -216,7 +220,7 @@ def _check_shapes(
 def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """How many keys of each sequence count: so many, one number for all, those between the offsets, or all."""
+    """Return the number of keys of each sequence: as given, between the offsets, or all."""
     given = args.get("seq_lens")
     if args.names.get("seq_lens") == "cache_seqlens" and given is not None and getattr(given, "ndim", 0) == 0:
         length = as_int("cache_seqlens", given)
