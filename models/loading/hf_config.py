@@ -29,14 +29,14 @@ class HfConfig:
         self.read_keys: set[str] = set()
 
     @classmethod
-    def read(cls, folder: Path, name: str = "config.json") -> HfConfig:
-        """The folder's config.json, or another file of its kind.
+    def read(cls, folder: Path, name: str = "config.json", *, may_lack: bool = False) -> HfConfig:
+        """The folder's config.json, or another file of its kind; with may_lack an empty one where there is none.
 
         Raises:
             CheckpointError: it is missing, or not a JSON object.
         """
         file = folder / name
-        return cls(read_json(file), str(file))
+        return cls({} if may_lack and not is_there(file) else read_json(file), str(file))
 
     def value(self, key: str) -> Any:
         """Whatever it is, or None."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
@@ -65,6 +66,9 @@ class ConvertedSlot(NamedTuple):
 
 # Reads what a slot takes of a tensor that holds more: from an opened file, by its name there.
 Read = Callable[[Any, str, Slot], torch.Tensor]
+# Iterates over a sequence of work, named by `desc`, and may show how far it has come: `unit` is what is counted, and
+# `size` how many of those an item is, one by default.
+Track = Callable[..., Iterable[Any]]
 # Checkpoint name of a tensor -> where it goes.
 WeightSlots = dict[str, Slot]
 
@@ -81,6 +85,11 @@ class StoredTensor:
 
 # Name -> where it is; the name is that in the file, or the one that a family has for it.
 StoredTensors = dict[str, StoredTensor]
+
+
+def untracked(items: Iterable[Any], **_: object) -> Iterable[Any]:
+    """Show nothing; a `Track`."""
+    return items
 
 
 def read_headers(folder: Path) -> StoredTensors:
@@ -144,6 +153,7 @@ def load_weights(
     stored: StoredTensors,
     slots: Mapping[str, Slot],
     parts: Mapping[str, Read] = MappingProxyType({}),
+    track: Track = untracked,
 ) -> None:
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
@@ -153,10 +163,9 @@ def load_weights(
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
             anything.
     """
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(slots):
-        by_file.setdefault(stored[name].file, []).append(name)
-    for file, names in by_file.items():
+    ordered = sorted(slots, key=lambda name: (stored[name].file, name))
+    read = track(ordered, desc="weights", unit="B", size=lambda name: _num_bytes(slots[name]))
+    for file, names in groupby(read, lambda name: stored[name].file):
         with open_tensors(file) as tensors:
             for name in names:
                 source = stored[name].name
@@ -166,6 +175,10 @@ def load_weights(
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
+
+
+def _num_bytes(slot: Slot) -> int:
+    return math.prod(slot.shape) * slot.dtype.itemsize
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
