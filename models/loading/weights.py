@@ -158,13 +158,15 @@ def load_weights(
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
     stored: as `check_weights` has found them to fit. parts: what is read of tensors of which a slot takes a part.
+    track: iterates over the names, and may show how far it has come, in bytes.
 
     Raises:
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
             anything.
     """
     ordered = sorted(slots, key=lambda name: (stored[name].file, name))
-    read = track(ordered, desc="weights", unit="B", size=lambda name: _num_bytes(slots[name]))
+    sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
+    read = track(ordered, desc="weights", unit="B", size=sizes.__getitem__)
     for file, names in groupby(read, lambda name: stored[name].file):
         with open_tensors(file) as tensors:
             for name in names:
@@ -175,10 +177,6 @@ def load_weights(
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
-
-
-def _num_bytes(slot: Slot) -> int:
-    return math.prod(slot.shape) * slot.dtype.itemsize
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
