@@ -1,4 +1,4 @@
-"""Makes a `DecoderOnlyLLM` of others look like `PagedCausalLM`: one forward over any items, and a handle a sequence."""
+"""Adapts any `DecoderOnlyLLM` to the interface of `PagedCausalLM`: one forward over any items, a handle a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paged.seq_id import SeqId
 
 @dataclass(eq=False)
 class ModelCacheHandle:
-    """A sequence whose KV the model keeps: what the executor knows of it."""
+    """Handle of a sequence whose KV cache the model keeps."""
 
     cache_id: SeqId
     num_tokens: int = 0
@@ -35,9 +35,10 @@ class ModelCacheHandle:
 
 
 class AdaptedModel:
-    """What `LlmExecutor` asks of `PagedCausalLM` and of its cache manager, by the calls that the model has.
+    """The part of `PagedCausalLM` and its cache manager that `LlmExecutor` uses, over the model's own calls.
 
-    is_native: whether the model's own `unified_forward` runs items, until it raises UnsupportedError.
+    Attributes:
+        is_native: whether the model's own `unified_forward` runs items; False once it raised UnsupportedError.
     """
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
@@ -67,7 +68,7 @@ class AdaptedModel:
         self._model.set_lora_adapter_for_cache(cache_id, adapter)
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Of a call that raised, too, all items count as run: the executor truncates or frees their sequences."""
+        """Run items. After an error, too, all of them count as run: the executor truncates or frees their sequences."""
         try:
             # A model of another kind need not know VerifyLogits.
             if self.is_native and not any(isinstance(item.logits_policy, VerifyLogits) for item in items):

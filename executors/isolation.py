@@ -1,4 +1,4 @@
-"""Errors of one request, kept from the others."""
+"""Isolation of errors: those of one request do not reach the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger("paged")
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, also of one whose message cannot be had."""
+    """Return type and message of an error, even if its message cannot be read."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException as other:
@@ -27,18 +27,18 @@ def describe(error: BaseException) -> str:
 
 
 def raise_exit(error: BaseException) -> None:
-    """Raise again what is meant for the process: Ctrl-C, or an exit, which signals bring to the main thread alone.
+    """Raise again what is meant for the process: Ctrl-C or an exit, which signals deliver to the main thread only.
 
-    Anything else is of who was called, also where it is no `Exception`, as `asyncio.CancelledError` or the panics of
-    tokenizers that are written in Rust.
+    Anything else belongs to the callee, even if it is no `Exception`, as `asyncio.CancelledError` or panics in Rust.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit) and current_thread() is main_thread():
         raise error
 
 
 def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call what a coroutine awaits. An error that no future can hold (StopIteration: the await would never end), or
-    that would end the event loop or its task, arrives as a PagedError.
+    """Call a function for a coroutine; errors that a future cannot hold arrive as a PagedError.
+
+    Those are StopIteration, with which the await would never end, and errors that would end the event loop or its task.
     """
     try:
         return call(*args, **kwargs)
@@ -49,7 +49,7 @@ def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """Call what one request alone depends on; where it raises, `fail` is told why, and the result is None."""
+    """Call a function that concerns one request; if it raises, tell `fail` why and return None."""
     try:
         return call(*args, **kwargs)
     except BaseException as error:
@@ -59,7 +59,7 @@ def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, 
 
 
 def quietly(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call, and log what it raises; that the executor was shut down is no news to what gives something back to it."""
+    """Call a function and log its error, unless the executor was shut down."""
     try:
         call(*args, **kwargs)
     except ExecutorShutDownError:

@@ -1,4 +1,4 @@
-"""Runs a `DecoderOnlyLLM`: real checkpoints in one forward a step, third-party models as they can."""
+"""The executor of language models: checkpoints run in one forward a step, your own models by the calls they have."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ _PACKED_BYTES = 8 << 20
 
 
 class LlmExecutor(UnifiedExecutor):
-    """Every call is the model's unified forward.
+    """Runs a `DecoderOnlyLLM`; every call is one unified forward of the model.
 
-    A model whose `unified_forward` raises UnsupportedError is asked once; from then on final items of one token that
-    continue a sequence go to one `decode_batch`, the others to `prefill`, one after the other. The lengths of sequences
-    that a model keeps by itself are kept here, and after a failed call it is told to release the new sequences and to
-    truncate the others; where it cannot, they are released too, and their handles are no longer valid.
+    If a model's `unified_forward` raises UnsupportedError, it is not called again. Decode steps then share one
+    `decode_batch`, and other items run in one `prefill` each.
 
-    metadata["lora_adapter"] of an item names the adapter its sequence runs with from there on. For models of this
-    package that is settled with its first token: K/V depend on it, and so does their namespace, the adapter's name.
+    If a model keeps its own KV caches, the executor tracks their lengths. After a failed call it releases new sequences
+    and truncates the others; those that the model cannot truncate are released, and their handles become invalid.
 
-    Of several processes that share a model (`ParallelConfig`) rank 0 is driven like one alone, and the others `serve`;
-    all else that works raises UnsupportedError there. The cache's tensors hold rank 0's KV heads then.
+    `metadata["lora_adapter"]` of an item sets the adapter of its sequence from there on. In models of this package the
+    first token fixes it: K/V depend on it, and the sequence's namespace is the adapter's name.
+
+    If several processes share a model (`ParallelConfig`), drive rank 0 as if it were alone, and call `serve` on the
+    other ranks, where all other work raises UnsupportedError. The cache's tensors then hold rank 0's KV heads.
     """
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
@@ -83,18 +84,21 @@ class LlmExecutor(UnifiedExecutor):
     def from_pretrained(
         cls, path: str | Path, *, parallel: ParallelConfig | None = None, progress: bool = True, **options: Any
     ) -> LlmExecutor:
-        """Load a Hugging Face checkpoint: a folder, or OWNER/NAME on the Hub where huggingface_hub is installed, from
-        the cache of that if it is there.
+        """Load a Hugging Face checkpoint: a folder, or OWNER/NAME on the Hub if huggingface_hub is installed.
 
-        parallel: how it is spread over processes, each of which makes this call.
-        progress: bars on a terminal over what is read and packed, where tqdm is installed.
-        options: the fields of `paged.models.loading.load_options.LoadOptions`. CUDA graphs are captured by `warmup`. On
-        a CPU weights of 8 MiB or more are packed, see `PagedCausalLM.pack`; smaller ones by `warmup`.
+        CUDA graphs are captured by `warmup`. On a CPU, models of 8 MiB or more are packed when they are loaded, smaller
+        ones by `warmup`; see `PagedCausalLM.pack`.
+
+        Args:
+            parallel: how to spread the model over processes, each of which makes this call.
+            progress: whether bars show loading and packing, on a terminal where tqdm is installed.
+            options: fields of `paged.models.loading.load_options.LoadOptions`.
 
         Raises:
             CheckpointError: files are missing or malformed, or the Hub does not have the model.
-            UnsupportedError: the architecture, or an option of it, is not known; or huggingface_hub is not installed.
-            InvalidInputError: an argument is of another kind or out of range.
+            UnsupportedError: the architecture, or one of its options, is not supported, or huggingface_hub is not
+                installed.
+            InvalidInputError: an argument has another type or is out of range.
             RankFailedError: another process could not load its part, or has ended.
         """
         track = partial(tracked, shown=as_bool("progress", progress))
@@ -132,10 +136,10 @@ class LlmExecutor(UnifiedExecutor):
         return SamplingParams(**sampling_defaults(self._generation))
 
     def serve(self) -> None:
-        """On ranks other than 0: take part in whatever rank 0 runs, until that shuts down.
+        """Take part in everything that rank 0 runs, until it shuts down. For ranks other than 0.
 
         Raises:
-            RankFailedError: another process has ended, or did not answer in `ParallelConfig.timeout_s`.
+            RankFailedError: another process has ended, or did not answer within `ParallelConfig.timeout_s`.
             UnsupportedError: this is rank 0.
         """
         if self._ranks.rank == 0:
@@ -153,7 +157,7 @@ class LlmExecutor(UnifiedExecutor):
             yield
 
     def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
-        """Around what every rank does of itself."""
+        """Return the context of a call that every rank makes by itself."""
         return nullcontext() if self._driver is None else self._driver.alike(kind, *words)
 
     def capabilities(self) -> ExecutorCapabilities:
@@ -172,7 +176,7 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.kv_capacity()
 
     def truncate_kv_for_cache_id(self, cache_id: SeqId, new_len: int) -> None:
-        """`truncate_kv` by the sequence's id."""
+        """Roll the sequence with this id back to its first `new_len` tokens."""
         with self._call():
             self._truncate(self._live_handle(cache_id), new_len)
 
@@ -183,13 +187,15 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.lora_metrics_snapshot()
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load a low-rank adapter from a folder that PEFT saved, beside those that are running; with the first one that
-        changes a layer, compile what adapters of that layer add to a step, and capture the graphs of such steps.
+        """Load a low-rank adapter from a folder that PEFT saved, while others stay in use.
+
+        The first adapter that changes a layer compiles that layer's adapter kernels and captures the graphs of such
+        steps.
 
         Raises:
-            InvalidInputError: the name is taken, there is no free slot, or its rank is above max_lora_rank.
+            InvalidInputError: the name is taken, no slot is free, or the rank exceeds max_lora_rank.
             CheckpointError: files or tensors are missing or malformed.
-            UnsupportedError: a setting of it is not known here, or the model takes no adapters.
+            UnsupportedError: a setting of the adapter is not supported, or the model takes no adapters.
         """
         with self._call(), warming_up():
             model = self._adaptable()
@@ -199,10 +205,10 @@ class LlmExecutor(UnifiedExecutor):
                 raise failure
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter, and what the prefix cache holds of it.
+        """Unload an adapter and forget its cached prefixes.
 
         Raises:
-            InvalidInputError: it is not loaded, or sequences hold it.
+            InvalidInputError: the adapter is not loaded, or sequences use it.
             UnsupportedError: the model takes no adapters.
         """
         with self._call(), nullcontext() if self._driver is None else self._driver.lock:
@@ -211,12 +217,14 @@ class LlmExecutor(UnifiedExecutor):
                 pass
 
     def list_loras(self) -> tuple[str, ...]:
-        """Names of the loaded adapters; none where the model takes none."""
+        """Return the names of the loaded adapters, none if the model takes none."""
         return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
 
     def warmup(self, *, progress: bool = True) -> None:
-        """Compile kernels and capture CUDA graphs. On a CPU, order the weights as it multiplies them fastest, and
-        record decode steps. Sequences in the cache stay. progress: bars on a terminal, where tqdm is installed."""
+        """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
+
+        progress: whether bars show it, on a terminal where tqdm is installed.
+        """
         with self._call(), warming_up(), self._alike(Kind.PREPARE):
             self._lm.prepare(partial(tracked, shown=as_bool("progress", progress)))
         super().warmup()

@@ -1,4 +1,4 @@
-"""What every executor can be asked: 18 calls, five of them required; and three of those that take adapters."""
+"""The interface of executors: 18 calls, five of them abstract, and three more of executors that load adapters."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from paged.seq_id import SeqId
 
 
 class ExecutorShutDownError(PagedError):
-    """The executor was asked to work after `shutdown`."""
+    """A call needed an executor that has been shut down."""
 
 
 class ModelExecutor(ABC):
     """Runs a model on batches of token ids over KV caches.
 
-    Calls are synchronous and come one at a time; `AsyncModelExecutor` queues them. After a call that raised, every
-    cache is as it was before. After `shutdown`, calls that work raise ExecutorShutDownError, and those that only report
-    still answer.
+    Calls are synchronous and run one at a time; `AsyncModelExecutor` queues them. Every call is atomic: if it raises,
+    every cache is as it was before. After `shutdown`, calls that run or change something raise ExecutorShutDownError;
+    calls that only report still answer.
 
-    kv_manager: where sequences live in a cache manager, that; the items' `kv_cache` are its handles.
+    Attributes:
+        kv_manager: the cache manager of the sequences, if there is one; `kv_cache` of items are its handles.
     """
 
     kv_manager: PagedKvCacheManager | None = None
 
     @abstractmethod
     def info(self) -> ModelInfo:
-        """The model's identity and sizes."""
+        """Return the model's identity and sizes."""
 
     @abstractmethod
     def prefill(self, inputs: PrefillInput) -> PrefillOutput:
-        """Run the prompts of B sequences; the logits of each row's last token."""
+        """Run the prompts of B sequences; return the logits of each row's last token."""
 
     @abstractmethod
     def decode(self, inputs: DecodeInput) -> DecodeOutput:
@@ -49,68 +50,80 @@ class ModelExecutor(ABC):
 
     @abstractmethod
     def capabilities(self) -> ExecutorCapabilities:
-        """What can be asked of this executor."""
+        """Return the capabilities and limits of this executor."""
 
     @abstractmethod
     def status(self) -> ExecutorStatus:
-        """What it is doing and has done."""
+        """Return the state of this executor and the work it has done."""
 
     def supports_native_unified_decode(self) -> bool:
-        """Whether `unified_decode` runs any mix of items in one forward."""
+        """Return whether `unified_decode` runs any mix of items in one forward."""
         return False
 
     def kv_capacity(self) -> int | None:
-        """Tokens that fit into the KV cache over all sequences, None where unknown."""
+        """Return the tokens that fit into the KV cache over all sequences, or None if unknown."""
         return None
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """`prefill` for each, in order."""
+        """Run `prefill` for each input, in order."""
         return [self.prefill(one) for one in inputs]
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
-        """`decode` for each, in order."""
+        """Run `decode` for each input, in order."""
         return [self.decode(one) for one in inputs]
 
     def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
-        """Run a batch; an entry an item: logits float32 [V], or an id, int64, under GreedyArgmax; None if not final."""
+        """Run a batch of items.
+
+        Returns:
+            One entry for each item: None if it is not final, else logits float32 [V]; a token id, an int64 scalar,
+            under GreedyArgmax and DrawToken; logits float32 [n, V] under VerifyLogits.
+
+        Raises:
+            UnsupportedError: this executor has no unified_decode.
+        """
         raise UnsupportedError(f"{type(self).__name__} has no unified_decode ({len(batch.items)} items given)")
 
     def forward(self, inputs: Any) -> Any:
-        """A forward in the model's own terms, for executors that have such a thing."""
+        """Run a forward on the model's own kind of input.
+
+        Raises:
+            UnsupportedError: this executor has no such call.
+        """
         raise UnsupportedError(f"{type(self).__name__} has no forward of its own (given {type(inputs).__name__})")
 
     def truncate_kv(self, kv_cache: Any, new_len: int) -> None:  # noqa: B027
-        """Roll a sequence back to its first `new_len` tokens."""
+        """Roll a sequence back to its first `new_len` tokens; the default does nothing."""
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
-        """Run consecutive tokens of one sequence; the output after each of them."""
+        """Run consecutive tokens of one sequence; return the output after each of them."""
         outputs: list[DecodeOutput] = []
         for one in inputs:
             outputs.append(self.decode(replace(one, kv_cache=outputs[-1].kv_cache) if outputs else one))
         return outputs
 
     def cache_metrics_snapshot(self) -> Any | None:
-        """What the KV cache measured so far, None where nothing is measured."""
+        """Return measurements of the KV cache, or None if there are none."""
         return None
 
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
-        """What the LoRA adapters measured so far, None where there are none."""
+        """Return measurements of the LoRA adapters, or None if there are none."""
         return None
 
     def warmup(self) -> None:
-        """Do now what would otherwise slow the first call; kernels compiled later are what PAGED_JIT says."""
+        """Do all that would slow the first calls. PAGED_JIT allows, warns of or refuses later compilations."""
         serving_begins()
 
     def shutdown(self) -> None:  # noqa: B027
-        """Refuse work from here on; a second call is harmless."""
+        """Refuse work from here on; a second call does nothing."""
 
     def release_cache(self, seq_id: SeqId) -> None:  # noqa: B027
-        """Give back the KV cache of a sequence; one that does not exist is no error."""
+        """Free the KV cache of a sequence; does nothing if it does not exist."""
 
 
 @runtime_checkable
 class LoraLoader(Protocol):
-    """An executor whose items may name an adapter; `LlmExecutor` says what its calls do and raise."""
+    """An executor that loads adapters; see `LlmExecutor` for the calls and their errors."""
 
     def load_lora(self, name: str, path: str | Path) -> None: ...
 
@@ -120,7 +133,7 @@ class LoraLoader(Protocol):
 
 
 def lora_loader(executor: ModelExecutor) -> LoraLoader:
-    """The executor, if it loads adapters.
+    """Return the executor, if it loads adapters.
 
     Raises:
         UnsupportedError: it does not.
@@ -131,10 +144,10 @@ def lora_loader(executor: ModelExecutor) -> LoraLoader:
 
 
 def check_adapter(executor: ModelExecutor, name: object) -> None:
-    """Raise unless sequences of the executor can run with the adapter of that name; None is none.
+    """Raise unless the executor can run sequences with the adapter `name`; None means no adapter.
 
     Raises:
-        InvalidInputError: it is no text, or not loaded.
+        InvalidInputError: it is not a str, or not loaded.
         UnsupportedError: the executor takes no adapters.
     """
     if name is None:

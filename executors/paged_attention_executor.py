@@ -1,4 +1,4 @@
-"""A model whose outputs can be worked out by hand: embeddings go through paged attention unprojected."""
+"""The oracle: a model whose outputs are known in closed form, because embeddings go through attention unprojected."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from paged.models.logits_policy import answer_items
 
 @dataclass(frozen=True)
 class PagedExecutorConfig:
-    """Sizes of the model; `embedding` is a formula, so there are no weights.
+    """Sizes of the oracle's model, which has no weights: its embedding is a formula.
 
-    one_hot: token t is 1 at index t mod (num_kv_heads * head_dim).
-    sinusoidal: element i of token t is sin((t + 1)(i + 1)), float32.
+    Attributes:
+        embedding: "one_hot" sets element t mod (num_kv_heads * head_dim) of token t to 1. "sinusoidal" sets element i
+            of token t to sin((t + 1)(i + 1)), in float32.
 
     Raises:
-        InvalidInputError: a size is not positive, num_heads no multiple of num_kv_heads, or the embedding is unknown.
+        InvalidInputError: a size is not positive, num_heads is not a multiple of num_kv_heads, or the embedding is
+            unknown.
     """
 
     vocab_size: int = 256
@@ -56,17 +58,18 @@ class PagedExecutorConfig:
 
 
 class PagedAttentionExecutor(UnifiedExecutor):
-    """Runs the kernels and the cache with projections that are the identity, so that a test knows every logit.
+    """Runs the kernels and the cache with identity projections, so that every logit is known in closed form.
 
     At every layer K = V = the token's embedding e, and Q repeats each KV head's slice of e num_heads / num_kv_heads
-    times. The last layer's causal attention, scale 1 / sqrt(head_dim), is the output: logits[j mod vocab_size] +=
+    times. The output is the last layer's causal attention with scale 1 / sqrt(head_dim): logits[j mod vocab_size] +=
     attn[j] over all num_heads * head_dim elements. With one_hot, in the head that holds the query's index, keys of that
-    index weigh exp(1 / sqrt(head_dim)) and all others 1; in every other head all keys weigh the same.
+    index weigh exp(1 / sqrt(head_dim)) and all others 1. In every other head all keys weigh the same.
 
-    It runs in the cache's dtype, over an 8-bit cache in float32. All of these hold one-hot embeddings exactly.
+    It computes in the cache's dtype, or in float32 if the cache is 8-bit. All dtypes hold one-hot embeddings exactly.
 
     Raises:
-        InvalidInputError: the manager's layers, KV heads, head_dim or dtype are not those of the configuration.
+        InvalidInputError: the manager's layers, KV heads or head_dim differ from the configuration, or the kernels do
+            not take its dtype.
     """
 
     kv_manager: PagedKvCacheManager

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ProgressBar:
-    """What is used of tqdm's bar, and stands in where there is none."""
+    """The used part of tqdm's bar; does nothing itself."""
 
     def update(self, n: int, /) -> object: ...
 

@@ -1,4 +1,4 @@
-"""Items of a batch: what they are, and those that rows of token tensors stand for, each a sequence of its own."""
+"""Batch items from rows of token tensors, and checks of items and results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paged.kernels.common.checks import check_shape
 
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:
-    """Whether an item is a decode: one token after others, with logits, or several that are verified."""
+    """Return whether an item is a decode: one token after others, with logits, or several to verify."""
     is_one = len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
     return item.is_final_chunk and is_one and item.pos_offset > 0
 
 
 def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object]) -> str | None:
-    """How the results of a forward do not fit its items; None where they do: one each, no final item without logits."""
+    """Return how results do not fit their items, or None: one for each item, and logits for each final one."""
     pairs = zip(items, results, strict=False)
     missing = [item.seq_id for item, result in pairs if item.is_final_chunk and result is None]
     if len(results) == len(items) and not missing:
@@ -31,7 +31,7 @@ def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[object
 
 
 def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
-    """Turn each row into an item, without its padding; a row without a cache gets a sequence id of its own.
+    """Convert each row to an item without its padding; a row without a cache gets a sequence id of its own.
 
     Raises:
         InvalidInputError: a shape or dtype does not fit, positions have a gap, or there is not one cache a row.

@@ -1,4 +1,4 @@
-"""What an executor says about itself: its model, its limits, and what it has done so far, which is measured here."""
+"""Reports of an executor: its model, capabilities and memory needs, and the work it has measured."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from paged.executors.row_batches import is_decode_step
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """The model behind an executor. num_parameters counts weights; max_sequence_length counts tokens.
+    """Identity and sizes of the model behind an executor.
 
-    eos_token_ids: tokens that end an answer, as its checkpoint says.
+    Attributes:
+        model_id: name of the model; for a checkpoint, of its folder.
+        model_type: architecture of the model.
+        num_parameters: number of weights.
+        max_sequence_length: longest sequence in tokens, prompt and output together.
+        dtype, device: of the model's activations.
+        eos_token_ids: tokens that end an answer, as the checkpoint names them.
     """
 
     model_id: str
@@ -41,10 +47,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequirements:
-    """Bytes a model needs.
+    """Memory that a model needs, in bytes.
 
-    kv_bytes_per_token_per_layer: keys and values of one token, on average where layers differ or read another's.
-    activation_bytes_per_token: what a token of a forward needs at its widest point, given back when the forward ends.
+    Attributes:
+        weight_bytes: all weights.
+        kv_bytes_per_token_per_layer: keys and values of one token; the average if layers differ or share K/V.
+        activation_bytes_per_token: peak of a forward for each of its tokens, freed when the forward ends.
     """
 
     weight_bytes: int
@@ -52,19 +60,24 @@ class MemoryRequirements:
     activation_bytes_per_token: int
 
     def total(self, batch_size: int, seq_len: int, num_layers: int) -> int:
-        """Bytes for `batch_size` sequences of `seq_len` tokens, all of them run in one forward."""
+        """Return the bytes for `batch_size` sequences of `seq_len` tokens, all of them run in one forward."""
         per_token = num_layers * self.kv_bytes_per_token_per_layer + self.activation_bytes_per_token
         return self.weight_bytes + batch_size * seq_len * per_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorCapabilities:
-    """What calls an executor can serve.
+    """Capabilities and limits of an executor.
 
-    max_batch_size: sequences that can hold a token at the same time, None where the model alone knows.
-    max_sequence_length: tokens, prompt and output together.
-    supports_native_unified_decode: any mix of items is one forward; otherwise it is taken apart.
-    prefers_tokens: to choose tokens by itself (`DrawToken`) takes it less than to return logits.
+    Attributes:
+        max_batch_size: upper bound of the sequences that can hold tokens at the same time; None if unknown.
+        max_sequence_length: longest sequence in tokens, prompt and output together.
+        supports_native_unified_decode: whether any mix of items runs in one forward. Otherwise a batch is split.
+        supports_chunked_prefill: whether a prompt can run in chunks.
+        supports_truncate: whether sequences can be rolled back.
+        supports_prefix_cache: whether sequences share cached prefixes.
+        supports_lora: whether items may name an adapter.
+        prefers_tokens: whether choosing a token (`DrawToken`) is cheaper than returning logits.
     """
 
     max_batch_size: int | None
@@ -79,7 +92,7 @@ class ExecutorCapabilities:
 
 
 class ExecutorState(Enum):
-    """READY for a call, BUSY in one, FAILED when the last one met an error of the machine, SHUTDOWN for good."""
+    """READY for a call, BUSY in one, FAILED after an error that is no `PagedError`, or SHUTDOWN for good."""
 
     READY = "ready"
     BUSY = "busy"
@@ -89,15 +102,19 @@ class ExecutorState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorStatus:
-    """Measured, from the executor's start until now; nothing here moves unless a forward ran or a call failed.
+    """Work and memory of an executor, measured since it was made.
 
-    prefill_count: prompts completed, however many chunks they came in; prefill_tokens: rows computed for prompts.
-    decode_count: tokens run one at a time after that, verified ones included. failed_calls: calls that raised.
-    forwards: those that succeeded; graph_replays: of them those that ran as a CUDA graph, or on a CPU as a recording;
-    unrecorded_steps: step sizes that the last `warmup` could not record on a CPU; a warning names the operation.
-    average_prefill_seconds, average_decode_seconds: time in forwards a prompt or a decoded token, 0 before the first; a
-    forward with both is divided between them by tokens.
-    memory_bytes, peak_memory_bytes: weights and the KV cache in use, now and at the most.
+    Attributes:
+        prefill_count: prompts completed, in any number of chunks.
+        decode_count: tokens run one at a time after a prompt, verified drafts included.
+        prefill_tokens: tokens run for prompts.
+        failed_calls: calls that raised.
+        forwards: forwards that succeeded.
+        average_prefill_seconds, average_decode_seconds: time in forwards for each prompt, and for each decoded token; 0
+            before the first. A forward with both is divided between them by tokens.
+        memory_bytes, peak_memory_bytes: weights and used KV cache, now and at most.
+        graph_replays: forwards that ran as a CUDA graph, or on a CPU as a recording.
+        unrecorded_steps: step sizes that the last `warmup` could not record on a CPU; a warning names the operation.
     """
 
     state: ExecutorState
@@ -116,7 +133,7 @@ class ExecutorStatus:
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """What one forward does: prompts it completes and rows of prompts, tokens it decodes (a row each)."""
+    """Work of one forward: prompts completed, tokens run for prompts, and tokens decoded."""
 
     prefills: int
     prefill_tokens: int
@@ -124,14 +141,14 @@ class ForwardWork:
 
 
 class PromptProgress:
-    """Knows which prompts have chunks left to run. handle_of: the live handle of an item's cache, None without one."""
+    """Tracks which prompts have chunks left; `handle_of` returns the live handle of an item, None without one."""
 
     def __init__(self, handle_of: Callable[[UnifiedBatchItem], KvCacheHandle | None]) -> None:
         self._handle_of = handle_of
         self._unfinished: set[KvCacheHandle] = set()
 
     def work_of(self, batch: UnifiedBatch) -> ForwardWork:
-        """What the forward of a batch does."""
+        """Return the work of a batch's forward."""
         decodes = [
             len(item.q_tokens)
             for item in batch.items
@@ -141,12 +158,12 @@ class PromptProgress:
         return ForwardWork(batch.num_sampled_items - len(decodes), batch.total_q_tokens - rows, rows)
 
     def work_of_next_tokens(self, handles: Sequence[KvCacheHandle]) -> ForwardWork:
-        """What a forward of one more token of each sequence does."""
+        """Return the work of a forward of one more token of each sequence."""
         decodes = sum(one.num_tokens > 0 and not self._is_unfinished(one, one.num_tokens) for one in handles)
         return ForwardWork(len(handles) - decodes, len(handles) - decodes, decodes)
 
     def update(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Note which prompts have chunks left, after a forward with some."""
+        """Record which prompts have chunks left, after a forward with some."""
         handles = [(self._handle_of(item), item.is_final_chunk) for item in items]
         unfinished = self._unfinished | {one for one, is_final in handles if one is not None and not is_final}
         unfinished -= {one for one, is_final in handles if is_final}
@@ -160,7 +177,7 @@ class PromptProgress:
 
 
 class WorkMeter:
-    """Adds up what an executor did; `memory_bytes` tells what it holds at this moment."""
+    """Counts the work of an executor; `memory_bytes` returns the memory it uses at the moment."""
 
     def __init__(self, device: torch.device, memory_bytes: Callable[[], int]) -> None:
         self.state = ExecutorState.READY
@@ -173,7 +190,7 @@ class WorkMeter:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call: the state meanwhile, and whether it failed."""
+        """Track the state during a call, and whether it fails."""
         self.state = ExecutorState.BUSY
         try:
             yield
@@ -185,7 +202,7 @@ class WorkMeter:
 
     @contextmanager
     def forward(self, work: ForwardWork) -> Iterator[None]:
-        """Around a forward that does `work`, counted if it succeeds. On a GPU it is the stream that is timed."""
+        """Count `work` if the forward inside succeeds, and time it; on a GPU, by events of the stream."""
         on_gpu = self._device.type == "cuda"
         started, start = perf_counter(), self._event() if on_gpu else None
         yield
@@ -201,7 +218,7 @@ class WorkMeter:
         self._peak_memory_bytes = max(self._peak_memory_bytes, self._memory_bytes())
 
     def status(self) -> ExecutorStatus:
-        """The totals until now; waits for forwards that are still running on a GPU."""
+        """Return the totals; waits for forwards that still run on a GPU."""
         self._collect_times(wait=True)
         return ExecutorStatus(
             state=self.state,

@@ -1,4 +1,4 @@
-"""What both executors share: checks, rows and items, results, roll-back and counts around one forward."""
+"""Base of both executors: checks, conversion of rows to items, rollback and counts around one forward."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ _LOG = logging.getLogger("paged")
 
 
 class UnifiedExecutor(ModelExecutor):
-    """Every call that runs the model is one forward over the items of a batch; a subclass says how that is done.
+    """An executor in which every call that runs the model is one forward over batch items; a subclass runs it.
 
-    Caches go by their cache_id: the handle's where the caller gives one, else the item's seq_id.
-
-    sequences: where they live.
+    Caches are identified by their cache_id: that of the handle if the caller gives one, else the item's seq_id.
     """
 
     def __init__(
@@ -63,16 +61,16 @@ class UnifiedExecutor(ModelExecutor):
 
     @abstractmethod
     def _run(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """The forward: one entry an item, as `unified_decode` returns them."""
+        """Run the forward; return one entry for each item, as `unified_decode` does."""
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
-        """Choose the adapters that items name, before the forward."""
+        """Select the adapters that items name, before the forward."""
         for item in items:
             if item.metadata.get("lora_adapter") is not None:
                 raise UnsupportedError(f"item {item.seq_id!r}: {type(self).__name__} takes no adapters")
 
     def _prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """See `prepare_step`; the forward that it prepares uses it by itself."""
+        """Implement `prepare_step`; the next forward takes the prepared step by itself."""
         return None
 
     def info(self) -> ModelInfo:
@@ -96,12 +94,12 @@ class UnifiedExecutor(ModelExecutor):
 
     @property
     def prefill_count(self) -> int:
-        """Prompts completed."""
+        """Number of prompts completed."""
         return self._meter.prefills
 
     @property
     def decode_count(self) -> int:
-        """Tokens run one at a time after a prompt."""
+        """Number of tokens run one at a time after a prompt."""
         return self._meter.decodes
 
     def supports_native_unified_decode(self) -> bool:
@@ -114,7 +112,7 @@ class UnifiedExecutor(ModelExecutor):
         return self.batch_decode([inputs])[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """All prompts in one forward; logits of the last token of each row, float32 [B, 1, V]."""
+        """Run all prompts in one forward; return the logits of each row's last token, float32 [B, 1, V]."""
         with self._call():
             groups = [prefill_items(one) for one in inputs]
             num_tokens = sum(len(item.q_tokens) for group in groups for item in group)
@@ -125,7 +123,7 @@ class UnifiedExecutor(ModelExecutor):
             ]
 
     def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
-        """All tokens in one forward."""
+        """Run all tokens in one forward."""
         with self._call():
             groups = [decode_items(one) for one in inputs]
             logits = self._logits_of(groups, ForwardWork(0, 0, sum(map(len, groups))))
@@ -146,10 +144,13 @@ class UnifiedExecutor(ModelExecutor):
             return results
 
     def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Prepare a `unified_decode` of one more token of each sequence, in this order, while the device is busy with
-        the forward before: its blocks and its metadata. None where there are no blocks, or nothing can be prepared.
+        """Prepare a `unified_decode` of one more token of each sequence, in this order, while the device is busy.
 
-        The next call that runs tokens uses it if it is that one, and otherwise gives its blocks back.
+        Blocks are reserved and metadata is built. If the next call that runs tokens is this step, it uses them;
+        otherwise it frees the blocks.
+
+        Returns:
+            The step; None if the cache is full or the step cannot be prepared.
         """
         prepared, self._expected = self._prepare_step(handles), None
         if prepared is not None:
@@ -157,7 +158,7 @@ class UnifiedExecutor(ModelExecutor):
         return prepared
 
     def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
-        """All tokens of the sequence in one forward, each counted as a decode."""
+        """Run all tokens of the sequence in one forward; each counts as a decode."""
         with self._call():
             if not inputs:
                 return []
@@ -194,7 +195,7 @@ class UnifiedExecutor(ModelExecutor):
             yield
 
     def _logits_of(self, groups: Sequence[Sequence[UnifiedBatchItem]], work: ForwardWork) -> list[torch.Tensor]:
-        """Logits [len(group), V] of each group of final items, in one forward."""
+        """Run all groups of final items in one forward; return the logits [len(group), V] of each."""
         results = self._forward_items([item for group in groups for item in group], work)
         rows = (row for row in results if row is not None)
         return [torch.stack([*islice(rows, len(group))]) for group in groups]
@@ -215,9 +216,10 @@ class UnifiedExecutor(ModelExecutor):
     def _all_or_nothing(
         self, items: Sequence[UnifiedBatchItem], work: ForwardWork, *, is_checked: bool = False
     ) -> Iterator[None]:
-        """Around a forward: check the items, count; where that or the forward raises, every cache is again as it was.
+        """Check the items and count the work; if that or the forward inside raises, roll every cache back.
 
-        is_checked: they are, and all their sequences exist.
+        Args:
+            is_checked: the items have been checked, and all their sequences exist.
         """
         new = set() if is_checked else self._check_items(items)
         try:
@@ -232,7 +234,7 @@ class UnifiedExecutor(ModelExecutor):
             raise
 
     def _check_items(self, items: Sequence[UnifiedBatchItem]) -> set[SeqId]:
-        """Raise unless they can run; the caches that do not exist yet."""
+        """Raise unless the items can run; return the caches that do not exist yet."""
         validate_items(
             items,
             vocab_size=self._info.vocab_size,
@@ -243,7 +245,7 @@ class UnifiedExecutor(ModelExecutor):
         return {cache_id for cache_id in started if self._sequences.get_handle(cache_id) is None}
 
     def _roll_back(self, handle: KvCacheHandle, length: int | None) -> None:
-        """Bring a cache back to the length it had, None where it did not exist."""
+        """Truncate a cache to its former length, or free it if that is None, because it did not exist."""
         if length is not None:
             try:
                 if handle.num_tokens > length:

@@ -5,7 +5,7 @@ import signal
 
 
 def main() -> int:
-    """Run it. What is imported first takes a moment in which nothing can be left behind: an interrupt just ends it."""
+    """Run the command line. An interrupt during the first imports just ends it: nothing can be left behind then."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from paged.executors.command_line.cli import start
 

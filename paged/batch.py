@@ -1,4 +1,4 @@
-"""What goes into a forward and what comes out: plain data, no behaviour beyond its own checks."""
+"""Inputs and outputs of a forward: plain data that validates only itself."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FullLogits:
-    """The item returns its logits, float32 [vocab_size]."""
+    """Return the logits of the item's last token, float32 [vocab_size]."""
 
 
 @dataclass(frozen=True)
 class GreedyArgmax:
-    """The item returns its best token id, an int64 scalar, and no logits leave the device.
+    """Return the best token id, an int64 scalar; no logits leave the device.
 
-    token_mask: bool [vocab_size], False forbids a token.
-    repetition_penalty: float32 [vocab_size], a factor a token (1 for none): positive logits are divided by it, others
-    multiplied.
+    Attributes:
+        token_mask: bool [vocab_size]; False forbids a token. None allows all.
+        repetition_penalty: float32 [vocab_size], a factor for each token, 1 for none. Positive logits are divided by
+            it, others multiplied.
     """
 
     token_mask: torch.Tensor | None = None
@@ -37,9 +38,14 @@ class GreedyArgmax:
 
 @dataclass(frozen=True)
 class DrawToken:
-    """The item returns a token id, an int64 scalar, that `sample_tokens` draws, and no logits leave the device.
+    """Return a token id that `sample_tokens` draws, an int64 scalar; no logits leave the device.
 
-    temperature: 0 for the best token. key: of the noise, as two 32-bit halves, the lower first. top_k: 0 keeps all.
+    Attributes:
+        temperature: 0 takes the best token.
+        key: key of the noise as two 32-bit halves, the lower one first.
+        top_k: number of best tokens to keep; 0 keeps all.
+        top_p: share of the probability mass to keep; 1 keeps all.
+        min_p: lowest probability to keep, as a share of the best token's; 0 keeps all.
     """
 
     temperature: float
@@ -51,7 +57,7 @@ class DrawToken:
 
 @dataclass(frozen=True)
 class VerifyLogits:
-    """The item returns the logits after each of its tokens, float32 [n, vocab_size]: drafts are verified by them."""
+    """Return the logits after each of the item's n tokens, float32 [n, vocab_size], to verify drafts."""
 
 
 LogitsPolicy = FullLogits | GreedyArgmax | DrawToken | VerifyLogits
@@ -59,20 +65,22 @@ LogitsPolicy = FullLogits | GreedyArgmax | DrawToken | VerifyLogits
 
 @dataclass(frozen=True)
 class UnifiedBatchItem:
-    """The next tokens of one sequence: a prompt, a chunk of one, or a decode step.
+    """The next tokens of one sequence: a prompt, a prompt chunk, or a decode step.
 
-    seq_id: names the sequence; without `kv_cache` the executor's own handle of that id is used, made on first use.
-    q_tokens: the token ids to run, at least one.
-    kv_cache: the handle of the sequence, where the caller owns it.
-    pos_offset: position of the first of q_tokens; it must be the number of tokens the cache holds.
-    is_final_chunk: whether the last token's logits are wanted, or under VerifyLogits those of all.
-    metadata: "lora_adapter" names a loaded adapter.
+    Integers of any library are accepted and kept as Python ints.
 
-    Ids, tokens and positions may be of any integer type, and q_tokens any iterable of them: they are kept as ints and a
-    list, so that an iterator is read once.
+    Attributes:
+        seq_id: id of the sequence. If `kv_cache` is None, the executor uses its own handle of that id, created on first
+            use.
+        q_tokens: token ids to run, at least one, in any iterable; kept as a list.
+        kv_cache: handle of the sequence, if the caller owns it.
+        pos_offset: position of the first of `q_tokens`. It must equal the number of tokens that the cache holds.
+        is_final_chunk: whether the item returns what `logits_policy` asks for; otherwise it returns None.
+        metadata: options by name. "lora_adapter" is the name of a loaded adapter.
+        logits_policy: what the item returns.
 
     Raises:
-        InvalidInputError: seq_id is neither str nor int, or q_tokens or pos_offset are no integers.
+        InvalidInputError: seq_id is neither str nor int, or q_tokens or pos_offset are not integers.
     """
 
     seq_id: SeqId
@@ -84,7 +92,7 @@ class UnifiedBatchItem:
     logits_policy: LogitsPolicy = FullLogits()
 
     def __post_init__(self) -> None:
-        # What a step makes hundreds of costs 0.2 us more by this.
+        # A step makes hundreds of items, and each call would cost 0.2 us.
         if type(self.seq_id) is not str:
             object.__setattr__(self, "seq_id", as_seq_id("seq_id", self.seq_id))
         tokens = as_token_ids("q_tokens", self.q_tokens)
@@ -95,33 +103,37 @@ class UnifiedBatchItem:
 
     @property
     def cache_id(self) -> SeqId:
-        """The sequence that it continues in the cache."""
+        """Id of the sequence in the cache: that of `kv_cache` if given, else `seq_id`."""
         return self.seq_id if self.kv_cache is None else self.kv_cache.cache_id
 
 
 @dataclass(frozen=True)
 class UnifiedBatch:
-    """Items that run in one forward, in any mix of prefill chunks and decode steps."""
+    """Items that run in one forward, in any mix of prompts, prompt chunks and decode steps."""
 
     items: Sequence[UnifiedBatchItem]
 
     @property
     def total_q_tokens(self) -> int:
-        """Rows the forward computes."""
+        """Number of tokens that the forward computes."""
         return sum(len(item.q_tokens) for item in self.items)
 
     @property
     def num_sampled_items(self) -> int:
-        """Items that get logits."""
+        """Number of items that return logits or a token."""
         return sum(item.is_final_chunk for item in self.items)
 
 
 @dataclass(frozen=True)
 class PrefillInput:
-    """Prompts of B sequences.
+    """Prompts of B sequences, of S tokens with padding.
 
-    input_ids: int64 [B, S]. attention_mask: [B, S], 0 marks padding, on either side. position_ids: [B, S], consecutive
-    from the length of the row's cache. kv_caches: one handle a row, or None for new sequences.
+    Attributes:
+        input_ids: int64 [B, S].
+        attention_mask: [B, S]; 0 marks padding, on either side.
+        position_ids: [B, S]; consecutive in each row, padding aside, from the length of the row's cache.
+        kv_caches: one handle for each row, or None for new sequences.
+        metadata: as in `UnifiedBatchItem`, for every row.
     """
 
     input_ids: torch.Tensor
@@ -133,18 +145,23 @@ class PrefillInput:
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """logits: float32 [B, S, V], or [B, 1, V] for the last token alone; kv_caches: one handle a row."""
+    """Logits and cache handles of B prompts.
+
+    Attributes:
+        logits: float32 [B, S, V], or [B, 1, V] for the last token alone.
+        kv_caches: one handle for each row.
+    """
 
     logits: torch.Tensor
     kv_caches: Sequence[KvCacheHandle]
 
     def last_token_logits(self) -> torch.Tensor:
-        """Logits of each row's last token, [B, V]."""
+        """Return the logits of each row's last token, float32 [B, V]."""
         return self.logits[:, -1]
 
     @property
     def kv_cache(self) -> KvCacheHandle:
-        """The handle of the only row.
+        """Handle of the only row.
 
         Raises:
             InvalidInputError: there is more than one row.
@@ -156,7 +173,15 @@ class PrefillOutput:
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """One next token a sequence: input_ids int64 [B, 1], kv_cache the handle (B handles where B > 1)."""
+    """The next token of each of B sequences.
+
+    Attributes:
+        input_ids: int64 [B, 1].
+        kv_cache: the handle of the sequence; B handles if B > 1.
+        position_ids: [B, 1], the lengths of the caches; None takes those.
+        metadata: as in `UnifiedBatchItem`, for every row.
+        logits_policy: what every row returns.
+    """
 
     input_ids: torch.Tensor
     kv_cache: KvCacheHandle | Sequence[KvCacheHandle]
@@ -167,16 +192,25 @@ class DecodeInput:
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """logits: float32 [B, V], or int64 [B] token ids under GreedyArgmax; kv_cache: as in the input."""
+    """Logits or token ids of a decode step.
+
+    Attributes:
+        logits: float32 [B, V]; int64 [B] token ids under `GreedyArgmax` or `DrawToken`.
+        kv_cache: as in the input.
+    """
 
     logits: torch.Tensor
     kv_cache: KvCacheHandle | Sequence[KvCacheHandle]
 
 
+# A named tuple: a frozen dataclass takes three times as long to make, and a step makes one a sequence.
 class KvSlotRequest(NamedTuple):
-    """Room for one sequence up to target_len tokens; admission_target_len is checked for fit, not allocated.
+    """A request to `PagedKvCacheManager.reserve` for capacity of one sequence.
 
-    A named tuple, as a frozen dataclass takes three times as long to make, and a step makes one a sequence.
+    Attributes:
+        cache_id: id of the sequence.
+        target_len: length in tokens to reserve capacity for.
+        admission_target_len: length that must also fit, but gets no capacity. None stands for target_len.
     """
 
     cache_id: SeqId

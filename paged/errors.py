@@ -1,4 +1,4 @@
-"""The error family: what was given, what was expected, and everything left as it was."""
+"""Errors of this package, all derived from `PagedError`. A call that raises one is rolled back."""
 
 from paged.kernels.common.errors import InvalidInputError as InvalidInputError
 from paged.kernels.common.errors import PagedError as PagedError
@@ -6,11 +6,11 @@ from paged.kernels.common.errors import UnsupportedError as UnsupportedError
 
 
 class OutOfBlocksError(PagedError):
-    """The pool cannot supply the blocks a call needs.
+    """The block pool has too few free blocks for a call.
 
     Attributes:
-        needed: blocks the whole call needs beyond those its sequences hold.
-        free: blocks that could be handed out when it was made.
+        needed: blocks that the whole call needs beyond those its sequences hold.
+        free: blocks that could be handed out at that moment.
     """
 
     def __init__(self, needed: int, free: int) -> None:
@@ -20,11 +20,11 @@ class OutOfBlocksError(PagedError):
 
 
 class RankFailedError(PagedError):
-    """Of the processes that run a model together one has ended or does not answer; none of them can go on."""
+    """A rank of a model that several processes share has ended or does not answer; no rank can go on."""
 
 
 class SequenceTooLongError(PagedError):
-    """A sequence would grow beyond the longest length the cache or the model allows."""
+    """A sequence would exceed the maximum length of the cache or the model."""
 
 
 class CheckpointError(PagedError):
@@ -32,4 +32,4 @@ class CheckpointError(PagedError):
 
 
 class StaleHandleError(PagedError):
-    """A handle was used after its sequence had been freed."""
+    """A handle was used whose sequence has been freed or is swapped out."""

@@ -1,4 +1,4 @@
-"""One forward as a transaction on the cache: every sequence moves on, or none does."""
+"""A forward as a transaction on the cache: every sequence advances, or none does."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from paged.staging import to_device
 
 @dataclass(eq=False)
 class ForwardStep:
-    """What a model's forward takes: arrays on the host, which all go to the device when one of them is wanted there.
+    """The input of a model's forward: host arrays, which are copied to the device together on first use there.
 
-    token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
-    device_ids: the tokens where the device alone knows them; those of `token_ids` only stand for them.
-    host: the metadata; `metadata` on the device.
-    row_ids: int64 [num_sampled_rows], the row of the last token of every item with `is_final_chunk`, in order; all rows
-        of those under VerifyLogits; `sample_rows` on the device.
-    handles: one an item.
+    Attributes:
+        token_ids: int64 [num_tokens], the items' tokens one after the other; `input_ids` on the device.
+        device_ids: the tokens, if only the device knows them; `token_ids` are then placeholders.
+        host: the metadata; `metadata` on the device.
+        row_ids: int64 [num_sampled_rows], in order, the last row of every item with `is_final_chunk`, or all of its
+            rows under VerifyLogits; `sample_rows` on the device.
+        handles: one for each item.
     """
 
     token_ids: NDArray[np.int64]
@@ -58,15 +59,15 @@ class ForwardStep:
 
     @property
     def outputs(self) -> OutputRows | None:
-        """`sample_rows` as a network's last layer takes them; None where they are all rows."""
+        """`sample_rows` as the last layer takes them; None if they are all rows."""
         return self._moved[3]
 
     def upload(self) -> None:
-        """Send the arrays to the device, if that was not done yet."""
+        """Copy the arrays to the device, unless they are there."""
         _ = self._moved
 
     def fill(self, token_ids: NDArray[np.int64]) -> None:
-        """Other tokens for the same rows; where the arrays are on the device, these follow."""
+        """Replace the tokens of the same rows, on the device too if they are there."""
         self.token_ids = token_ids
         if "_moved" in self.__dict__:
             to_device((token_ids,), self.device, out=self._moved[0].view(torch.uint8))
@@ -85,10 +86,10 @@ class ForwardStep:
 
 
 class PreparedStep:
-    """A forward over one more token of each sequence that has its room and its metadata, before the tokens are known.
+    """A forward of one more token of each sequence, with its blocks and metadata, before the tokens are known.
 
-    Calls that change one of the sequences meanwhile need not know of it: that sequence keeps its blocks, and the step
-    can only be cancelled. is_used: a forward has taken it.
+    If another call changes one of the sequences meanwhile, that sequence keeps its blocks, and the step can only be
+    cancelled. is_used: whether a forward has taken the step.
     """
 
     def __init__(
@@ -111,8 +112,10 @@ class PreparedStep:
         self._fitting: Sequence[UnifiedBatchItem] | None = None
 
     def fits(self, items: Sequence[UnifiedBatchItem]) -> bool:
-        """Whether it is the forward of `items`, which are then all in order: one token of the vocabulary for each of
-        these sequences, none of which has changed since, and the logits of all wanted.
+        """Return whether this is the forward of `items`, which are then valid.
+
+        They must have one token of the vocabulary for each of these sequences, none of them changed since, and be
+        final.
         """
         if not self._reservation.is_whole:
             return False
@@ -128,20 +131,20 @@ class PreparedStep:
         return True
 
     def use_ids(self, token_ids: torch.Tensor) -> None:
-        """Run these tokens, int64 [num_seqs] on the device, in place of those of the items that fit, which may be any.
+        """Run these tokens, int64 [num_seqs] on the device, in place of those of the items, which may then be any.
 
-        The cache does not get to know them, see `PagedKvCacheManager.append_tokens`.
+        The cache does not learn them, see `PagedKvCacheManager.append_tokens`.
         """
         self.step.device_ids = token_ids
 
     def take(self, items: Sequence[UnifiedBatchItem]) -> tuple[ForwardStep, KvSlotReservation]:
-        """The step with the tokens of items that fit, and its room."""
+        """Return the step with the tokens of items that fit, and its reservation."""
         self.step.fill(np.array([item.q_tokens[0] for item in items], np.int64))
         self.is_used = True
         return self.step, self._reservation
 
     def cancel(self) -> None:
-        """Give its room back; nothing happens to one that was used or cancelled."""
+        """Free its blocks; does nothing if it was used or cancelled."""
         self._reservation.rollback()
 
 
@@ -149,17 +152,16 @@ class PreparedStep:
 def forward_step(
     manager: PagedKvCacheManager, items: Sequence[UnifiedBatchItem], prepared: PreparedStep | None = None
 ) -> Iterator[ForwardStep]:
-    """Reserve room for all items and describe the forward; on leaving, the lengths grow by the items' tokens, and
-    blocks that became full are published, also those of chunks and of generated tokens.
+    """Reserve capacity for all items and yield their forward; then lengths grow and full blocks are published.
 
-    An item without `kv_cache` uses the manager's sequence named `seq_id`, made on first use. Leaving by an exception
-    undoes everything: lengths, room, and the sequences made here. prepared: one that fits the items.
+    An item without `kv_cache` uses the manager's sequence `seq_id`, created on first use. An exception rolls back
+    lengths, capacity and the sequences created here. prepared: a step that fits the items.
 
     Raises:
         InvalidInputError: a handle is not the manager's, or two items use the same one.
-        StaleHandleError: a handle has been freed.
-        SequenceTooLongError: beyond the cache's `max_seq_len`.
-        OutOfBlocksError: the pool cannot supply the room.
+        StaleHandleError: a handle has been freed or is swapped out.
+        SequenceTooLongError: a sequence would exceed the cache's `max_seq_len`.
+        OutOfBlocksError: the pool has too few free blocks.
     """
     made: list[KvCacheHandle | None] = [None] * len(items)  # assigning to it cannot fail
     reservation: KvSlotReservation | None = None
@@ -219,7 +221,7 @@ def _sample_rows(items: Sequence[UnifiedBatchItem], counts: Sequence[int]) -> ND
 
 
 class StepPreparer:
-    """Holds at most one prepared step: the next forward uses it or cancels it, and preparing another cancels it too."""
+    """Holds at most one prepared step, which the next forward uses or cancels, as does preparing another."""
 
     def __init__(self, manager: PagedKvCacheManager, *, vocab_size: int, max_seq_len: int) -> None:
         """vocab_size, max_seq_len: the model's."""
@@ -228,7 +230,7 @@ class StepPreparer:
         self._prepared: PreparedStep | None = None
 
     def prepare(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Prepare a forward over one more token of each sequence; None where there is no room for it."""
+        """Prepare a forward of one more token of each sequence; None if blocks are missing."""
         self._cancel()
         try:
             self._prepared = PreparedStep(self._manager, handles, **self._limits)
@@ -237,11 +239,11 @@ class StepPreparer:
         return self._prepared
 
     def expects(self, items: Sequence[UnifiedBatchItem]) -> bool:
-        """Whether their forward is prepared, which also says that they need no other check."""
+        """Return whether the forward of `items` is prepared, which also means that they are valid."""
         return self._prepared is not None and self._prepared.fits(items)
 
     def forward(self, items: Sequence[UnifiedBatchItem]) -> AbstractContextManager[ForwardStep]:
-        """`forward_step`, with what was prepared."""
+        """Run `forward_step` with the prepared step if it fits."""
         if not self.expects(items):
             self._cancel()
         prepared, self._prepared = self._prepared, None
@@ -283,7 +285,7 @@ def validate_items(
 
 
 def _refuse(item: UnifiedBatchItem, length: int, vocab_size: int, max_seq_len: int) -> NoReturn:
-    """Say what is wrong with an item."""
+    """Raise the error of an invalid item."""
     name, end = f"item {item.seq_id!r}", length + len(item.q_tokens)
     if end == length:
         raise InvalidInputError(f"{name}: q_tokens is empty, expected at least one token")

@@ -1,4 +1,4 @@
-"""What one forward needs to know about its sequences, built once a step and read by every layer."""
+"""Metadata of a forward, built once a step and read by every layer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from paged.kernels.lora.batch import LoraBatch
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The batch as the kernels see it. All tensors lie on the cache's device.
+    """Metadata of one forward as the attention kernels take it, on the cache's device.
 
-    cu_seqlens_q: int32 [num_seqs + 1], offsets of each sequence's query rows.
-    seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
-    block_table: int32 [num_seqs, max_blocks_per_seq], padded with block 0.
-    slot_mapping: int64 [num_tokens], block_id * block_size + offset of each new token.
-    others: block_table and slot_mapping of further tables of the cache, where it has layers of several kinds.
-    positions: int64 [num_tokens].
-    max_seqlen_q: longest query.
-    plan: how attention cuts the batch into tiles and splits, made once a step and shared by all layers.
-    lora: which rows an adapter changes; None where there are none.
+    Attributes:
+        cu_seqlens_q: int32 [num_seqs + 1], offsets of each sequence's query rows.
+        seq_lens: int32 [num_seqs], KV lengths, this step's tokens included.
+        block_table: int32 [num_seqs, max_blocks_per_seq], padded with block 0.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset of each new token.
+        positions: int64 [num_tokens], position of each new token in its sequence.
+        max_seqlen_q: longest query, or an upper bound.
+        plan: how attention splits the batch into tiles, shared by all layers.
+        lora: rows that adapters change; None if there are none.
+        others: `(block_table, slot_mapping)` of further block tables, if layers differ in kind. Use `table` to choose.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -41,7 +42,7 @@ class AttentionMetadata:
 
     @classmethod
     def over(cls, tensors: Sequence[torch.Tensor], *, max_seqlen_q: int, max_seqlen_k: int) -> AttentionMetadata:
-        """The tensors of `HostMetadata.arrays`, and a plan for them; the two maxima are upper bounds."""
+        """Build the metadata and a plan from the tensors of `HostMetadata.arrays`; both maxima are upper bounds."""
         positions, slot_mappings, seq_lens, cu_seqlens_q, block_tables = tensors
         block_table, *other_tables = block_tables.unbind()
         slot_mapping, *other_mappings = slot_mappings.unbind()
@@ -57,16 +58,17 @@ class AttentionMetadata:
         )
 
     def table(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """block_table and slot_mapping for layers of one of the cache's tables, see `PagedKvCacheManager.table_of`."""
+        """Return `(block_table, slot_mapping)` of a table; `PagedKvCacheManager.table_of` gives a layer's index."""
         return self.others[index - 1] if index else (self.block_table, self.slot_mapping)
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """The rows whose hidden states a forward is for, where those are not all: a network's last layer needs no others.
+    """Rows whose outputs a forward needs, if it does not need all; the last layer may skip the others.
 
-    rows: int64 [num_rows], ascending; of each sequence the last ones, or none.
-    cu_seqlens_q, max_seqlen_q, plan, lora: as in `AttentionMetadata`, of these rows.
+    Attributes:
+        rows: int64 [num_rows], ascending: the last rows of each sequence, or none of them.
+        cu_seqlens_q, max_seqlen_q, plan, lora: as in `AttentionMetadata`, for these rows.
     """
 
     rows: torch.Tensor
@@ -78,9 +80,10 @@ class OutputRows:
 
 @dataclass(frozen=True)
 class HostMetadata:
-    """`AttentionMetadata` before it is on the device: the same arrays, and the longest KV length.
+    """`AttentionMetadata` as arrays on the host.
 
-    slot_mappings, block_tables: of all tables, along the first axis.
+    Attributes:
+        slot_mappings, block_tables: of all tables, along the first axis.
     """
 
     positions: NDArray[np.int64]
@@ -93,11 +96,11 @@ class HostMetadata:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """What goes to the device, the block tables last."""
+        """The arrays to copy to the device, the block tables last."""
         return self.positions, self.slot_mappings, self.seq_lens, self.cu_seqlens_q, self.block_tables
 
     def over(self, tensors: Sequence[torch.Tensor]) -> AttentionMetadata:
-        """The same on the device, where `arrays` lie in `tensors`."""
+        """Return the metadata on the device, from `tensors` with the values of `arrays`."""
         return AttentionMetadata.over(tensors, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
 
 
@@ -107,9 +110,10 @@ def make_host_metadata(
     tables: NDArray[np.int32],
     block_size: int,
 ) -> HostMetadata:
-    """A forward of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
+    """Build the metadata of sequences that hold `lengths` tokens and get `query_lens` more, [num_seqs] each.
 
-    tables: block ids [tables, num_seqs, max_blocks_per_seq], which have room for the new tokens.
+    Args:
+        tables: block ids [tables, num_seqs, max_blocks_per_seq], with capacity for the new tokens.
     """
     seq_lens = lengths + query_lens
     max_seqlen_q, max_seqlen_k = int(query_lens.max(initial=0)), int(seq_lens.max(initial=0))

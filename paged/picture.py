@@ -1,4 +1,4 @@
-"""A picture of a cache at one moment: which block belongs to which sequences, as text or as SVG."""
+"""A picture of a KV cache at one moment, as text or SVG: which sequences hold which block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ _LONGEST_ID = 200  # characters of a request's id or a namespace that are shown
 
 @dataclass(frozen=True)
 class BlockCell:
-    """One block. holders: indices of the sequences that hold it; fill: the share of its positions with valid K/V."""
+    """One block of a picture.
+
+    Attributes:
+        kind: "free", "cached", "own", "shared", or "copy" if it is copied before the next write.
+        holders: indices of the sequences that hold it.
+        fill: share of its positions with valid K/V.
+    """
 
     block: int
     kind: Kind
@@ -41,7 +47,7 @@ class BlockCell:
 
 @dataclass(frozen=True)
 class SequenceLine:
-    """One sequence; its letter stands in its blocks. num_swapped: blocks of it that lie in host memory."""
+    """One sequence of a picture; `letter` marks its blocks, `num_swapped` counts its blocks in host memory."""
 
     letter: str
     request_id: SeqId
@@ -54,7 +60,13 @@ class SequenceLine:
 
 @dataclass(frozen=True)
 class CachePicture:
-    """Blocks 1 to num_blocks in order, and the sequences, oldest first. summary: counts in words."""
+    """A KV cache at one moment.
+
+    Attributes:
+        cells: blocks 1 to num_blocks, in order.
+        sequences: live sequences, oldest first.
+        summary: counts in words.
+    """
 
     cells: tuple[BlockCell, ...]
     sequences: tuple[SequenceLine, ...]
@@ -62,11 +74,11 @@ class CachePicture:
     summary: str
 
     def count(self, kind: Kind) -> int:
-        """How many blocks are of that kind."""
+        """Return the number of blocks of a kind."""
         return sum(cell.kind == kind for cell in self.cells)
 
     def text(self, columns: int = 32) -> str:
-        """For a terminal: a cell is the letter of the first sequence that holds the block, and a mark."""
+        """Draw for a terminal: a cell is the letter of the first sequence that holds the block, and a mark."""
         _check_columns(columns)
         letters = [self.sequences[cell.holders[0]].letter if cell.holders else "" for cell in self.cells]
         cells = [(letter + _KINDS[cell.kind][0]).rjust(2) for letter, cell in zip(letters, self.cells, strict=True)]
@@ -81,7 +93,7 @@ class CachePicture:
         return "\n".join([*grid, "", *legend, "", *lines])
 
     def svg(self, columns: int = 32) -> str:
-        """A stand-alone SVG: a cell has a stripe for every sequence that holds its block, as high as it is full."""
+        """Draw as a stand-alone SVG: a cell has a stripe for each holder, as high as the block is full."""
         _check_columns(columns)
         num_rows = -(-len(self.cells) // columns)
         body = [self._svg_cell(cell, *divmod(index, columns)) for index, cell in enumerate(self.cells)]
@@ -120,7 +132,7 @@ class CachePicture:
 
 
 def cache_picture(manager: PagedKvCacheManager) -> CachePicture:
-    """The cache as it stands. Take it while no other call changes the cache: it is read in several calls."""
+    """Take a picture of the cache. No other call may change it meanwhile: it is read in several calls."""
     handles, stats, block_size = manager.handles(), manager.stats(), manager.config.block_size
     num_tables = len(manager.config.tables)
     cached = set(manager.cached_blocks())

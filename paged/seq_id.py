@@ -1,4 +1,4 @@
-"""What names a sequence, and what says which sequences may share K/V."""
+"""Ids of sequences, and namespaces within which sequences share K/V."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ID_BITS = 128
 
 
 def as_seq_id(name: str, value: object) -> SeqId:
-    """`value` as the name of a sequence, a str or an int of 128 bits: 1 and "1" are two. To a dictionary True and 1.0
-    are 1, so that no bool or float is a name.
+    """Return `value` as a sequence id: a str, or an int of 128 bits. 1 and "1" are two ids.
 
-    name: of the argument, for the message.
+    Bools and floats are refused, because a dictionary takes True and 1.0 for 1. `name` is that of the argument, for the
+    message.
 
     Raises:
         InvalidInputError: it is anything else.
@@ -32,8 +32,9 @@ def as_seq_id(name: str, value: object) -> SeqId:
 
 
 def as_namespace(name: str, value: object) -> Hashable:
-    """`value` as a namespace: None, a str, bytes, an int of 128 bits, or a tuple or frozenset of these. Bools and
-    floats are none, as a dictionary takes True and 1.0 for 1. Integers of any library become ints.
+    """Return `value` as a namespace: None, a str, bytes, an int of 128 bits, or a tuple or frozenset of these.
+
+    Integers of any library become ints. Bools and floats are refused, because a dictionary takes True and 1.0 for 1.
 
     Raises:
         InvalidInputError: it is anything else.

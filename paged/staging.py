@@ -1,4 +1,4 @@
-"""The way of a step's host arrays to the device, through pinned memory that is used again."""
+"""Copies of a step's host arrays to the device, through reused pinned memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def to_device(
 
 
 def staged_size(arrays: Sequence[NDArray[Any]]) -> int:
-    """Bytes that the arrays take on the device."""
+    """Return the bytes that the arrays take on the device."""
     return _starts(arrays)[-1]
 
 

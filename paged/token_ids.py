@@ -16,14 +16,15 @@ _NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
 def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -> list[int]:
-    """Token ids as a list of ints. One that is given as such is returned as it is, so change only a copy.
+    """Return token ids as a list of ints; a list of ints is returned itself, so change only a copy.
 
-    value: any iterable of integers in order: list, tuple, range, generator, array or tensor with one axis, or a mixture
-        of integer types. An iterator is used up.
+    Args:
+        value: any iterable of integers in order: list, tuple, range, generator, array or tensor with one axis, or a
+            mixture of integer types. An iterator is used up.
 
     Raises:
-        InvalidInputError: it is something else, nested, holds anything but integers (bools are none), or more than
-            `max_length` of them; an iterable longer than that is not read beyond it.
+        InvalidInputError: it is something else, nested, holds anything but integers (a bool is none), or has more than
+            `max_length` items. An iterable is not read beyond that.
     """
     try:
         ids = value if type(value) is list else _listed(value, max_length)
@@ -48,7 +49,7 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS) -
 
 
 def _listed(value: Any, max_length: int) -> list[Any] | None:
-    """What `value` iterates over; None, or one item too many, where that is too long."""
+    """Return the items of `value`; None or one item too many if it is too long."""
     if isinstance(value, _NOT_TOKEN_IDS):
         raise TypeError
     if getattr(value, "ndim", 1) != 1:

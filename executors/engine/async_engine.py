@@ -1,4 +1,4 @@
-"""The engine for servers: requests come from coroutines, and one worker thread runs the steps."""
+"""The engine for servers: coroutines add requests, and one worker thread runs the steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ R = TypeVar("R")
 
 
 class EngineStoppedError(PagedError):
-    """The engine was shut down, or a step of it failed, before the request was done."""
+    """The engine was shut down, or a step of it failed, before the request ended."""
 
 
 class _Stream:
-    """Holds what the reader of a request has not taken yet: its newest state, and an error after that."""
+    """The newest state of a request that its reader has not taken, and an error to raise after it."""
 
     def __init__(self, output: RequestOutput) -> None:
         self.output = output
@@ -45,7 +45,7 @@ class _Stream:
         self._has_news.set()
 
     async def newest(self) -> RequestOutput:
-        """The newest state, once there is one that was not taken; else the error."""
+        """Return the newest state once there is one that was not taken; else raise the error."""
         await self._has_news.wait()
         newest, self._newest = self._newest, None
         if newest is None:
@@ -57,12 +57,12 @@ class _Stream:
 
 
 class AsyncEngine:
-    """Streams the outputs of a synchronous `Engine`; to await them never blocks the event loop.
+    """Streams the outputs of a synchronous `Engine` without blocking the event loop.
 
-    Steps run as long as there are requests; calls wait for the step in between. Use it from one event loop at a
-    time. A stream that is left, by `aclose`, an exception or a cancelled task, aborts its request; one that is read
-    slowly, or never, holds no more than its newest state. `async with` shuts down at its end. After `shutdown` every
-    method but that one raises EngineStoppedError.
+    Steps run as long as there are requests; calls wait for the step in progress. Use it from one event loop at a time.
+    Leaving a stream by `aclose`, an exception or a cancelled task aborts its request. A stream that is read slowly, or
+    never, holds only its newest state. `async with` shuts down at its end. After `shutdown`, all other methods raise
+    EngineStoppedError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,14 +92,15 @@ class AsyncEngine:
         deltas: bool = False,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """The request's newest output whenever it has changed since the last one was taken, the last one finished.
+        """Run a request; yield its newest output whenever it has changed, until it has finished.
 
-        deltas: of each completion only the tokens, text and log probabilities that came since then. `options`: those of
-        `Engine.add_request`.
+        Args:
+            deltas: whether each output holds only the tokens, text and log probabilities since the last one.
+            options: as the other arguments, those of `Engine.add_request`.
 
         Raises:
             InvalidInputError, UnsupportedError, SequenceTooLongError, QueueFullError: as `Engine.add_request`.
-            EngineStoppedError: there is no engine any more.
+            EngineStoppedError: the engine has stopped.
         """
         stream = await self._open(prompt_token_ids, params, options)
         marks = [Mark()] * len(stream.output.outputs)
@@ -116,8 +117,9 @@ class AsyncEngine:
                 self._worker.submit(self.engine.discard, stream.output)
 
     async def abort(self, request_id: SeqId) -> bool:
-        """End a request: its stream yields once more, finished, also where this call is cancelled. False if there is
-        none of that name.
+        """End a request, even if this call is cancelled; return False if no unfinished request has this id.
+
+        Its stream yields once more, finished.
         """
         return await asyncio.shield(asyncio.ensure_future(self._abort(request_id)))
 
@@ -133,29 +135,29 @@ class AsyncEngine:
         return output is not None
 
     async def load_lora(self, name: str, path: str | Path) -> None:
-        """As `Engine.load_lora`, between two steps, while requests run."""
+        """Load an adapter between two steps while requests run, as `Engine.load_lora`."""
         await self._call(self.engine.load_lora, name, path)
 
     async def unload_lora(self, name: str) -> None:
-        """As `Engine.unload_lora`, between two steps, while other requests run."""
+        """Unload an adapter between two steps while other requests run, as `Engine.unload_lora`."""
         await self._call(self.engine.unload_lora, name)
 
     async def list_loras(self) -> tuple[str, ...]:
-        """As `Engine.list_loras`."""
+        """Return the names of the loaded adapters."""
         return await self._call(self.engine.list_loras)
 
     async def status(self) -> EngineStatus:
-        """Queue, running sequences and cache."""
+        """Return the counts of the queue, running sequences and cache blocks."""
         return await self._call(self.engine.status)
 
     async def prometheus_text(self) -> str:
-        """The page for Prometheus, see `prometheus_text`."""
+        """Return the metrics and the status as a page for Prometheus, see `prometheus_text`."""
         return await self._call(lambda: prometheus_text(self.engine.metrics, self.engine.status()))
 
     async def pause(self) -> None:
-        """Run no further step until `resume`; returns when the present one has ended, so that the executor is idle.
+        """Stop running steps until `resume`; returns when the current step has ended, with the executor idle.
 
-        Requests are accepted and wait, and can be aborted; their timeouts are looked at when steps run again.
+        Requests are accepted and wait, and can be aborted; their timeouts take effect when steps run again.
         """
         self._check_accepting()
         was_running = self._may_run.is_set()
@@ -168,15 +170,18 @@ class AsyncEngine:
             raise
 
     async def resume(self) -> None:
-        """Run steps again; harmless where they do."""
+        """Run steps again; does nothing if they run."""
         self._check_accepting()
         self._may_run.set()
 
     async def shutdown(self, *, drain: bool = False) -> None:
-        """Accept no request from here on, end those that run and stop the worker; a second call is harmless.
+        """Accept no more requests, end the running ones and stop the worker; a second call does nothing.
 
-        drain: let them run to their ends first, which also resumes a paused engine; else they are aborted, and their
-        streams raise EngineStoppedError once what came before was taken. The executor is left to its owner.
+        The executor stays with its owner.
+
+        Args:
+            drain: whether requests run to their ends first, which resumes a paused engine. Otherwise they are aborted,
+                and their streams raise EngineStoppedError after their last output.
         """
         self._is_accepting = False
         self._may_run.set()
@@ -197,7 +202,7 @@ class AsyncEngine:
     async def _open(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None, options: Mapping[str, Any]
     ) -> _Stream:
-        """Add a request; one whose caller is cancelled meanwhile leaves nothing behind."""
+        """Add a request; if the caller is cancelled meanwhile, remove it again."""
 
         def add() -> _Stream:  # before the next step, whose output may be the last
             self._check_accepting()
@@ -230,7 +235,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
 
     def _check_loop(self) -> None:
-        """Refuse another loop than before, whose streams would not be woken, while that one runs."""
+        """Refuse another event loop while the former one, whose streams would not wake, is open."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
@@ -249,7 +254,7 @@ class AsyncEngine:
             self.engine.discard(output)
 
     def _step(self) -> list[tuple[_Stream, RequestOutput]]:
-        """Run a step; the streams with news, and their newest state."""
+        """Run a step; return the streams with news and their newest states."""
         pairs = ((self._streams.get(output), output) for output in self.engine.step())
         return [(stream, output.copy()) for stream, output in pairs if stream is not None]
 
@@ -267,7 +272,7 @@ class AsyncEngine:
         return self._steps
 
     def _note_failure(self, steps: asyncio.Task[None]) -> None:
-        """Fail what is open where the task that runs steps raised, or was cancelled, as at the end of an event loop."""
+        """Fail all open streams if the task that runs steps raised or was cancelled, as at the end of an event loop."""
         cancelled = asyncio.CancelledError("the task that runs steps was cancelled")
         error = cancelled if steps.cancelled() else steps.exception()
         if error is None:

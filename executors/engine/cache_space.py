@@ -1,4 +1,4 @@
-"""The capacity of the KV cache: in blocks where the executor has a cache manager, else in tokens."""
+"""Capacity of the KV cache for the scheduler: in blocks if the executor has a cache manager, else in tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from paged.executors.requests.request import Completion
 
 
 class BlockSpace:
-    """The cache of sequences in a `PagedKvCacheManager`, for the scheduler: shared prefixes, forks, swap.
-
-    admission_tokens: see `EngineConfig`.
-    """
+    """Sequences in a `PagedKvCacheManager`: prefix caching, forks and swap; see `EngineConfig.admission_tokens`."""
 
     def __init__(self, executor: ModelExecutor, manager: PagedKvCacheManager, admission_tokens: int | None) -> None:
         self._executor = executor
@@ -23,11 +20,11 @@ class BlockSpace:
         self._growth = 0
 
     def begin(self, running: Sequence[Completion]) -> None:
-        """Count what those that run may take, once for all that are admitted beside them."""
+        """Count the blocks that running sequences may still take, once for all that are admitted beside them."""
         self._growth = sum(map(self._growth_of, running))
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        """Give a waiting completion what it takes to run; False where there is not as much. Alone it need not grow."""
+        """Give a waiting completion its blocks; False if there are too few. Alone, it need not be able to grow."""
         was_swapped = completion.is_swapped
         if was_swapped and not is_alone and self._growth >= self._manager.stats().free_blocks:
             return False
@@ -45,12 +42,12 @@ class BlockSpace:
         return True
 
     def release(self, completion: Completion) -> None:
-        """Take back what a completion holds, if anything, through the executor, which may know more of it."""
+        """Free what a completion holds, if anything, through the executor, which may hold more for it."""
         if completion.handle is not None:
             self._executor.release_cache(completion.seq_id)
 
     def swap_out(self, completion: Completion) -> bool:
-        """Move what it holds alone to host memory; False where that has not as much, or is not known."""
+        """Swap out the completion's own blocks; False if the host has too few."""
         assert completion.handle is not None
         try:
             self._manager.swap_out(completion.handle)
@@ -59,7 +56,7 @@ class BlockSpace:
         return True
 
     def fork(self, source: Completion, target: Completion) -> None:
-        """Have `target` begin with what `source` holds, over the same blocks."""
+        """Let `target` begin with the blocks of `source`."""
         assert source.handle is not None
         target.hold(self._manager.fork(source.handle, target.seq_id))
 
@@ -76,7 +73,7 @@ class BlockSpace:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
 
     def _growth_of(self, completion: Completion) -> int:
-        """Blocks that it lacks for as many tokens as it may have by the admission policy."""
+        """Return the blocks that it lacks for the tokens it may have by the admission policy."""
         handle, target = completion.handle, completion.longest
         assert handle is not None
         if self._admission_tokens is not None:
@@ -85,7 +82,7 @@ class BlockSpace:
 
 
 class TokenSpace:
-    """The same for sequences that an executor keeps its own way: each counts at its longest, as none must stop."""
+    """Capacity without a cache manager; each sequence counts at its longest, so none must be preempted."""
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor = executor

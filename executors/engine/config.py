@@ -1,4 +1,4 @@
-"""How an engine shares its steps and its cache among requests."""
+"""Policy of an engine: how requests share its steps and its cache."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
 
 
 class QueueFullError(PagedError):
-    """As many completions wait as `EngineConfig.max_waiting` allows; nothing was queued."""
+    """`EngineConfig.max_waiting` completions wait already; nothing was queued."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Policy of an engine.
 
-    token_budget: tokens a step; decodes come first, prompt chunks take what is left.
-    chunk_size: tokens of one prompt a step, None for what the budget leaves.
-    max_num_seqs: sequences that hold cache at the same time; a request of more completions than that runs alone.
-    max_waiting: completions in the queue at the most, None for any number; a request beyond that is refused by
-        QueueFullError. Those that were preempted wait too.
-    preemption: what becomes of K/V when the cache is full: computed again later, or swapped to host memory where that
-        has room. The sequence of the lowest priority goes, of those the newest.
-    admission_tokens: a prompt starts once the cache has room for it and for so many more tokens of it and of every
-        sequence that runs; None for as many as they may generate, which makes preemption rare.
-    priority_requests: a priority higher by one counts like having come so many requests earlier; so none waits forever.
-    prepare_ahead: while the device runs a step of decodes, the host prepares the next one as far as it can be known:
-        its room in the cache and its metadata; None for doing so on a GPU alone, since a CPU has nothing to run beside.
-    decode_stretch: while others decode, prompt chunks are cut so that a step takes at most this many times as long as
-        one without a prompt, by the times measured so far; None cuts by the budget alone.
+    Attributes:
+        token_budget: tokens of a step. Decodes come first, prompt chunks take the rest.
+        chunk_size: tokens of one prompt in a step; None for the rest of the budget.
+        max_num_seqs: sequences that hold cache at the same time. A request with more completions runs alone.
+        max_waiting: completions in the queue, preempted ones included, before `add_request` raises QueueFullError; None
+            for no limit.
+        preemption: if the cache is full, "recompute" frees K/V and computes them again later; "swap" moves them to host
+            memory if they fit. The newest sequence of the lowest priority is preempted.
+        admission_tokens: a prompt starts if the cache can hold it and this many more tokens of it and of every running
+            sequence. None for as many as they may generate, which makes preemption rare.
+        priority_requests: a priority higher by one counts like an arrival this many requests earlier, so none waits
+            forever.
+        decode_stretch: while sequences decode, prompt chunks are cut so that a step takes at most this many times as
+            long as one without prompts, by measured times. None cuts by the budget alone.
+        prepare_ahead: whether the host prepares the blocks and metadata of the next step while the device runs a step
+            of decodes. None does so on GPUs only.
 
     Raises:
-        InvalidInputError: a value has another type, or is outside of its range.
+        InvalidInputError: a value has another type or is out of range.
     """
 
     token_budget: int = 2048
@@ -48,7 +50,7 @@ class EngineConfig:
     prepare_ahead: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check every value, and keep it as Python's own."""
+        """Check every value and convert it to Python's own types."""
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:

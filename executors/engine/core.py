@@ -1,4 +1,4 @@
-"""The engine's step: plan it, run it, sample, and hand out the tokens; and what becomes of requests."""
+"""The engine's step: plan, run, sample, and give completions their tokens."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _LOG = logging.getLogger("paged")
 
 
 class EngineCore:
-    """Requests that were checked, and the step that runs them. `Engine` is what callers use.
+    """Checked requests and the step that runs them; `Engine` is its public face.
 
-    _requests: those that are not done, by id. _changed: the outputs that gained tokens or ended in this step.
-    _on_finish: called with every completion that ends, while it still holds its cache; what they raise is logged.
+    _requests: unfinished requests, by id. _changed: outputs that gained tokens or ended in this step. _on_finish:
+    called with every completion that ends, while it still holds its cache; errors are logged.
     """
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> None:
@@ -71,16 +71,16 @@ class EngineCore:
         self._aborted: list[Request] = []
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward over what can run; the requests that gained tokens or ended. Empty when there is none.
+        """Run one forward over everything that can run; return the requests that gained tokens or ended.
 
-        What goes wrong with one completion ends it alone, with finish_reason "error".
-
-        What it calls, a tokenizer or an executor, may add requests, abort and discard; those end when the step has.
+        The list is empty if there are no requests. An error of one completion ends only that one, with finish_reason
+        "error". A tokenizer or an executor that the step calls may add, abort and discard requests; aborted ones end
+        after the step.
 
         Raises:
-            ExecutorShutDownError, RankFailedError: nothing can run any more; every request has ended, so it is raised
+            ExecutorShutDownError, RankFailedError: nothing can run any more. Every request has ended, so it is raised
                 once.
-            UnsupportedError: it is called by what a step calls.
+            UnsupportedError: called within a step.
         """
         if self._is_stepping:
             raise UnsupportedError("step: called within a step")
@@ -99,9 +99,7 @@ class EngineCore:
         return list(self._changed)
 
     def _abort(self, request: Request) -> None:
-        """End a request now or, within a step that may be at work on it, after that: a stream that is collected as
-        garbage may ask for it at any time.
-        """
+        """End a request; within a step, after it, because a stream that is garbage-collected may ask at any time."""
         if self._is_stepping:
             self._aborted.append(request)
         else:
@@ -130,7 +128,7 @@ class EngineCore:
             self._fail(first, "the cache has no room for it, and no request here holds any")
 
     def _ask_for_tokens(self, completions: Sequence[Completion]) -> None:
-        """Let the executor choose the tokens of a step in which no completion asks for more than it can do."""
+        """Let the executor choose the tokens of a step if no completion asks for more than it can do."""
         final = [one for one in completions if one.item.is_final_chunk]
         # Others of a request begin with the logits of the first one's prompt.
         is_single = all(one.request.params.n == 1 for one in final)
@@ -138,7 +136,7 @@ class EngineCore:
             one.item.ask(draw)
 
     def _take(self, plan: Plan, ran: StepResults, drafts: Drafts | None) -> None:
-        """Count what ran, sample what ended with logits, and move those completions on."""
+        """Count the tokens that ran, sample the rows with logits, and advance those completions."""
         num_rows, prefill_tokens = len(ran.completions), 0
         if plan.chunks or drafts is not None:
             num_rows = _num_rows(ran.completions)
@@ -154,7 +152,7 @@ class EngineCore:
     def _sample(
         self, ran: StepResults, plan: Plan, drafts: Drafts | None, meanwhile: Callable[[], None] | None
     ) -> None:
-        """Sample and move on; after an error in halves, until the completion that it comes from is alone and fails."""
+        """Sample and advance; after an error in halves, until the failing completion is alone."""
         completions = ran.completions
         try:
             if all(row is not None and row.dim() == 0 for row in ran.rows):
@@ -187,11 +185,10 @@ class EngineCore:
         return logits.float()
 
     def _prepare_next(self) -> None:
-        """Asynchronous scheduling: prepare the next step of decodes while the device runs this one, before its tokens
-        are known, if no request comes or ends early; an error is logged alone.
+        """Prepare the next step of decodes while the device runs this one, as if no request came or ended early.
 
-        It takes blocks for sequences that run anyway, so none is preempted for it; where there are none, nothing is
-        prepared.
+        It takes blocks only for running sequences, so none is preempted for it. If blocks are missing, nothing is
+        prepared; errors are logged.
         """
         executor = self.executor
         if self._prepares and isinstance(executor, UnifiedExecutor):
@@ -206,7 +203,7 @@ class EngineCore:
             self._end_prepared()
 
     def _end_prepared(self) -> None:
-        """Let go of what was prepared: a step has run, which used it if it was that one, or can never be that one."""
+        """Release the prepared step: a step has run, which used it, or else nothing can use it any more."""
         if self._prepared is not None:
             prepared, self._prepared = self._prepared, None
             prepared.cancel()
@@ -214,7 +211,7 @@ class EngineCore:
             self.metrics.dropped_steps += not prepared.is_used
 
     def _end_chunks(self, ran: StepResults) -> StepResults:
-        """What has logits, completions that start at the end of another's prompt included."""
+        """Return the rows with logits; completions that fork at the end of a prompt get its row too."""
         sampled = StepResults([], [])
         for completion, row in zip(ran.completions, ran.rows, strict=True):
             if completion.state is State.PREFILL:
@@ -226,7 +223,7 @@ class EngineCore:
         return sampled
 
     def _make_room(self, spared: Collection[Completion]) -> bool:
-        """Free blocks: those of drafts first, then those of the completion that ranks last."""
+        """Free blocks: first those of drafts, then those of the completion that ranks last."""
         proposer, manager = self._proposer, self.executor.kv_manager
         if proposer is not None and manager is not None:
             warn = partial(_LOG.warning, "drafts gave no room: %s")
@@ -241,7 +238,7 @@ class EngineCore:
         return True
 
     def _add(self, request: Request) -> None:
-        """Queue the completions of a request: where the cache can fork, the first one, whose prompt serves them all."""
+        """Queue a request's completions; if the cache can fork, only the first one, whose prompt serves them all."""
         self._requests[request.request_id] = request
         if request.deadline < inf:
             insort(self._timed, request, key=_deadline)
@@ -251,13 +248,13 @@ class EngineCore:
         self.metrics.requests += 1
 
     def _expire(self, now: float) -> None:
-        """End the requests whose deadline has passed at `now`, seconds of `perf_counter`."""
+        """End the requests whose deadline has passed at `now`, in seconds of `perf_counter`."""
         while self._timed and self._timed[0].deadline <= now:
             request = self._timed.pop(0)
             self._end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
 
     def _begin(self, completions: Iterable[Completion]) -> None:
-        """Note which requests have waited in the queue until now."""
+        """Record the time in the queue of requests that start now."""
         now = perf_counter()
         for request in (completion.request for completion in completions):
             if not request.has_begun:
@@ -265,7 +262,7 @@ class EngineCore:
                 quietly(_measure, request, queued_s=now - request.arrived)
 
     def _end_prefill(self, completion: Completion) -> list[Completion]:
-        """Have a completion decode from here on, and those that fork from its prompt; all that do."""
+        """Start decoding a completion and those that fork from its prompt; return all that decode."""
         request = completion.request
         self._scheduler.to_decoding(completion)
         if request.first_token is None:
@@ -312,14 +309,14 @@ class EngineCore:
             self._finish(completion, "error")
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End what is left of a request, with an error where there is one."""
+        """End the remaining completions of a request, with an error if there is one."""
         request.output.error = error or request.output.error
         for completion in request.completions:
             if completion.state is not State.FINISHED:
                 self._finish(completion, reason)
 
     def _finish(self, completion: Completion, reason: str) -> None:
-        """End a completion and give back all that it holds, whatever that raises."""
+        """End a completion and free everything it holds, even if something raises."""
         request, output = completion.request, completion.request.output
         completion.output.finish_reason = reason
         for listener in self._on_finish:
@@ -341,7 +338,7 @@ class EngineCore:
     def _advance_by_several(
         self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
     ) -> None:
-        """Give it the accepted drafts and the token after them, until one ends it; the cache forgets other drafts."""
+        """Give a completion its accepted drafts and one token more, until one ends it; roll back the others."""
         ran_to = completion.item.pos_offset + len(completion.item.q_tokens)
         before, is_done = len(completion.token_ids), False
         for token in token_ids:
@@ -380,7 +377,7 @@ class EngineCore:
 
 
 def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> int:
-    """Rows of a decoding sequence, with drafts at the most, after checking that they can run."""
+    """Return the most tokens that a decoding sequence runs in a step, drafts included, after checking that they fit."""
     if proposer is None:
         return 1
     info, cost = executor.info(), 1 + proposer.num_tokens
@@ -399,7 +396,7 @@ def _num_rows(completions: Iterable[Completion]) -> int:
 
 
 def _deadline(request: Request) -> tuple[float, tuple[int, int]]:
-    """Unlike that of any other request, whose arrival is in its rank."""
+    """Return the sort key of a deadline; the rank makes it unique."""
     return request.deadline, request.rank
 
 

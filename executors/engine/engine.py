@@ -1,4 +1,4 @@
-"""Continuous batching: requests come and go, and every step runs whatever can run in one forward."""
+"""Continuous batching: requests come and go, and every step runs everything that can run in one forward."""
 
 from __future__ import annotations
 
@@ -40,18 +40,23 @@ _MASK = (1 << 64) - 1
 
 
 class Engine(EngineCore):
-    """Runs requests on any `ModelExecutor`: prefill in chunks beside decodes, prefix reuse, preemption, speculation.
+    """Runs requests on any `ModelExecutor`: chunked prefill beside decodes, prefix caching, preemption, speculation.
 
-    One with a cache manager shares prefixes, forks and swaps; any other computes every prompt. Not thread-safe:
-    `AsyncEngine` queues calls. A request whose forward fails takes no other with it, see `StepRunner`.
+    If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed. A
+    completion whose forward fails ends alone, see `StepRunner`. Not thread-safe: `AsyncEngine` queues calls.
 
-    tokenizer: for texts and stop strings. eos_token_ids: end every request that does not ignore them; None for those
-    that the executor's checkpoint names (`ModelInfo.eos_token_ids`), () for none. proposer: drafts tokens that the
-    executor then verifies, several in one forward. seed: of the seeds of requests that have none.
+    Args:
+        config: policy; None takes the defaults.
+        tokenizer: for output texts and stop strings.
+        eos_token_ids: end every request without ignore_eos. None takes those of the checkpoint
+            (`ModelInfo.eos_token_ids`), () takes none.
+        proposer: drafts tokens; the executor verifies several in one forward.
+        seed: derives the seeds of requests that have none; None draws one.
 
     Raises:
-        InvalidInputError: a step's budget is below what one sequence with its drafts takes.
-        UnsupportedError: a proposer for an executor that cannot take tokens back.
+        InvalidInputError: the token budget is below one sequence with its drafts, the proposer has another vocabulary,
+            or an end token or the seed is out of range.
+        UnsupportedError: a proposer was given, and the executor cannot roll tokens back.
     """
 
     def __init__(
@@ -85,11 +90,11 @@ class Engine(EngineCore):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are not done."""
+        """Number of unfinished requests."""
         return len(self._requests)
 
     def status(self) -> EngineStatus:
-        """Queue, running sequences and cache, as of now."""
+        """Return the counts of the queue, running sequences and cache blocks."""
         scheduler, manager = self._scheduler, self.executor.kv_manager
         stats = None if manager is None else manager.stats()
         return EngineStatus(
@@ -113,20 +118,24 @@ class Engine(EngineCore):
         timeout_s: float | None = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
-        """Queue a request. What comes back grows from step to step; its `copy()` keeps a moment.
+        """Queue a request and return its output, which grows from step to step; its `copy()` keeps a moment.
 
-        prompt_token_ids: integers of any library, in any sequence. request_id: a text or an int, which no request has
-        that is not done; 1 and "1" are two. priority: higher goes first, see `EngineConfig.priority_requests`.
-        metadata: of its batch items; "lora_adapter" also parts its cached prefixes from those of other adapters.
-        timeout_s: it ends with finish_reason "timeout" in the first step after so many seconds.
-        cache_salt: it shares cached prefixes with requests of the same salt alone, so that no tenant can tell by the
-        time to the first token what another has asked.
+        Args:
+            prompt_token_ids: integers of any library, in any sequence.
+            request_id: a str or int that no unfinished request has; 1 and "1" are two ids. None makes one.
+            priority: higher runs first, see `EngineConfig.priority_requests`.
+            metadata: of the request's batch items. "lora_adapter" names an adapter, which has cached prefixes of its
+                own.
+            timeout_s: seconds after which the next step ends the request with finish_reason "timeout"; None for no
+                limit.
+            cache_salt: the request shares cached prefixes only with requests of the same salt. Otherwise a tenant could
+                tell from the time to the first token what another one has asked.
 
         Raises:
-            InvalidInputError: the id is in use, the prompt is empty, a token id is outside of the vocabulary, there are
-                stop strings and no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
+            InvalidInputError: the id is in use, the prompt is empty, a token id is outside the vocabulary, there are
+                stop strings but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit the cache, or
                 an argument has another type.
-            UnsupportedError: an adapter for an executor that takes none.
+            UnsupportedError: an adapter is named, and the executor takes none.
             SequenceTooLongError: prompt and max_tokens are longer than the model allows.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
@@ -179,10 +188,10 @@ class Engine(EngineCore):
         return request.output
 
     def abort(self, request_id: SeqId) -> bool:
-        """End a request and give back what it holds; False if there is none of that name.
+        """End a request and free what it holds; return False if no unfinished request has this id.
 
         Raises:
-            InvalidInputError: it is neither a text nor an int.
+            InvalidInputError: the id is neither str nor int.
         """
         request = self._requests.get(as_seq_id("request_id", request_id))
         if request is not None:
@@ -190,12 +199,12 @@ class Engine(EngineCore):
         return request is not None
 
     def find(self, request_id: SeqId) -> RequestOutput | None:
-        """The output of a request that is not done."""
+        """Return the output of an unfinished request, or None."""
         request = self._requests.get(as_seq_id("request_id", request_id))
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
-        """Abort the request of this output; one that is done is left alone, and so is another that took its id."""
+        """Abort the request of this output; does nothing if it has ended, even if another request has its id now."""
         request = self._requests.get(output.request_id)
         if request is not None and request.output is output:
             self._abort(request)
@@ -203,8 +212,10 @@ class Engine(EngineCore):
     def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
-        """Add a request and step until it is done; a copy of its output after each step that changed it. Leaving early
-        aborts it; several streams may be read in turns. `options` are those of `add_request`.
+        """Add a request and step until it ends; yield a copy of its output after each step that changed it.
+
+        Leaving the iterator aborts the request. Several streams may be read in turns. `options` are those of
+        `add_request`.
         """
         output = self.add_request(prompt_token_ids, params, **options)
         seen = 0
@@ -221,16 +232,18 @@ class Engine(EngineCore):
             self.discard(output)
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}; errors as in
-        `LlmExecutor.load_lora`, and UnsupportedError where the executor takes no adapters, as for the next two.
+        """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.
+
+        Errors are those of `LlmExecutor.load_lora`. If the executor takes no adapters, this and the next two raise
+        UnsupportedError.
         """
         lora_loader(self.executor).load_lora(name, path)
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter between two steps.
+        """Unload an adapter between two steps.
 
         Raises:
-            InvalidInputError: it is not loaded, or requests that are not done name it.
+            InvalidInputError: it is not loaded, or unfinished requests name it.
         """
         loader = lora_loader(self.executor)
         # Those that wait hold no sequence yet, so the executor cannot know of them.
@@ -239,7 +252,7 @@ class Engine(EngineCore):
         loader.unload_lora(name)
 
     def list_loras(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
+        """Return the names of the loaded adapters."""
         return lora_loader(self.executor).list_loras()
 
     def generate(
@@ -249,11 +262,15 @@ class Engine(EngineCore):
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Run all prompts to their ends, in the order given. progress: a bar, where tqdm is installed.
+        """Run all prompts to their ends; return their outputs in the same order.
+
+        Args:
+            params: parameters of all prompts, or a list with those of each.
+            progress: whether to show a bar, if tqdm is installed.
 
         Raises:
-            InvalidInputError, SequenceTooLongError: a prompt cannot run, or there is not one of `params` for each;
-                nothing was run.
+            InvalidInputError, SequenceTooLongError, QueueFullError: a prompt cannot be added, or there are not as many
+                `params` as prompts; nothing was run.
         """
         if isinstance(prompts, str | bytes):
             raise InvalidInputError("prompts: a text, expected lists of token ids")
@@ -276,7 +293,7 @@ class Engine(EngineCore):
         return outputs
 
     def _max_tokens(self, name: str, prompt: Sequence[int], params: SamplingParams) -> int:
-        """The new tokens it may have, after checking that it can run at all."""
+        """Check that a request can run; return the number of new tokens it may have."""
         if not prompt:
             raise InvalidInputError(f"{name}: an empty prompt, expected at least one token")
         ids = params.token_ids
@@ -302,16 +319,21 @@ class Engine(EngineCore):
 
 
 class SpeculativeDecoder(Engine):
-    """An engine whose decodes carry drafts, of a draft model or, without one, of the text itself.
+    """An engine with speculative decoding: drafts come from a draft model or, without one, from the text itself.
 
-    A step verifies the drafts of all sequences in one forward of the target. Greedy output is the target's own, and
-    sampled output is distributed as the target's (see `rejection_sample`). `metrics` counts drafts, and those accepted.
+    A step verifies the drafts of all sequences in one forward of the target. Greedy output is that of the target;
+    sampled output has its distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts. The
+    arguments that are not listed are those of `Engine`.
 
-    num_draft_tokens: for each sequence and step, at the most. max_ngram: of the text's lookup.
+    Args:
+        target: executor of the model whose output is wanted.
+        draft: executor of the draft model; None looks up n-grams of the text (`PromptLookup`).
+        num_draft_tokens: most drafts for a sequence in a step.
+        max_ngram: longest n-gram to look up.
 
     Raises:
-        InvalidInputError: a number is not positive, the vocabularies differ, or a step's budget is too small.
-        UnsupportedError: one of the executors cannot take tokens back, or the draft's has no cache manager.
+        InvalidInputError: a number is not positive, the vocabularies differ, or the token budget is too small.
+        UnsupportedError: one of the executors cannot roll tokens back, or the draft's has no cache manager.
     """
 
     def __init__(
@@ -334,5 +356,5 @@ class SpeculativeDecoder(Engine):
 
     @property
     def acceptance_rate(self) -> float:
-        """Drafts that stayed, of those proposed so far; 0 before the first."""
+        """Share of proposed drafts that were accepted; 0 before the first."""
         return self.metrics.accepted_tokens / max(self.metrics.draft_tokens, 1)

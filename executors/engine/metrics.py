@@ -1,4 +1,4 @@
-"""What an engine measured: counts that move when work is done, and histograms of the times users feel."""
+"""Measurements of an engine: counts, and histograms of latencies."""
 
 from __future__ import annotations
 
@@ -21,34 +21,42 @@ _BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 
 
 @dataclass
 class Histogram:
-    """Seconds by upper bound; `counts` has one entry more than `bounds`, for what lies beyond."""
+    """Seconds by upper bound; the last of `counts` is for values above all `bounds`."""
 
     bounds: tuple[float, ...] = _BOUNDS
     counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
     total: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
     @property
     def count(self) -> int:
-        """How many were observed."""
+        """Number of values."""
         return sum(self.counts)
 
 
 @dataclass
 class EngineMetrics:
-    """Since the engine was made.
+    """Counts and latencies of an engine since it was made.
 
-    requests, and those finished by reason; preempted: completions, by what became of their K/V.
-    steps: those in which something ran; mixed_steps: with prompt rows and others. failed_forwards: calls that raised.
-    prepared_steps: those of them that ran as they were prepared ahead; dropped_steps: prepared, and not run like that.
-    prefill_tokens: rows run for prompts, and again after a preemption; cached_tokens: prompt tokens found in the cache.
-    decode_tokens: rows run for sequences that decode, drafts included; generated_tokens: those given out.
-    draft_tokens: proposed; accepted_tokens: of them those that stayed.
-    time_to_first_token, and time_per_output_token after it, of a request's first completion; step_time: whole steps.
+    Attributes:
+        requests: requests added.
+        finished: requests that ended, by the finish reason of their last completion.
+        preempted: completions preempted, by "swap" or "recompute".
+        steps, mixed_steps: steps in which something ran; those with prompt tokens and decodes.
+        failed_forwards: calls of the executor that raised or gave wrong results.
+        prepared_steps, dropped_steps: steps that were prepared ahead and ran as prepared, or did not.
+        prefill_tokens: tokens run for prompts, and again after a preemption.
+        cached_tokens: prompt tokens found in the cache.
+        decode_tokens: tokens run for sequences that decode, drafts included.
+        generated_tokens: new tokens of all outputs.
+        draft_tokens, accepted_tokens: drafts proposed, and those that stayed.
+        time_to_first_token: of each request, from its arrival.
+        time_per_output_token: mean of each request over all its completions, after their first token.
+        step_time: time of whole steps.
     """
 
     requests: int = 0
@@ -72,11 +80,13 @@ class EngineMetrics:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """An engine at one moment: completions in the queue (of them `swapped` in host memory), and those that run.
+    """State of an engine at one moment.
 
-    used_blocks, num_blocks: of the KV cache, room that is prepared ahead included; None where the executor has no cache
-    manager.
-    lora: the executor's `lora_metrics_snapshot`.
+    Attributes:
+        waiting, swapped: completions in the queue, and those of them whose K/V lie in host memory.
+        prefilling, decoding: completions that run.
+        used_blocks, num_blocks: of the KV cache, blocks prepared ahead included; None without a cache manager.
+        lora: the executor's `lora_metrics_snapshot`.
     """
 
     waiting: int
@@ -89,7 +99,7 @@ class EngineStatus:
 
 
 def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
-    """Write both as a page in Prometheus' text format.
+    """Return both as a page in Prometheus' text format.
 
     Raises:
         UnsupportedError: the package prometheus-client is not installed.

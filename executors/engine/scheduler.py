@@ -1,4 +1,4 @@
-"""Who runs in a step: decodes first, then prompt chunks, oldest first, within a budget of tokens."""
+"""Selection of completions for a step: decodes first, then prompt chunks, oldest first, within a token budget."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _SMALLEST_CHUNK = 8
 
 
 class Plan(NamedTuple):
-    """The completions of a step, whose items are set."""
+    """The completions of a step, with their items set."""
 
     decodes: list[Completion]
     chunks: list[Completion]
 
 
 class Scheduler:
-    """Queue, running sequences, preemption. Knows no model and no tensors.
+    """Queue, running sequences and preemption, without models or tensors.
 
-    A waiting completion is passed by none of higher rank: the first that does not fit holds up the others, so none
+    No waiting completion is overtaken by one of lower rank: the first that does not fit holds up the others, so none
     starves. After a preemption, or when the first does not fit, nothing is admitted until something has finished.
 
-    fail: end a completion that cannot be admitted for a reason, by `remove` at last.
-    decode_cost: rows of a decoding sequence: 1, and its drafts at the most.
+    Args:
+        fail: ends a completion that cannot be admitted, with a reason; it calls `remove` last.
+        decode_cost: most tokens of a decoding sequence: 1 and its drafts.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Scheduler:
         insort(self.waiting, completion, key=_RANK)
 
     def add_decoding(self, completion: Completion) -> None:
-        """Have a completion decode that holds the K/V of its prompt already, as a fork does."""
+        """Start decoding a completion that holds the K/V of its prompt already, as a fork does."""
         completion.state = State.DECODE
         self.decoding.append(completion)
 
@@ -110,8 +111,9 @@ class Scheduler:
         return Plan(decodes, chunks)
 
     def predict(self) -> list[Completion]:
-        """The completions that decode in the next step, if all that run get a token and only those end that reach their
-        max_tokens by it; none where others would run beside them, or not all of them.
+        """Return the completions that decode in the next step, if all get a token and end only at their max_tokens.
+
+        The list is empty if others would run beside them, or not all of them would run.
         """
         budget, cost = self._config.token_budget, self._decode_cost
         staying = [completion for completion in self.decoding if not completion.is_ending]
@@ -121,22 +123,22 @@ class Scheduler:
         return [] if has_others or len(self.decoding) * cost > budget else staying
 
     def to_decoding(self, completion: Completion) -> None:
-        """Have a completion decode whose prompt is done."""
+        """Start decoding a completion whose prompt is done."""
         self.prefilling.remove(completion)
         self.add_decoding(completion)
 
     def remove(self, completion: Completion) -> None:
-        """Take a finished completion out, and back what it holds."""
+        """Remove a finished completion and free what it holds."""
         self._leave(completion)
         completion.state = State.FINISHED
         self._is_full = False
         quietly(self._space.release, completion)
 
     def preempt(self, spared: Collection[Completion] = ()) -> Completion | None:
-        """Take the room of the running completion that ranks last, but for those spared, and queue it again.
+        """Preempt the running completion that ranks last, except those spared, and queue it again.
 
-        None where only one runs; but others that were swapped out may hold shared blocks on the device, and then the
-        last of those loses them.
+        If only one runs, the last of the swapped-out completions loses the shared blocks that it holds on the device.
+        None if there is no such completion either.
         """
         running = self.prefilling + self.decoding
         victims = [completion for completion in running if completion not in spared] if len(running) > 1 else []
@@ -158,7 +160,7 @@ class Scheduler:
         return victim
 
     def _admit_next(self, left: int) -> bool:
-        """Admit the first of the queue, if it fits the cache and, where it decodes at once, the rest of the budget."""
+        """Admit the first of the queue if it fits the cache and, if it decodes at once, the rest of the budget."""
         while self.waiting and not (self._is_full and self.num_running):
             first = self.waiting[0]
             if not self._has_slot(first) or (first.is_decoding and left < self._decode_cost):
@@ -184,12 +186,12 @@ class Scheduler:
         return False
 
     def _has_slot(self, completion: Completion) -> bool:
-        """Whether it may run beside the others, with all that will fork from it and from them."""
+        """Return whether it may run beside the others, counting all forks to come."""
         running = len(self.decoding) + sum(one.num_sequences for one in self.prefilling)
         return running == 0 or running + completion.num_sequences <= self._config.max_num_seqs
 
     def _leave(self, completion: Completion) -> None:
-        """Take it out of the list that it stands in, if any."""
+        """Remove it from the list it is in, if any."""
         if completion.state is State.WAITING:  # by its rank: a queue may hold 40,000
             index = bisect_left(self.waiting, completion.rank, key=_RANK)
             if self.waiting[index : index + 1] == [completion]:
@@ -201,9 +203,11 @@ class Scheduler:
 
 
 class StepPacer:
-    """Learns from step times what a step without prompts takes, and what a prompt token adds.
+    """Learns from step times the time of a step without prompts, and the time that a prompt token adds.
 
-    stretch: a step takes at most this many times as long as one without prompt tokens, unless 8 of them take longer.
+    Args:
+        stretch: a step takes at most this many times as long as one without prompt tokens, unless 8 of them take
+            longer.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -214,7 +218,7 @@ class StepPacer:
 
     @property
     def max_prefill_tokens(self) -> int:
-        """How many prompt tokens the next step may take; at most twice the largest one that was measured."""
+        """Prompt tokens that the next step may run; at most twice the largest number that was measured."""
         if self._steady is None:
             return 0  # one step of decodes tells
         if self._per_token is None:
@@ -223,7 +227,7 @@ class StepPacer:
         return max(_SMALLEST_CHUNK, min(int(spare / self._per_token), 2 * self._largest))
 
     def observe(self, seconds: float, num_prefill_tokens: int) -> None:
-        """A step with decodes took `seconds`."""
+        """Record that a step with decodes took `seconds`."""
         if num_prefill_tokens == 0:
             self._steady = _blend(self._steady, seconds)
         elif self._steady is not None:

@@ -28,19 +28,19 @@ class StepResults(NamedTuple):
 
 
 class StepRunner:
-    """Runs completions so that one that fails takes no other with it.
+    """Runs the completions of a step so that one that fails takes no other with it.
 
-    Those of a step are one `unified_decode`. An executor without that gets one `batch_decode` for all decodes, one
-    `prefill` a chunk, one `forward_verify` a sequence with drafts; its handles are kept with the completions.
+    A step is one `unified_decode`. An executor without it gets one `batch_decode` for all decodes, one `prefill` for
+    each chunk, and one `forward_verify` for each sequence with drafts; its handles are kept with the completions.
 
-    After a call that raised its items run again in halves, until the one that cannot run is alone and fails; an error
-    that does not come again ends none. Results that do not fit the items say nothing about the caches: all of that
-    call fail.
+    If a call raises, its items run again in halves, until the failing one is alone. An error that does not come again
+    ends none. If results do not fit the items, the state of the caches is unknown, and all of that call fail.
 
-    make_room: free blocks by taking them from completions other than those given; False if there are none.
-    fail: end a completion for a reason.
-    release: what a completion holds. An executor without a cache manager may have run some of the items of a call that
-        raised: they begin again with all of their tokens.
+    Args:
+        make_room: frees blocks by taking them from completions other than those given; returns False if there are none.
+        fail: ends a completion with a reason.
+        release: frees what a completion holds. An executor without a cache manager may have run some items of a call
+            that raised, so they begin again with all of their tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StepRunner:
             self._run_call([completion], ran)
 
     def _run_call(self, group: Sequence[Completion], ran: StepResults) -> None:
-        """Run what is one call, and on an error its halves."""
+        """Run one call and, on an error, its halves."""
         while group := [one for one in group if one.state in (State.PREFILL, State.DECODE)]:
             try:
                 rows = self._forward(group)
@@ -109,7 +109,7 @@ class StepRunner:
                 return
 
     def _forward(self, group: Sequence[Completion]) -> list[torch.Tensor | None]:
-        """One call; an entry an item: None if not final, else logits [V], or [rows, V] for VerifyLogits."""
+        """Make one call; return per item None if it is not final, else logits [V], or [rows, V] for VerifyLogits."""
         if self._is_unified:
             items = [completion.item for completion in group]
             rows = self._executor.unified_decode(UnifiedBatch(items))

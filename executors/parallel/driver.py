@@ -1,4 +1,4 @@
-"""Rank 0's side of a model that several processes share: whatever it does with the model, the others do too."""
+"""Rank 0's side of a model that several processes share: the other ranks repeat its steps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _LOG = logging.getLogger("paged")
 
 
 class Driver:
-    """Tells the other ranks of every step before this one makes it, and before that of every move of blocks; so one
-    cache manager decides for all. Where nothing is to be told for a while it asks whether all are there. Thread-safe.
+    """Tells the other ranks of every step before this one makes it, and of moves of blocks before that.
 
-    lock: held by whoever tells the others something until that is done, so that all ranks do everything in one order.
-    Whoever has it may call the cache, so nothing that the cache calls may wait for it.
+    So one cache manager decides for all. After a while without messages it asks whether all ranks are there.
+    Thread-safe.
+
+    lock: held while a message and its work are under way, so that all ranks do everything in one order. The holder may
+    call the cache, so nothing that the cache calls may wait for it.
 
     Raises, in every method:
         RankFailedError: a rank has ended or does not answer.
@@ -47,7 +49,7 @@ class Driver:
 
     @contextmanager
     def alike(self, kind: Kind, *words: str) -> Iterator[None]:
-        """Around what all ranks do of themselves once they are told."""
+        """Announce work that every rank does by itself, and run it inside."""
         with self._running():
             self._send(kind, [np.frombuffer(word.encode(), np.uint8) for word in words])
             yield
@@ -78,13 +80,13 @@ class Driver:
                 self._compare()
 
     def _keep_move(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Tell of it with the next message: no other rank uses a block before."""
+        """Send a move of blocks with the next message: no other rank uses the blocks before."""
         numbers = [np.array(argument, np.int64) for argument in arguments]
         self._moves.append([np.frombuffer(name.encode(), np.uint8), *numbers])
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Around what the other ranks wait in: where this one leaves it, they cannot go on."""
+        """Fail all ranks if this one leaves work that they wait in."""
         with self.lock:
             try:
                 yield
@@ -101,10 +103,10 @@ class Driver:
         self._last_sent = monotonic()
 
     def _compare(self) -> None:
-        """See that all are there, and have been told the same.
+        """Check that all ranks are there and have had the same messages.
 
         Raises:
-            PagedError: one was told something else.
+            PagedError: one had others.
         """
         self._send(Kind.COMPARE, [])
         compare_states(self._channel, self._ranks.compare(self._channel.state))

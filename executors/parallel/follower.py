@@ -1,4 +1,4 @@
-"""The side of the ranks that do what rank 0 does."""
+"""The side of ranks other than 0, which repeat the steps of rank 0."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def follow(model: PagedCausalLM) -> None:
 
 
 def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception | None:
-    """`LlmExecutor.load_lora`, of every rank at the same time: on all of them, or on none, and then why."""
+    """Load an adapter on all ranks or on none; return the error in the latter case."""
     failure: Exception | None = None
     is_first = False
     try:
@@ -54,7 +54,7 @@ def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception
 
 
 def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]) -> bool:
-    """Do what a message says; whether there will be another."""
+    """Do what a message asks; return whether another will come."""
     ranks = model.ranks
     if kind is Kind.STEP:
         message = StepMessage.read(arrays, model.device)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: numbers in flat arrays, in one broadcast, or two where they are many."""
+"""Messages of rank 0 to the other ranks: arrays in one broadcast, or in two if they are large."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIZES = struct.Struct("=qq")
 
 
 class Kind(IntEnum):
-    """What a message asks for."""
+    """Kind of a message."""
 
     STEP = 0
     MOVE_BLOCKS = 1
@@ -39,9 +39,9 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """The way of messages from rank 0 to the others, who call `receive` whenever it calls `send`.
+    """Messages from rank 0 to the others, which call `receive` whenever it calls `send`.
 
-    state: int64 [2], how many there were, and a checksum of all their bytes: the same on every rank.
+    state: int64 [2], the number of messages and a checksum of all their bytes: the same on every rank.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -50,7 +50,7 @@ class Channel:
         self.state = torch.zeros(2, dtype=torch.int64)
 
     def send(self, kind: Kind, arrays: Sequence[NDArray[Any]]) -> None:
-        """Tell the others."""
+        """Send a message to the other ranks."""
         layouts = json.dumps([kind, [(array.dtype.str, array.shape) for array in arrays]]).encode()
         message = b"".join([layouts, *(array.tobytes() for array in arrays)])
         message = _SIZES.pack(_SIZES.size + len(message), len(layouts)) + message
@@ -62,7 +62,7 @@ class Channel:
         self._count(message)
 
     def receive(self) -> tuple[Kind, list[NDArray[Any]]]:
-        """What rank 0 sends next."""
+        """Return the next message of rank 0."""
         self._ranks.broadcast(self._first)
         size, num_layouts = _SIZES.unpack(self._first[: _SIZES.size].numpy().tobytes())
         rest = torch.empty(max(0, size - _FIRST_BYTES), dtype=torch.uint8)
@@ -84,9 +84,9 @@ class Channel:
 
 
 class StepMessage(NamedTuple):
-    """A step, the slot of each row's adapter, None for none, and what to draw from its logits, None for the logits.
+    """A step, the adapter slot of each row or None, and what to draw from its logits, or None for the logits.
 
-    knows_ids: whether its token ids are those that are to run; else the device alone knows them.
+    knows_ids: whether its token ids are valid; otherwise only the device knows them.
     """
 
     step: ForwardStep
@@ -95,7 +95,7 @@ class StepMessage(NamedTuple):
     knows_ids: bool
 
     def arrays(self) -> list[NDArray[Any]]:
-        """It as arrays."""
+        """Return the message as arrays."""
         step, host, slots = self.step, self.step.host, self.row_slots
         flags = host.max_seqlen_q, host.max_seqlen_k, self.knows_ids, slots is not None, self.draws is not None
         rows = np.empty(0, np.int32) if slots is None else slots
@@ -104,7 +104,7 @@ class StepMessage(NamedTuple):
 
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]], device: torch.device) -> StepMessage:
-        """What `arrays` returned on rank 0; the step has no sequences of this rank's cache."""
+        """Return the message from its arrays; the step has no sequences of this rank's cache."""
         flags, token_ids, row_ids, row_slots, *rest = arrays
         num_draws = len(Draws._fields)
         draws, (positions, slots, seq_lens, cu_seqlens_q, tables) = Draws(*rest[:num_draws]), rest[num_draws:]

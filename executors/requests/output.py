@@ -1,4 +1,4 @@
-"""What callers see of a request: its completions as far as they have come, and its times."""
+"""Outputs of a request: its completions so far, and its times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paged.seq_id import SeqId
 
 
 class Growth(NamedTuple):
-    """What a completion has put out; these lists only grow, so a moment of them is kept by how long they are."""
+    """Everything a completion has put out. The lists only grow, so their lengths are enough to keep a moment."""
 
     token_ids: list[int]
     texts: list[str]
@@ -18,7 +18,7 @@ class Growth(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A length of each list of a `Growth`; log probabilities are as many as tokens."""
+    """A length of each list of a `Growth`; there are as many log probabilities as tokens."""
 
     token_ids: int = 0
     texts: int = 0
@@ -29,14 +29,17 @@ _START = Mark()
 
 @dataclass(eq=False)
 class CompletionOutput:
-    """One completion as far as it has come; a copy keeps the moment, and costs the same however long the text is.
+    """One completion so far. A copy keeps the moment, at the same cost for any length.
 
-    Lists that it gives are the reader's own: to change one changes no output.
-    token_ids: the new tokens, an end token included. logprobs: for each of them log probability by token id, the chosen
-    one first; None unless asked for.
-    finish_reason: "stop", "length", "abort", "timeout", "error", or None while it runs.
-    stop_reason: the token id or the string that ended it.
-    text: of token_ids without the end token, up to the stop string; empty where the engine has no tokenizer.
+    Lists that it returns are the reader's own: changing one changes no output.
+
+    Attributes:
+        index: number of the completion within its request, from 0.
+        token_ids: new token ids, an end token included.
+        text: text of token_ids without the end token, up to the stop string; empty if the engine has no tokenizer.
+        logprobs: for each token log probability by token id, the chosen one first; None unless requested.
+        finish_reason: "stop", "length", "abort", "timeout" or "error"; None while it runs.
+        stop_reason: the token id or the string that ended it.
     """
 
     index: int
@@ -62,20 +65,22 @@ class CompletionOutput:
 
     @property
     def mark(self) -> Mark:
-        """The end of this part, a `Mark` of all."""
+        """The end of this part, as a `Mark` of the whole."""
         return Mark(len(self.growth.token_ids), len(self.growth.texts)) if self.end is None else self.end
 
     def since(self, begin: Mark) -> CompletionOutput:
-        """This moment, kept, from `begin` on."""
+        """Return a copy of this moment, from `begin` on."""
         return CompletionOutput(self.index, self.growth, self.finish_reason, self.stop_reason, begin, self.mark)
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """A request's own times in seconds, None until they are known.
+    """Times of a request in seconds, None until they are known.
 
-    queued_s: from its arrival until it first had room in the cache. first_token_s: from its arrival to its first token.
-    mean_token_s: between tokens after that, the mean over those of all its completions, known when it has ended.
+    Attributes:
+        queued_s: from arrival until the prompt first got space in the cache.
+        first_token_s: from arrival to the first token.
+        mean_token_s: mean time between later tokens, over all completions; known when the request has ended.
     """
 
     queued_s: float | None = None
@@ -85,9 +90,12 @@ class RequestMetrics:
 
 @dataclass(eq=False)
 class RequestOutput:
-    """A request, as far as it has come; the same object from `step` to `step`, which grows.
+    """A request so far; the same object grows from step to step.
 
-    num_cached_tokens: tokens of the prompt whose K/V were found in the cache. error: why it failed.
+    Attributes:
+        finished: whether all completions have ended.
+        num_cached_tokens: prompt tokens whose K/V were found in the cache.
+        error: reason of a failure.
     """
 
     request_id: SeqId
@@ -99,11 +107,11 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def copy(self) -> RequestOutput:
-        """This moment, kept; its cost does not depend on how long the outputs are."""
+        """Return a copy of this moment, at the same cost for any length."""
         return self.since([one.begin for one in self.outputs])
 
     def since(self, begins: Sequence[Mark]) -> RequestOutput:
-        """This moment, kept, of each completion what came after its mark."""
+        """Return a copy of this moment, with the part of each completion after its mark."""
         outputs = [one.since(begin) for one, begin in zip(self.outputs, begins, strict=True)]
         fields = self.finished, self.num_cached_tokens, self.error, self.metrics
         return RequestOutput(self.request_id, self.prompt_token_ids, outputs, *fields)

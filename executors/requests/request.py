@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what was asked, and its completions."""
+"""A request in the engine: its parameters and its completions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NO_TOKEN = -1
 
 
 class RunningItem(UnifiedBatchItem):
-    """An item that moves on with its sequence: to make 256 of them anew takes 220 us a step."""
+    """An item that is updated in place: creating 256 of them anew takes 220 us a step."""
 
     def move(self, q_tokens: Sequence[int], pos_offset: int, **fields: Any) -> None:
-        """The next tokens and where they stand."""
+        """Set the next tokens and their position."""
         self.__dict__.update(q_tokens=q_tokens, pos_offset=pos_offset, **fields)
 
     def ask(self, policy: LogitsPolicy) -> None:
-        """What this step is to return, in place of logits."""
+        """Set what this step returns in place of logits."""
         self.__dict__.update(logits_policy=policy)
 
 
@@ -47,13 +47,16 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """What was asked. rank: completions of lower rank go first.
+    """A request and its progress; times are in seconds of `perf_counter`.
 
-    arrived, deadline, first_token: seconds of `perf_counter`.
-    name: of its sequences in the executor, unlike any other's. cache_salt: requests of another share no K/V with it.
-    num_begun: completions that were queued; the others wait for the first one's prompt, to fork from it.
-    has_begun: whether one has run. num_left: completions that are not done. num_cached_tokens: the output's.
-    generating_s: over all completions that have ended, from the first token to the last one's.
+    Attributes:
+        rank: completions of lower rank run first.
+        name: prefix of its sequence ids in the executor, unique.
+        cache_salt: requests of another salt share no K/V with it.
+        num_begun: completions that were queued; the others fork when the first one's prompt is done.
+        has_begun: whether one has run.
+        num_left: unfinished completions.
+        generating_s: sum over ended completions of the time from the first token to their last.
     """
 
     request_id: SeqId
@@ -78,12 +81,12 @@ class Request:
 
     @cached_property
     def allowed_ids(self) -> NDArray[np.int64]:
-        """The tokens that it allows, each once; none where it allows all."""
+        """The allowed tokens, each once; empty if all are allowed."""
         return np.unique(np.array(self.params.allowed_token_ids or (), np.int64))
 
     @cached_property
     def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The tokens that it favours, and by how much."""
+        """The tokens with a bias, and their biases."""
         biases = self.params.logit_bias or {}
         return np.fromiter(biases, np.int64, len(biases)), np.fromiter(biases.values(), np.float32, len(biases))
 
@@ -94,21 +97,26 @@ class Request:
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that it runs with."""
+        """Name of its adapter, or None."""
         return self.metadata.get("lora_adapter")
 
     @property
     def namespace(self) -> Hashable:
-        """Requests share cached K/V within one: they depend on the adapter."""
+        """Namespace of its cached K/V, by adapter and salt."""
         return self.adapter if self.cache_salt is None else (self.adapter, self.cache_salt)
 
 
 class Completion:
     """One completion of a request: its tokens and its sequence in the cache.
 
-    handle: where the executor's cache manager knows the sequence. item: what runs next. tokens: what has to run before
-    the next token can be sampled: the prompt, after a preemption with the output until then. cached: how many tokens
-    the cache holds. is_swapped: in host memory. token_ids: the output's.
+    Attributes:
+        handle: its sequence, if the executor has a cache manager.
+        item: what runs next.
+        tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
+            far.
+        cached: number of tokens in the cache.
+        is_swapped: whether its K/V lie in host memory.
+        token_ids: the output's.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -143,22 +151,22 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Number of tokens of prompt and output."""
         return len(self.request.prompt) + len(self.token_ids)
 
     @property
     def num_sequences(self) -> int:
-        """Itself, and those that will fork from it at the end of its prompt."""
+        """1, and the number of forks to come at the end of its prompt."""
         return 1 + len(self.request.completions) - self.request.num_begun if self.index == 0 else 1
 
     @property
     def longest(self) -> int:
-        """Tokens the cache may have to hold: the last new one is never run."""
+        """Most tokens that the cache has to hold; the last new one is never run."""
         return len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens to run before the next one can be sampled."""
+        """Number of tokens to run before the next one can be sampled."""
         return len(self.tokens) - self.cached
 
     @property
@@ -168,45 +176,45 @@ class Completion:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the next token is the last it may have."""
+        """Whether the next token reaches max_tokens."""
         return len(self.token_ids) + 1 >= self._max_tokens
 
     def tokens_from(self, start: int) -> list[int]:
-        """The tokens from that position on."""
+        """Return the tokens from that position on."""
         beyond = start - len(self.request.prompt)
         return self.token_ids[beyond:] if beyond >= 0 else self.request.prompt[start:] + self.token_ids
 
     def hold(self, handle: KvCacheHandle | None) -> None:
-        """Take a sequence in the cache, or None; what that holds already need not run."""
+        """Set its sequence in the cache, or None; tokens that it holds already are not run."""
         self.handle, self.cached = handle, 0 if handle is None else handle.num_tokens
         self.item.move((), self.cached, kv_cache=handle)
 
     def requeue(self) -> None:
-        """Give up its K/V: all of its tokens run again."""
+        """Drop its K/V: all of its tokens run again."""
         self.hold(None)
         self.tokens = self.tokens_from(0)
 
     def start_over(self) -> None:
-        """Give up its K/V while its item is to run: the item begins with the tokens that were in the cache."""
+        """Drop its K/V while its item is to run: the item then begins with the tokens that were in the cache."""
         end = self.item.pos_offset + len(self.item.q_tokens)
         self.hold(None)
         self.item.move(self.tokens_from(0)[:end], 0)
 
     def take_chunk(self, count: int) -> None:
-        """Set the item to the next `count` tokens of those that are left to prefill."""
+        """Set the item to the next `count` tokens to prefill."""
         end = self.cached + count
         is_final = end == len(self.tokens)
         self.item.move(self.tokens[self.cached : end], self.cached, is_final_chunk=is_final, logits_policy=FullLogits())
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
-        """Set the item to the newest token, and drafts after it."""
+        """Set the item to the newest token, followed by drafts."""
         policy = VerifyLogits() if drafts else FullLogits()
         self.item.move([self.token_ids[-1], *drafts], self.cached, logits_policy=policy)
 
     def advance(self, token: int) -> bool:
-        """Add a token to the output, which is what runs next; True where it may be the last.
+        """Append a token to the output, which runs next; return whether it may be the last.
 
-        Most of the engine's time goes by here: 256 calls take 100 us.
+        This is most of the engine's time: 256 calls take 100 us.
         """
         token_ids, fields = self.token_ids, self._item_fields
         token_ids.append(token)
@@ -216,7 +224,7 @@ class Completion:
         return token in self._end_token_ids or count >= self._max_tokens or self._detokenizer is not None
 
     def finish_reason(self) -> str | None:
-        """Bring the text up to date; what the newest token ends the output by, or None."""
+        """Update the text; return the finish reason if the newest token ends the output, else None."""
         token, count = self.token_ids[-1], len(self.token_ids)
         if token < 0:
             self.token_ids.pop()
@@ -230,7 +238,7 @@ class Completion:
         return "length" if is_full else None
 
     def _read_text(self, count: int, *, is_last: bool) -> bool:
-        """Bring the text up to `count` tokens; whether a stop string ended it."""
+        """Update the text up to `count` tokens; return whether a stop string ended it."""
         assert self._detokenizer is not None
         added, found = self._detokenizer.read(self.token_ids, count, is_last=is_last), None
         if self.params.stop:

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen, and when it ends."""
+"""Parameters of a request: how its tokens are chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -29,31 +29,39 @@ _SMALLEST = 2.0**-126
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request; the names are those of other engines. None for a value stands for the default.
+    """Parameters of one request, with the names that other engines use.
 
-    Numbers of any library are taken where they are whole numbers or floats, token ids in any sequence, and kept as
-    Python's own; a bool is no number.
+    None stands for the default, except in max_tokens. Integers and floats of any library are accepted and kept as
+    Python's own, token ids from any sequence; a bool is no number.
 
-    n: completions of the prompt, which is run once; 4,096 at the most. max_tokens: new tokens at the most, None for as
-    many as fit.
-    temperature: 0 takes the best token. top_k: 0 or -1 for all. min_p: a share of the best token's probability. A
-    temperature or top_p below 2^-126, which float32 cannot hold, counts as 0: the best token is taken.
-    They apply in this order: allowed_token_ids, logit_bias, penalties, temperature, top_k, top_p of what is left,
+    Filters apply in this order: allowed_token_ids, logit_bias, penalties, temperature, top_k, top_p of what is left,
     min_p. Tokens that tie with the last one of top_k or top_p stay.
-    repetition_penalty: logits of tokens that occurred, the prompt included, are divided by it where positive, else
-    multiplied (Keskar et al., 2019). presence_penalty, frequency_penalty: subtracted once, or once an occurrence, for
-    tokens of the output.
-    stop: the text ends before the first of these strings to be complete, the longest of those that are complete at the
-    same character; 256 strings and 16,384 characters at the most.
-    stop_token_ids: the output ends with the first of these; 1,024 at the most.
-    ignore_eos: the engine's end tokens do not end it. min_tokens: before that many no end token is chosen, nor does a
-    stop string end the text.
-    seed: the same tokens whatever else runs; None draws one. The i-th of n completions derives its own.
-    logprobs: for every token its log probability and that many best ones', before anything above applies; 1,024 at the
-    most.
+
+    Attributes:
+        n: number of completions, at most 4,096; over a cache manager the prompt runs once.
+        temperature: 0 takes the best token, and so does a value below 2^-126.
+        top_p: share of the probability mass to keep, above 0; below 2^-126 the best token is taken.
+        top_k: number of best tokens to keep; 0 and -1 keep all.
+        min_p: lowest probability to keep, as a share of the best token's.
+        repetition_penalty: divides positive logits of tokens that occurred, prompt included, and multiplies negative
+            ones (Keskar et al., 2019).
+        presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, once or for each
+            occurrence.
+        logit_bias: number to add to the logit, by token id.
+        allowed_token_ids: the only token ids to choose from.
+        stop: strings, at most 256 with 16,384 characters. The text ends before the first one to be complete; of several
+            that are complete at the same character, before the longest.
+        stop_token_ids: the output ends with the first of these, at most 1,024.
+        ignore_eos: whether the engine's end tokens do not end the output.
+        max_tokens: maximum number of new tokens; None for as many as fit.
+        min_tokens: number of tokens before which no end or stop token is chosen and no stop string ends the text.
+        seed: seed of the draws, which do not depend on other requests; each of n completions derives its own. None
+            draws a seed.
+        logprobs: number of best tokens, at most 1,024, to report for every token beside its own log probability, before
+            all filters.
 
     Raises:
-        InvalidInputError: a value has another type, is outside of its range or not finite, or a list is too long.
+        InvalidInputError: a value has another type, is out of range or not finite, or a list is too long.
     """
 
     n: int = 1
@@ -75,7 +83,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every value, and keep it as Python's own."""
+        """Check every value and convert it to Python's own types."""
         for one in fields(self):
             given = getattr(self, one.name)
             # As many as fit is what None means for max_tokens, whose default is a number.
@@ -88,22 +96,22 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, also where it is one string."""
+        """`stop` as a tuple, even if it is one string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no chance is involved."""
+        """Whether the best token is always taken."""
         return self.temperature < _SMALLEST or self.top_k == 1 or self.top_p <= _SMALLEST
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that occurred weigh less or more."""
+        """Whether tokens that occurred get other logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def token_ids(self) -> list[int]:
-        """Every id named anywhere, for a check against the vocabulary."""
+        """All token ids in these parameters, for a check against the vocabulary."""
         return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
 
 

@@ -1,4 +1,4 @@
-"""Which drafts of a speculative step stay, of all sequences at once; on the device, which is never waited for."""
+"""Rejection sampling of drafts, for all sequences at once on the device, without a sync."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ def rejection_sample(
     uniforms: torch.Tensor,
     keys: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept drafts so that tokens are distributed as if the target alone had drawn them (Leviathan et al., 2023; Chen
-    et al., 2023): a draft d stays with probability min(1, p(d) / q(d)); the first that does not is replaced by a token
-    of max(p - q, 0); where all stay, one more is drawn from p.
+    """Accept drafts so that tokens are distributed as if the target alone had drawn them.
+
+    A draft d stays with probability min(1, p(d) / q(d)). The first rejected one is replaced by a token of max(p - q,
+    0); if all stay, one more is drawn from p (Leviathan et al., 2023; Chen et al., 2023).
 
     Args:
-        logits: of the target, [num_rows, V], -inf where excluded: of each sequence a row for each draft and one more.
-        first_rows: int64 [n]. drafts: int64 [n, k]; num_drafts: int64 [n], how many of a row count.
-        draft_probs: q, float32 [n, k, V]; None where drafts are certain (q(d) = 1).
+        logits: of the target, [num_rows, V], -inf where excluded; each sequence has a row for each draft and one more.
+        first_rows: int64 [n], the first row of each sequence.
+        drafts: int64 [n, k]; num_drafts: int64 [n], the number of drafts in each row.
+        draft_probs: q, float32 [n, k, V]; None if drafts are certain (q(d) = 1).
         uniforms: float64 [n, k]. keys: int64 [n, k + 1, 2], of the noise at each position.
 
     Returns:
-        tokens int64 [n, k + 1], of which the accepted drafts and the one after them count; how many were accepted, [n].
+        tokens int64 [n, k + 1], valid up to the one after the accepted drafts, and the number of accepted drafts, [n].
     """
     num, width = drafts.shape
     probs = logits.softmax(-1)

@@ -1,4 +1,4 @@
-"""What the completions of a batch ask of the sampler, as tensors on its device; and their logits as one matrix."""
+"""Sampling parameters of a batch as tensors on the device, and logits as one matrix."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class SamplingRows:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the best token of every row is all that is wanted."""
+        """Whether every row takes its best token, without rules."""
         return not self.is_drawn and self.is_free
 
     @property
     def is_free(self) -> bool:
-        """Whether every row takes its logits as they are, but for temperature and filters."""
+        """Whether only temperature and filters change the logits of any row."""
         return self.allowed is None and self.biased is None and not (self.penalised or self.with_minimum)
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:

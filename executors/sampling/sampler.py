@@ -1,4 +1,4 @@
-"""The tokens of a step, and the one copy that brings their ids to the host."""
+"""Sampling of a step's tokens, and the one copy of their ids to the host."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from paged.staging import to_device
 
 
 class Sampled(NamedTuple):
-    """What each completion gained: its tokens, and for each of them, where asked for, log probability by token id."""
+    """The tokens that each completion gained and, if requested, log probability by token id for each."""
 
     token_ids: list[list[int]]
     logprobs: list[list[dict[int, float]]] | None = None
 
 
 class Drafts(NamedTuple):
-    """Proposals for several completions: their ids, and the probabilities they were drawn with, float32 [n, k, V]; None
-    where they were certain.
-    """
+    """Drafts for several completions, and the probabilities they had, float32 [n, k, V]; None if certain."""
 
     token_ids: list[list[int]]
     probs: torch.Tensor | None = None
@@ -43,9 +41,9 @@ _Ruled = tuple[torch.Tensor, Penalties | None]
 
 
 class Sampler:
-    """Samples for completions. A row's token depends on its own logits, parameters, tokens and seed alone.
+    """Samples for completions. A row's token depends only on its own logits, parameters, tokens and seed.
 
-    A token of -1 says that the logits left none to choose: all of them NaN or -inf.
+    The token is -1 if the logits leave none to choose: all of them NaN or -inf.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -57,9 +55,9 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, completions: list[Completion], meanwhile: Callable[[], None] | None = None
     ) -> Sampled:
-        """Sample one token for each completion, from float32 [n, V].
+        """Sample one token for each completion, from logits float32 [n, V].
 
-        meanwhile: called when the device has been told to choose, before its choice is waited for.
+        meanwhile: called once the device has its work, before the tokens are waited for.
         """
         rows = self._rows(completions)
         tokens = self._choose(self._ruled(logits, rows, None), rows, None, Stream.TOKEN)
@@ -70,9 +68,7 @@ class Sampler:
         return self._to_host(logits, rows, tokens[:, None], None, [1] * len(completions))
 
     def draws(self, completions: list[Completion]) -> list[DrawToken] | None:
-        """How an executor can choose the next token of each completion as `sample` does; None where that takes more
-        than temperature, filters and noise.
-        """
+        """Return how an executor can draw the tokens of `sample`; None if that takes more than filters and noise."""
         rows = self._rows(completions)
         if not rows.is_free or rows.num_logprobs is not None:
             return None
@@ -86,8 +82,9 @@ class Sampler:
     def propose(
         self, logits: torch.Tensor, completions: list[Completion], drafts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A draft model's next token after `drafts`, int64 [n, drafts so far] on the device: int64 [n], and its
-        probabilities [n, V] unless all are certain.
+        """Draw a draft model's next tokens, int64 [n], and return their probabilities [n, V] unless all are certain.
+
+        drafts: int64 [n, drafts so far], on the device.
         """
         rows = self._rows(completions)
         row_drafts = RowDrafts(drafts, np.full(len(completions), drafts.shape[1], np.int64))
@@ -96,8 +93,9 @@ class Sampler:
         return tokens, self._filtered(ruled, rows).softmax(-1) if rows.is_drawn else None
 
     def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
-        """The drafts that each completion keeps and one token more. `logits` holds a row for each draft and one more of
-        every completion, [num_rows, V].
+        """Return the drafts that each completion keeps, and one token more.
+
+        logits: [num_rows, V], a row for each draft of a completion and one more.
         """
         counts = [len(ids) for ids in drafts.token_ids]
         width, sizes = max(counts), [count + 1 for count in counts]
@@ -122,11 +120,11 @@ class Sampler:
         return self._to_host(logits, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
-        """Drop what is kept of a finished completion."""
+        """Drop the state of a finished completion."""
         self._counts.forget(completion)
 
     def reset(self) -> None:
-        """Forget all that was kept from step to step, which an error may have left half done; it is made again."""
+        """Drop all state, which an error may have left half done; it is built again."""
         self._counts, self._last = TokenCounts(self._vocab_size, self._device), None
 
     def _rows(self, completions: list[Completion]) -> SamplingRows:
@@ -151,7 +149,7 @@ class Sampler:
         return filter_logits(logits, **rows.filters)
 
     def _ruled(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> _Ruled:
-        """The logits, or a copy with masks and biases where any row has some: what is masked becomes -inf."""
+        """Return the logits, or a copy with masks and biases if any row has some; masked ones become -inf."""
         penalties, banned = self._penalties(rows, row_drafts), []
         for row in rows.with_minimum:
             one = rows.completions[row]

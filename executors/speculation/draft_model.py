@@ -1,4 +1,4 @@
-"""Drafts from a smaller model."""
+"""Speculative decoding with a draft model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paged.seq_id import SeqId
 
 @dataclass
 class _DraftSequence:
-    """A text in the draft model's cache: its first `length` tokens were the completion's, then came `drafts`."""
+    """A text in the draft model's cache: `length` tokens of the completion, then `drafts`."""
 
     handle: KvCacheHandle
     length: int = 0
@@ -30,14 +30,18 @@ class _DraftSequence:
 
 
 class DraftModel:
-    """A `Proposer`: a model over the target's vocabulary, with K/V of its own, all completions in one forward.
+    """A `Proposer` that runs a draft model over the target's vocabulary, for all completions in one forward.
 
-    num_tokens: drafts at the most. token_budget: tokens it runs a step to catch up with texts it has not seen; those
-    behind get no drafts meanwhile, nor do those that its cache has no blocks for: the output is the same.
+    The draft model has K/V of its own. A sequence gets no drafts while it catches up, or if the cache has no blocks for
+    it; the output is the same.
+
+    Args:
+        num_tokens: most drafts for a sequence.
+        token_budget: tokens of a step for catching up with texts that the draft model has not seen.
 
     Raises:
         InvalidInputError: num_tokens is not positive.
-        UnsupportedError: the executor has no cache manager, or cannot take tokens back.
+        UnsupportedError: the executor has no cache manager, or cannot roll tokens back.
     """
 
     def __init__(self, executor: ModelExecutor, num_tokens: int = 4, *, token_budget: int = 2048) -> None:
@@ -92,7 +96,7 @@ class DraftModel:
     def _next(
         self, completions: Sequence[Completion], drafts: torch.Tensor
     ) -> tuple[list[UnifiedBatchItem], PreparedStep | None]:
-        """Items with the newest draft of each. Where their step can be prepared the device alone knows the drafts."""
+        """Return items with each newest draft. If the step can be prepared, only the device knows the drafts."""
         prepared: PreparedStep | None = None
         if isinstance(self._executor, UnifiedExecutor):
             prepared = self._executor.prepare_step([self._sequences[one.seq_id].handle for one in completions])
@@ -104,7 +108,7 @@ class DraftModel:
     def _read(
         self, drafts: torch.Tensor, completions: Sequence[Completion], drafted: Sequence[int], limits: Sequence[int]
     ) -> list[list[int]]:
-        """The drafts of all completions, brought to the host at once, and noted with the sequences that ran them."""
+        """Copy the drafts of all completions to the host at once, and record them with their sequences."""
         known: list[list[int]] = [[] for _ in completions]
         table = drafts.tolist() if drafted else []
         for row in drafted:
@@ -133,7 +137,7 @@ class DraftModel:
     def _catch_up(
         self, completions: Sequence[Completion], limits: Sequence[int]
     ) -> tuple[list[UnifiedBatchItem], list[int]]:
-        """Items with what the draft model has not seen, and the indices of those that it has seen all of then."""
+        """Return items with the tokens that the draft model lacks, and the indices of completions they complete."""
         items, active, budget = [], [], self._token_budget
         for index, (completion, limit) in enumerate(zip(completions, limits, strict=True)):
             sequence = self._sequence(completion) if limit > 0 and budget > 0 else None
@@ -165,7 +169,7 @@ class DraftModel:
         return found
 
     def _roll_back(self, sequence: _DraftSequence, completion: Completion) -> int:
-        """Take back the drafts that did not stay; how many tokens remain."""
+        """Roll back rejected drafts; return the number of tokens that remain."""
         kept = sequence.length
         for draft, token in zip(sequence.drafts, completion.tokens_from(sequence.length), strict=False):
             if draft != token:
@@ -184,5 +188,5 @@ class DraftModel:
 
 
 def _draft_id(seq_id: SeqId) -> SeqId:
-    """An id of its own, as target and draft model may share a cache."""
+    """Return an id for the draft sequence, because target and draft model may share a cache."""
     return f"draft of {seq_id}"

@@ -1,4 +1,4 @@
-"""Where drafts come from; the drafts of a step, and the ones among them that belong to the completions that ran."""
+"""The interface of sources of drafts, and the drafts of a step."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ _LOG = logging.getLogger("paged")
 
 
 class Proposer(Protocol):
-    """Drafts tokens for completions that decode.
+    """A source of drafts for completions that decode.
 
-    num_tokens: the most for one of them at a time. vocab_size: of the ids it drafts; None where they are of the text.
+    Attributes:
+        num_tokens: most drafts for a completion.
+        vocab_size: vocabulary of the drafts; None if they are tokens of the text.
     """
 
     num_tokens: int
     vocab_size: int | None
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        """Draft at most `limits` tokens for each completion; none is always right."""
+        """Draft at most `limits` tokens for each completion; drafting none is always allowed."""
 
     def forget(self, completion: Completion) -> None:
-        """Drop what is kept of a completion that is finished, or was preempted."""
+        """Drop the state of a completion that has finished or was preempted."""
 
     def make_room(self, manager: PagedKvCacheManager) -> bool:
-        """Give back all it holds in a target's cache; False if that is nothing."""
+        """Free everything held in the target's cache; False if that is nothing."""
 
 
 def draft(proposer: Proposer | None, decodes: Sequence[Completion], vocab_size: int) -> Drafts | None:
-    """Draft for what decodes, and set drafts as the items' next tokens; None where there are none.
+    """Draft for completions that decode, and set the drafts as their items' next tokens; None if there are none.
 
-    A proposer that raises, or proposes what does not fit, is told to forget them: their tokens are right without it.
+    If a proposer raises or proposes invalid tokens, it is told to forget these completions; their output stays right.
     """
     if proposer is None or not decodes:
         return None
@@ -67,7 +69,7 @@ def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
-    """Pick the drafts of `completions`, in their order; completions that were not drafted for have none."""
+    """Return the drafts of `completions`, in their order; completions without drafts get none."""
     rows = {completion: row for row, completion in enumerate(decodes)}
     chosen = [rows.get(completion, -1) for completion in completions]
     token_ids = [drafts.token_ids[row] if row >= 0 else [] for row in chosen]

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last few tokens where they stood before."""
+"""Speculative decoding without a draft model: drafts are what followed the last n-gram earlier in the text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from paged.seq_id import SeqId
 
 
 class PromptLookup:
-    """A `Proposer` without a model (prompt lookup decoding, Saxena, 2023).
+    """A `Proposer` that looks up n-grams in the text (prompt lookup decoding, Saxena, 2023).
 
-    num_tokens: drafts at the most. max_ngram: the longest run of last tokens that is looked up; shorter ones follow.
+    Args:
+        num_tokens: most drafts for a completion.
+        max_ngram: length of the longest n-gram to look up; shorter ones follow.
+
+    Raises:
+        InvalidInputError: a number is below 1.
     """
 
     vocab_size: int | None = None
@@ -42,7 +47,7 @@ class PromptLookup:
 
 
 class _Text:
-    """A growing text, and where each run of at most `max_ngram` tokens in it last ended."""
+    """A growing text, and where each n-gram of at most `max_ngram` tokens in it last ended."""
 
     def __init__(self, max_ngram: int) -> None:
         self.tokens: list[int] = []
@@ -50,7 +55,7 @@ class _Text:
         self._ends: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens; the runs that end with the newest one wait, as they are what is looked up."""
+        """Add tokens. N-grams that end with the newest token are not recorded yet, because they are looked up."""
         first = max(len(self.tokens), 1)
         self.tokens += tokens
         for end in range(first, len(self.tokens)):
@@ -58,7 +63,7 @@ class _Text:
                 self._ends[tuple(self.tokens[end - size : end])] = end
 
     def continuation(self, count: int) -> list[int]:
-        """What followed the longest run of last tokens that stood in the text before."""
+        """Return the tokens that followed the longest n-gram at the end, where it stood in the text before."""
         for size in range(min(self._max_ngram, len(self.tokens) - 1), 0, -1):
             end = self._ends.get(tuple(self.tokens[-size:]))
             if end is not None:

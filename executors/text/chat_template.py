@@ -1,4 +1,4 @@
-"""The text that a model was trained to read a conversation as: the Jinja template of its checkpoint, rendered."""
+"""Chat templates: Jinja templates of a checkpoint that turn a conversation into the text its model was trained on."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens that they may write.
+    """A checkpoint's templates by name, `default` and perhaps `tool_use`, and the special tokens they may write.
 
-    Templates come from the makers of checkpoints: they run in Jinja's sandbox, on copies of plain JSON values, in a
-    process whose time and memory are limited (`template_sandbox` says why).
+    Templates come from the makers of checkpoints. They run in Jinja's sandbox, on copies of plain JSON values, in a
+    process with limited time and memory (see `template_sandbox`).
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str) -> None:
@@ -40,10 +40,10 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate:
-        """Read chat_template.jinja, with others in additional_chat_templates; else from tokenizer_config.json.
+        """Read chat_template.jinja and additional_chat_templates, or else tokenizer_config.json.
 
         Raises:
-            CheckpointError: a file is unreadable, or a template in it is no text.
+            CheckpointError: a file is unreadable, or a template in it is not a text.
         """
         file = folder / "tokenizer_config.json"
         hf = HfConfig.read(folder, file.name) if is_there(file) else HfConfig({}, str(file))
@@ -61,7 +61,7 @@ class ChatTemplate:
         return cls(templates, _special_tokens(hf), str(folder))
 
     def literals(self) -> set[str]:
-        """Every text in quotes in any of the templates."""
+        """Return every quoted text in any of the templates."""
         return {match[2] for text in self.templates.values() for match in _QUOTED.finditer(text)}
 
     def render(
@@ -72,18 +72,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text, special tokens included.
+        """Return the conversation as text, special tokens included.
 
         Args:
-            messages: what was said, each with a `role` and, as the template reads them, `content`, `tool_calls` and so
-                on; an entry that is None counts as absent.
-            add_generation_prompt: end with what an answer begins with.
-            tools: JSON schemas of functions; with them the template named `tool_use` is taken where there is one.
-            variables: further ones that the template reads, such as `enable_thinking`; special tokens can be replaced.
+            messages: mappings with a `role` and the entries that the template reads, such as `content` and
+                `tool_calls`. An entry that is None counts as absent.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            tools: JSON schemas of functions; they select the template named `tool_use` if there is one.
+            variables: others that the template reads, such as `enable_thinking`; special tokens can be replaced.
 
         Raises:
-            InvalidInputError: the checkpoint has no template, the template refuses the messages or goes beyond its
-                limits over them, or they are no JSON.
+            InvalidInputError: the checkpoint has no template, the template refuses the messages or exceeds its limits,
+                or the values are not JSON.
             CheckpointError: the template does not parse.
             UnsupportedError: jinja2 is not installed, or no process can be started.
         """

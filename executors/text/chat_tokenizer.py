@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and which tokens end an answer."""
+"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and the end tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ _MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
 
 
 class ChatTokenizer:
-    """tokenizer.json, the chat template and the end tokens of one checkpoint.
+    """The tokenizer, chat template and end tokens of a checkpoint; an `Engine` takes it as its tokenizer.
 
-    An Engine takes it as its tokenizer. eos_token_ids: tokens that end an answer. tokenizer: that of `tokenizers`.
+    Attributes:
+        tokenizer: the `tokenizers.Tokenizer`.
+        template: the chat template.
+        eos_token_ids: tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int] = ()) -> None:
@@ -39,11 +42,11 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> ChatTokenizer:
-        """Read a folder in Hugging Face layout; all but tokenizer.json may be missing.
+        """Read a folder in Hugging Face layout; only tokenizer.json is required.
 
         Raises:
             CheckpointError: there is no tokenizer.json, or a file is unreadable or malformed.
-            InvalidInputError: the path is none.
+            InvalidInputError: `path` is not a path.
             UnsupportedError: the tokenizers package is not installed.
         """
         folder = as_folder("path", path)
@@ -52,17 +55,18 @@ class ChatTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render` and `encode_chat` can do without tools."""
+        """Whether there is a template that `render` and `encode_chat` can use without tools."""
         return "default" in self.template.templates
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around one.
+        """Return the token ids of a text, with the special tokens that the tokenizer puts around a text.
 
-        parse_special: special tokens that are written in the text count as such, so that the text can end a turn or
-            begin another's; without it they are plain text.
+        Args:
+            parse_special: whether special tokens written in the text count, so that it can end a turn or begin
+                another's. Otherwise they are plain text.
 
         Raises:
-            InvalidInputError: it is no text, holds half of a character, or the tokenizer fails over it.
+            InvalidInputError: it is not a str, holds half of a surrogate pair, or the tokenizer fails.
         """
         encoding = self._encoded(text, add_special_tokens=True)
         if parse_special or not self._special.found(text, encoding):
@@ -72,22 +76,25 @@ class ChatTokenizer:
         return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens.
+        """Return the text of token ids, without special tokens.
 
         Raises:
-            InvalidInputError: they are no ids, or the tokenizer fails over them.
+            InvalidInputError: they are not token ids, or the tokenizer fails.
         """
         return _named(lambda: str(self.tokenizer.decode(list(token_ids))), "token_ids")
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The conversation as text; options and errors as in `ChatTemplate.render`."""
+        """Return the conversation as text; options and errors are those of `ChatTemplate.render`."""
         return self.template.render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Message], *, parse_special: bool = False, **options: Any) -> list[int]:
-        """Token ids of the rendered conversation, which holds its special tokens already; else as `render`.
+        """Return the token ids of the rendered conversation; options and errors are those of `ChatTemplate.render`.
 
-        parse_special: special tokens that are written in messages, tools and documents count, too; without it only
-            those that the template writes do.
+        The template writes the special tokens, so none are added around the text.
+
+        Args:
+            parse_special: whether special tokens written in messages, tools and documents count. Otherwise only those
+                that the template writes do.
         """
         text = self.render(messages, **options)
         encoding = self._encoded(text, add_special_tokens=False)
@@ -117,7 +124,7 @@ class ChatTokenizer:
 
 
 def _named(call: Callable[[], T], what: str, named: type[PagedError] = InvalidInputError) -> T:
-    """What a call of the tokenizer's gives.
+    """Return the result of a call of the tokenizer.
 
     Raises:
         `named`: the tokenizer raises something, or panics.

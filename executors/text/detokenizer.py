@@ -1,4 +1,4 @@
-"""Text of a growing list of token ids, without decoding it anew for every token."""
+"""Incremental decoding: the text of a growing list of token ids."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _CHARACTER_BYTES = 4
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer; those of `tokenizers` and of transformers have it."""
+    """The interface of a tokenizer for the engine; those of `tokenizers` and of transformers have it."""
 
     def decode(self, token_ids: list[int], /) -> str: ...
 
 
 class Detokenizer:
-    """Gives the text of new tokens after that of the tokens before.
+    """Returns the text of new tokens after that of the tokens before, in linear time.
 
-    A token's text may depend on the one before it (a leading space), and a character may take several tokens: the text
-    is the difference between two decodings of the last few tokens, and waits for the end of an unfinished character,
-    for 16 tokens at the most: so the time is linear, whatever the tokens are.
+    A token's text may depend on the one before it (a leading space), and a character may take several tokens. So the
+    text is the difference between two decodings of the last few tokens, and waits for the end of an unfinished
+    character, for at most 16 tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -32,7 +32,7 @@ class Detokenizer:
         self._read = 0
 
     def read(self, token_ids: list[int], end: int, *, is_last: bool = False) -> str:
-        """The text that the tokens before `end` add to what was read before; `token_ids` only grows."""
+        """Return the text that the tokens before `end` add to the text read so far; `token_ids` only grows."""
         if end <= self._read:
             return ""
         before = self._decode(token_ids[self._context : self._read])
@@ -51,7 +51,7 @@ class Detokenizer:
         return text
 
     def _finished(self, token_ids: list[int], end: int, after: str) -> tuple[int, str]:
-        """As many of the tokens as end with a whole character, or with none, and their text."""
+        """Return the end and text of the most tokens that end with a whole character, or of all if none do."""
         for cut in range(end - _CHARACTER_BYTES + 1, end - 2 * _CHARACTER_BYTES, -1):
             text = self._decode(token_ids[self._context : cut])
             if after.startswith(text):

@@ -1,4 +1,4 @@
-"""Which special tokens a text may become: those that a chat template writes, and none that stand in a user's text."""
+"""Special tokens in texts: those that a chat template writes count, those in a user's text do not."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CharacterEscapes:
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, and how texts are encoded without making any."""
+    """The special tokens of a tokenizer, and encoding of texts without making any."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -76,7 +76,7 @@ class SpecialTokens:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
-        """Find those that the text itself became: not those put around it, nor the token for what is unknown."""
+        """Find the special tokens that the text itself became, except the one for unknown text."""
         if self._contents.keys().isdisjoint(encoding.ids):
             return []
         rows = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -89,10 +89,10 @@ class SpecialTokens:
         ]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode a text without special tokens, whatever stands there, and without any around.
+        """Encode a text without any special tokens, in it or around it.
 
         Raises:
-            InvalidInputError: a special token of one character stands there, which the model itself takes for one.
+            InvalidInputError: it holds a special token of one character, which the model itself takes for one.
         """
         encoding = self._strict.encode(text, add_special_tokens=False)
         spans = self.found(text, encoding)

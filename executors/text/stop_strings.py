@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 
 class StopReader:
-    """Reads one text as it grows. held: its end, which may be the beginning of a string and is not to be shown yet.
+    """Searches a growing text for stop strings.
 
-    The beginning of what is held only moves on, so that each character is tried as one a single time.
+    The start of the held text only moves forward, so each character is tried as the start of a string once.
+
+    Attributes:
+        held: the end of the text, which may begin a stop string and is not to be shown yet.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -17,10 +20,10 @@ class StopReader:
         self.held = ""
 
     def read(self, added: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Read on: the characters that can be shown now, and the string that was found, before which they end.
+        """Add text; return the characters that can be shown now, and the stop string that ended them, if any.
 
-        The first string to be complete counts, the longest of those complete at the same character. `may_stop=False`
-        passes over those that are complete within `added`.
+        The first string to be complete counts; of several that are complete at the same character, the longest.
+        `may_stop=False` skips those that are complete within `added`.
         """
         text, before = self.held + added, len(self.held)
         if self._firsts.isdisjoint(text):
@@ -36,7 +39,7 @@ class StopReader:
         return text[:shown], None
 
     def _begins(self, text: str, start: int) -> bool:
-        """Whether the text from there on is the beginning of a string, and not all of it."""
+        """Return whether the text from there on is a proper prefix of a string."""
         if text[start] not in self._firsts:
             return False
         end = text[start:]

@@ -1,4 +1,4 @@
-"""What a tokenizer may make of a text: so much longer and no more, since what it makes is made in this process.
+"""Limits on how much longer a tokenizer may make a text, because that text is built in this process.
 
 A tokenizer.json is a program: forty replacements of `a` by `aa` make 10**12 characters of one, which ends the process.
 """
@@ -22,7 +22,7 @@ _STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def excess(values: Any) -> str | None:
-    """How a tokenizer.json goes beyond the limits, None where it does not, or is none at all."""
+    """Return how a tokenizer.json exceeds the limits, or None if it does not."""
     if not isinstance(values, dict):
         return None
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):

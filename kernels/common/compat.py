@@ -24,6 +24,20 @@ else:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         HAS_TRITON = True
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+            def with_bool(access, position):
+                """Triton 3.9's interpreter makes integers of a bool that it spreads over a block, but takes bools."""
+
+                def run(self, *args, **options):
+                    mask = TensorHandle(args[position].data.astype(bool), tl.int1)
+                    return access(self, *args[:position], mask, *args[position + 1 :], **options)
+
+                return run
+
+            InterpreterBuilder.create_masked_load = with_bool(InterpreterBuilder.create_masked_load, 1)
+            InterpreterBuilder.create_masked_store = with_bool(InterpreterBuilder.create_masked_store, 2)
     except ImportError:
         HAS_TRITON = False
 

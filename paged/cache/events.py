@@ -1,4 +1,4 @@
-"""What the cache tells others: how full it is, and which published blocks come and go."""
+"""Notifications of a KV cache: memory pressure, and published blocks that come and go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _LOG = logging.getLogger("paged")
 
 
 class MemoryPressure(Enum):
-    """How much of the pool can still be handed out, evictable cached blocks included."""
+    """Memory pressure, by the share of the pool that can be handed out, evictable cached blocks included.
+
+    Attributes:
+        LOW: at least `low_watermark`.
+        HIGH: below `low_watermark`.
+        CRITICAL: below `high_watermark`.
+    """
 
     LOW = "low"
     HIGH = "high"
@@ -26,7 +32,13 @@ class MemoryPressure(Enum):
 
 @dataclass(frozen=True)
 class BlocksStored:
-    """Blocks became findable: their chained hashes, the hash they follow, and their token ids."""
+    """Consecutive blocks of a sequence were published.
+
+    Attributes:
+        hashes: chained hash of each block.
+        parent_hash: hash of the block before the first one; that of the namespace if there is none.
+        token_ids: token ids of all these blocks.
+    """
 
     hashes: tuple[int | bytes, ...]
     parent_hash: int | bytes
@@ -36,26 +48,26 @@ class BlocksStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """A block is no longer findable."""
+    """A published block was withdrawn; `hash` is its chained hash."""
 
     hash: int | bytes
 
 
 @dataclass(frozen=True)
 class CacheCleared:
-    """No block is findable any more."""
+    """All published blocks were withdrawn."""
 
 
 CacheEvent = BlocksStored | BlockRemoved | CacheCleared
 
 
 class Notifier:
-    """The cache's lock as a context manager, and what happens when a holder leaves it: by an exception, all that
-    `rollback` has kept since it came is put back; otherwise callbacks are told, once the outermost leaves.
+    """The cache's lock as a context manager, which rolls back on an error and notifies listeners otherwise.
 
-    Every listener hears of everything in order: a call that ends while a delivery is under way adds to it. An
-    error in a callback is logged: the call that caused it has done its work. What ends a program, as KeyboardInterrupt
-    does, is raised again once everything is delivered.
+    If a holder leaves by an exception, everything that `rollback` has kept since it entered is put back. Otherwise
+    callbacks run once the outermost holder has left, outside the lock. Every listener gets everything in order: a call
+    that ends during a delivery adds to it. Errors in callbacks are logged; KeyboardInterrupt and the like are raised
+    once everything is delivered.
     """
 
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
@@ -74,11 +86,11 @@ class Notifier:
 
     @property
     def has_event_listeners(self) -> bool:
-        """Whether events need to be made at all."""
+        """Whether anybody listens to events."""
         return bool(self._event_listeners)
 
     def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
-        """Call back with every level that differs from the one before, from now on."""
+        """Register a callback for every level that differs from the one before."""
         _check_callable(callback)
         with self._lock:
             if not self._pressure_listeners:
@@ -86,13 +98,13 @@ class Notifier:
             self._pressure_listeners.append(callback)
 
     def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
-        """Call back with every event from now on."""
+        """Register a callback for every event."""
         _check_callable(callback)
         with self._lock:
             self._event_listeners.append(callback)
 
     def add(self, event: CacheEvent) -> None:
-        """Tell of an event with the lock held, unless the call fails."""
+        """Add an event to deliver after the call, unless that fails; the caller holds the lock."""
         self._events.append(event)
 
     def __enter__(self) -> None:
@@ -124,7 +136,7 @@ class Notifier:
             self._deliver()
 
     def _queue(self) -> None:
-        """What listeners are to hear after this call."""
+        """Queue the notifications of the call that ends."""
         if self._events:
             self._calls.extend((callback, event) for event in self._events for callback in self._event_listeners)
             self._events.clear()

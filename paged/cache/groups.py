@@ -1,4 +1,4 @@
-"""Layers that keep the same positions, and how those of several kinds share blocks of one size."""
+"""Groups of layers with one shape and window, and how groups share blocks of one size."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ ROLLBACK_SLACK = 64
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers of one shape whose tokens see the same positions; in a cache that runs, those of one block table.
+    """Layers of one shape and one window; in `PagedKvCacheConfig.tables`, the layers of one block table.
 
-    layers: indices of the model's layers. One that reads another's K/V is in no group.
-    num_kv_heads, head_dim: None takes the cache's; v_head_dim: that of the values, None takes head_dim.
-    sliding_window: tokens that any token can see, itself included; None for all.
+    Attributes:
+        layers: indices of the model's layers. A layer that reads another layer's K/V is in no group.
+        num_kv_heads, head_dim: None takes the cache's.
+        v_head_dim: head size of the values; None takes head_dim.
+        sliding_window: tokens that any token can see, itself included; None for all.
 
     Raises:
-        InvalidInputError: there is no layer, one is given twice or no index, or a size is not a positive integer.
+        InvalidInputError: layers are empty, repeated or not indices, or a size is not a positive integer.
     """
 
     layers: tuple[int, ...]
@@ -48,53 +50,50 @@ class CacheGroup:
                 object.__setattr__(self, name, as_int(name, getattr(self, name), low=1))
 
     def with_defaults(self, num_kv_heads: int, head_dim: int) -> CacheGroup:
-        """The same with every size given."""
+        """Return a copy with every size set."""
         head_dim = self.head_dim or head_dim
         v_head_dim = self.v_head_dim or head_dim
         return replace(self, num_kv_heads=self.num_kv_heads or num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Elements of a token's key and of its value in one layer, once all sizes are given."""
+        """Elements of a token's key and of its value in one layer; every size must be set."""
         assert self.num_kv_heads is not None
         assert self.head_dim is not None
         assert self.v_head_dim is not None
         return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
 
     def num_slots(self, width: int, num_layers: int) -> int:
-        """Slots of `width` elements a token that keys and values of so many layers take, several small ones in one."""
+        """Return the slots of `width` elements that keys and values of `num_layers` take; small layers share one."""
         return sum(-(-num_layers // (width // one)) for one in self.sizes)
 
     def first_seen_block(self, num_tokens: int, block_size: int) -> int:
-        """Index of the first block that the token after `num_tokens` can see."""
+        """Return the index of the first block that the token after `num_tokens` can see."""
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // block_size
 
     @property
     def reach(self) -> int:
-        """Of a group with a window: how far behind a sequence's end those tokens lie that one after a rollback of
-        ROLLBACK_SLACK can see.
-        """
+        """Distance behind a sequence's end within which a group with a window keeps tokens, to allow rollbacks."""
         return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
 
     def first_kept_block(self, num_tokens: int, block_size: int) -> int:
-        """Index of the first block that lies within reach."""
+        """Return the index of the first block within reach."""
         return 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
 
     def blocks_kept(self, num_tokens: int, block_size: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most, once those behind the window are given back."""
+        """Return the most blocks that a sequence of `num_tokens` holds after those behind the window are freed."""
         return -(-num_tokens // block_size) - self.first_kept_block(num_tokens, block_size)
 
     def most_blocks_kept(self, block_size: int) -> int:
-        """`blocks_kept` of any sequence, and one that is being written; of a group with a window."""
+        """Return the most blocks that any sequence holds, one being written included; for a group with a window."""
         return (ROLLBACK_SLACK + (self.sliding_window or 0)) // block_size + 2
 
 
 def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Groups with a block table each, for which one block holds about as much.
+    """Split groups into the layers of each block table, so that a block of any table holds about as much.
 
-    Groups of one kind are taken together, and cut into as many equal parts as one block cannot hold all of: a block has
-    room for all layers of one of the kinds, whichever leaves the least of all blocks unused. Those that see everything
-    come first, then by falling windows.
+    Groups of one kind are joined, then cut into equal parts. A block holds all layers of one of the kinds: of the one
+    that wastes the least memory. Tables without a window come first, then those with the largest windows.
     """
     kinds: dict[CacheGroup, list[int]] = {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""Host memory for blocks, and their way there and back."""
+"""Pinned host memory for blocks, and its copies to and from the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K and V of single sequences, position by position."""
+"""Reads and writes of K and V of single sequences, position by position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paged.kernels.common.scalars import as_int
 
 @dataclass(frozen=True)
 class KvInspection:
-    """Reads and writes what a forward would. Slow: for tests and inspection. Takes `guard` for itself."""
+    """Reads and writes K and V as a forward would. Slow: for tests and inspection. Takes `guard` itself."""
 
     guard: Notifier
     sequences: LiveSequences

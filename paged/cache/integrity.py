@@ -1,4 +1,4 @@
-"""What follows from the live sequences and open reservations, counted again, and compared with what is counted."""
+"""Recounts of references from live sequences and open reservations, and their comparison with the stored counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
 
 
 def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
-    """Make all agree with the sequences and published blocks, which a call that failed has put back."""
+    """Derive all counts from the sequences and published blocks, which a rollback has restored."""
     sequences.tables.recount([handle._state for handle in sequences.handles.values()])
     prefixes.index.recount()
     references, host_references = _count_references(sequences)

@@ -1,4 +1,4 @@
-"""What callers of the cache manager hold: its configuration, and handles of sequences."""
+"""Configuration of a KV cache, and handles of its sequences."""
 
 from __future__ import annotations
 
@@ -24,34 +24,37 @@ _MAX_SIZE = (1 << 31) - 2
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a row, the key or value of one head of a token, with its scale where it has one."""
+    """Return the bytes of a row, the key or value of one head and token, with its scale if it has one."""
     return head_dim * dtype.itemsize + (0 if dtype.is_floating_point else SCALE_BYTES)
 
 
 @dataclass(frozen=True)
 class PagedKvCacheConfig:
-    """Shape and policy of a cache.
+    """Shape and policy of a KV cache.
 
-    num_kv_heads, head_dim: of layers whose group has none of its own.
-    block_size: positions in a block, of all layers of a table.
-    num_blocks: blocks that can be handed out; storage holds one more, block 0.
-    num_swap_blocks: blocks of host memory that sequences can be swapped to.
-    dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made. The kernels take float32,
-        float16, bfloat16, float8_e4m3fn, float8_e5m2 and int8, which has a float32 scale for every row, the key or
-        value of one head of a token.
-    low_watermark, high_watermark: fractions of the pool that can be handed out; below the first, pressure is HIGH,
-        below the second, CRITICAL.
-    max_seq_len: longest sequence, None for no limit but the pool's.
-    sliding_window: tokens that any token can see, itself included, where that holds for every layer: blocks out of
-        later tokens' reach are given back. None keeps all.
-    prefix_hash: "fast", a polynomial modulo 2^64, or "sha256"; token ids are compared on every hit with either.
-    groups: layers of several shapes or windows; None for one group of all. A layer in none has no K/V of its own.
-    tables: the groups that have a block table each, see `split_evenly`; those without a window come first.
+    Attributes:
+        num_kv_heads, head_dim: of layers whose group sets none.
+        block_size: positions in a block.
+        num_blocks: blocks that can be handed out. Storage holds one more, block 0.
+        num_swap_blocks: blocks of host memory for `swap_out`.
+        dtype, device: of the tensors; None takes PyTorch's defaults when the cache is made. The kernels take float32,
+            float16, bfloat16, float8_e4m3fn, float8_e5m2 and int8. int8 has a float32 scale for each head and token, of
+            keys and of values.
+        enable_prefix_cache: whether full blocks are published and shared.
+        low_watermark, high_watermark: fractions of the pool that can be handed out. Below the first, pressure is HIGH;
+            below the second, CRITICAL.
+        max_seq_len: longest sequence in tokens; None for no limit but the pool's.
+        sliding_window: tokens that any token can see, itself included, if the same for every layer. Blocks that no
+            later token can see are freed. None keeps all.
+        prefix_hash: "fast", a polynomial modulo 2^64, or "sha256". With either, token ids are compared on every hit.
+        groups: layers of several shapes or windows; None for one group of all. A layer in no group has no K/V of its
+            own.
+        tables: the groups that have a block table each, derived from `groups`; those without a window come first.
 
     Raises:
         InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
-            enable_prefix_cache is not a bool, the hash is another, or groups are not CacheGroups, share a layer, have
-            one beyond num_layers, or come with a sliding_window beside their own.
+            enable_prefix_cache is not a bool, or the hash is unknown; or groups are not CacheGroups, share a layer,
+            have one beyond num_layers, or are given together with sliding_window.
     """
 
     num_layers: int
@@ -107,26 +110,25 @@ class PagedKvCacheConfig:
         return self.groups
 
     def _set(self, name: str, value: Any) -> None:
-        """A field as it was meant, while the configuration is made."""
+        """Store a converted field while the frozen configuration is made."""
         object.__setattr__(self, name, value)
 
     @property
     def num_whole(self) -> int:
-        """Tables that have a block for every position as soon as there is room for it: those without a window, and the
-        first; others get theirs when they are written, as a long prompt is given back chunk by chunk.
-        """
+        """Number of tables that get blocks when capacity is reserved: those without a window, at least the first."""
+        # Others get a block when it is written: a long prompt frees blocks chunk by chunk.
         return max(1, [table.sliding_window for table in self.tables].count(None))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that have room for `num_tokens`, in all tables."""
+        """Return the number of blocks that hold `num_tokens` in all tables."""
         return -(-num_tokens // self.block_size) * len(self.tables)
 
     def blocks_to_begin(self, num_tokens: int) -> int:
-        """Blocks that `allocate` takes for `num_tokens`."""
+        """Return the number of blocks that `allocate` takes for `num_tokens`."""
         return -(-num_tokens // self.block_size) * self.num_whole
 
     def blocks_to_grow(self, num_tokens: int, capacity: int, target: int) -> int:
-        """Blocks that a sequence lacks for `target` tokens, those counted off that it gives back until then."""
+        """Return the number of blocks that a sequence lacks for `target` tokens, less those it frees on the way."""
         missing = max(0, -(-target // self.block_size) - capacity // self.block_size) * self.num_whole
         for table in self.tables[self.num_whole :]:
             kept, now = (table.blocks_kept(length, self.block_size) for length in (target, num_tokens))
@@ -135,45 +137,50 @@ class PagedKvCacheConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that the whole pool has room for; if every table has a window it may be longer."""
+        """Length of the longest sequence that fits the whole pool; it may be longer if every table has a window."""
         others = sum(table.most_blocks_kept(self.block_size) for table in self.tables[self.num_whole :])
         whole = max(self.num_blocks // len(self.tables), (self.num_blocks - others) // self.num_whole)
         return whole * self.block_size
 
     @property
     def longest_sequence(self) -> int | None:
-        """`capacity_tokens`, None where every table has a window."""
+        """`capacity_tokens`, or None if every table has a window."""
         return None if self.tables[0].sliding_window is not None else self.capacity_tokens
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Of how many slots a block consists, and the elements that a token has in each: room for the keys or values of
-        one layer, or of several small ones.
+        """Number of slots in a block, and elements of a token in each.
+
+        A slot holds the keys or the values of one layer, or of several small layers.
         """
         size = max(max(table.sizes) for table in self.tables)
         return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
 
     @property
     def rows_per_slot(self) -> int:
-        """The most rows that a token has in a slot: heads of all layers there."""
+        """Largest number of rows of a token in a slot, over all layers there; a row is one head's key or value."""
         _, size = self.slots
         return max(size // one * (table.num_kv_heads or 0) for table in self.tables for one in table.sizes)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a block in a cache of `dtype`, scales included."""
+        """Return the bytes of a block in a cache of `dtype`, scales included."""
         num_slots, size = self.slots
         scales = 0 if dtype.is_floating_point else self.rows_per_slot * SCALE_BYTES
         return num_slots * self.block_size * (size * dtype.itemsize + scales)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a token takes in all layers of a cache of `dtype`, in blocks of every table."""
+        """Return the bytes of a token in a cache of `dtype`, over all layers and tables."""
         return -(-self.block_bytes(dtype) * len(self.tables) // self.block_size)
 
 
 @dataclass(frozen=True)
 class KvCacheHandleStats:
-    """One sequence at one moment; shared_blocks are those that another sequence holds too, swapped_blocks lie in host
-    memory.
+    """Counts of one sequence at one moment.
+
+    Attributes:
+        num_blocks: entries of `KvCacheHandle.blocks`, zeros included.
+        shared_blocks: blocks that another sequence holds too.
+        swapped_blocks: blocks in host memory.
     """
 
     num_blocks: int
@@ -184,7 +191,7 @@ class KvCacheHandleStats:
 
 
 class KvCacheHandle:
-    """One sequence in the cache. Read-only: it changes through the manager that made it."""
+    """One sequence in the cache. Read-only: only the manager that made it changes it."""
 
     __slots__ = ("__weakref__", "_block_size", "_num_tables", "_pool", "_state")
 
@@ -195,53 +202,54 @@ class KvCacheHandle:
 
     @property
     def cache_id(self) -> SeqId:
-        """The key executors use; the same as `request_id`."""
+        """Key that executors use; equals `request_id`."""
         return self._state.request_id
 
     @property
     def request_id(self) -> SeqId:
-        """The name the sequence was allocated under."""
+        """Request id of the sequence."""
         return self._state.request_id
 
     @property
     def num_tokens(self) -> int:
-        """Positions that hold valid K/V."""
+        """Number of positions that hold valid K/V."""
         return self._state.num_tokens
 
     @property
     def capacity(self) -> int:
-        """Positions that the blocks have room for."""
+        """Number of positions that the blocks can hold."""
         return len(self._state.blocks) // self._num_tables * self._block_size
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens whose K/V another sequence computed."""
+        """Number of leading tokens whose K/V came from the prefix cache or from `share_prefix_blocks`."""
         return self._state.num_cached_tokens
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Ids of the blocks, in order of position, of all tables at one after those at the one before; 0 for one that
-        is swapped out, behind the sliding window, or not there before it is written.
+        """Block ids by position: the first block of every table, then the second of every table, and so on.
+
+        An id is 0 if the block is swapped out, behind the sliding window, or not allocated before it is written.
         """
         return self._state.blocks
 
     @property
     def namespace(self) -> Hashable:
-        """Sequences share K/V within one namespace: adapter, model, tenant."""
+        """Namespace of the sequence; prefixes are shared only within one namespace."""
         return self._state.namespace
 
     @property
     def is_valid(self) -> bool:
-        """False once the sequence has been freed."""
+        """Whether the sequence is live; False once it has been freed."""
         return self._state.is_valid
 
     @property
     def is_swapped(self) -> bool:
-        """Whether K/V lie in host memory; until they are back the sequence cannot run."""
+        """Whether K/V lie in host memory. The sequence cannot run until `swap_in`."""
         return self._state.host_blocks is not None
 
     def stats(self) -> KvCacheHandleStats:
-        """Figures of this sequence, as of now."""
+        """Count the sequence's tokens and blocks."""
         blocks = self.blocks
         return KvCacheHandleStats(
             num_blocks=len(blocks),

@@ -1,4 +1,4 @@
-"""The sequences of a cache by their names, and those that a call means."""
+"""The live sequences of a cache by request id, and the sequences that a call refers to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HANDLE_TYPES = {KvCacheHandle}
 
 
 class LiveSequences:
-    """handles: of all sequences by name, oldest first. tables: their block ids."""
+    """handles: of all sequences by request id, oldest first. tables: their block ids."""
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self.handles: dict[SeqId, KvCacheHandle] = {}
@@ -39,7 +39,7 @@ class LiveSequences:
         self._max_seq_len = config.max_seq_len
 
     def add(self, state: SequenceState) -> KvCacheHandle:
-        """The handle of a new sequence."""
+        """Register a new sequence; return its handle."""
         handle = KvCacheHandle(state, self._pool, self._config)
         self._rollback.keep_absence(self.handles, (state.request_id,))
         self.tables.add(state)
@@ -54,14 +54,14 @@ class LiveSequences:
         del self.handles[state.request_id]  # last, as the order of sequences is not brought back
 
     def new_name(self, request_id: object) -> SeqId:
-        """The name of a sequence to come; InvalidInputError if one has it, or it can be none."""
+        """Return a valid request id that no live sequence has; else raise InvalidInputError."""
         name = as_seq_id("request_id", request_id)
         if name in self.handles:
             raise InvalidInputError(f"request_id: {shown(name)} names a live sequence")
         return name
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise SequenceTooLongError if no sequence may be that long."""
+        """Raise SequenceTooLongError if `num_tokens` exceeds max_seq_len."""
         if self._max_seq_len is not None and num_tokens > self._max_seq_len:
             raise SequenceTooLongError(f"{num_tokens} tokens, max_seq_len is {self._max_seq_len}")
 
@@ -72,10 +72,10 @@ class LiveSequences:
                 raise InvalidInputError(f"namespace: {shown(namespace)} is in use by {handle.request_id!r}")
 
     def state(self, handle: KvCacheHandle, *, may_be_swapped: bool = False) -> SequenceState:
-        """The sequence of a handle.
+        """Return the sequence of a handle.
 
         Raises:
-            StaleHandleError: it has been freed, or is swapped out and may not be.
+            StaleHandleError: it has been freed, or is swapped out without `may_be_swapped`.
             InvalidInputError: it belongs to another manager.
         """
         if not isinstance(handle, KvCacheHandle):
@@ -90,11 +90,12 @@ class LiveSequences:
         return state
 
     def requested(self, columns: RequestColumns) -> tuple[list[SequenceState], list[int], list[int] | None]:
-        """The sequences of requests, as `as_columns` makes them, their target lengths, and those that are checked for
-        fit, None where they are the same.
+        """Return the sequences of the requests in `as_columns`, their target lengths, and the lengths to admit.
+
+        The last is None if it equals the target lengths.
 
         Raises:
-            InvalidInputError, StaleHandleError, SequenceTooLongError: one is not.
+            InvalidInputError, StaleHandleError, SequenceTooLongError: a request cannot be met.
         """
         handles, longest = self.handles, self._max_seq_len
         cache_ids, targets, admissions = columns
@@ -125,12 +126,13 @@ class LiveSequences:
     def of_step(
         self, handles: list[KvCacheHandle], counts: list[Any], *, any_swapped: bool
     ) -> tuple[list[SequenceState], NDArray[np.int64]]:
-        """The sequences of a step, all of them able to run, and how many tokens each gets.
+        """Return the sequences of a step, all able to run, and the number of new tokens of each.
 
-        any_swapped: whether there are sequences that are swapped out; else none is looked for.
+        any_swapped: whether any sequence is swapped out; otherwise this is not checked.
 
         Raises:
-            InvalidInputError, StaleHandleError: one is unknown, freed, swapped out, given twice or gets less than none.
+            InvalidInputError, StaleHandleError: one is unknown, freed, swapped out, given twice or gets a negative
+                number.
         """
         states = [handle._state for handle in handles]
         is_owned = self.tables.owns(states)
@@ -147,7 +149,7 @@ class LiveSequences:
     def step_pairs(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
     ) -> tuple[list[KvCacheHandle], list[Any]]:
-        """The handles of a step, and how many tokens each gets. Without the lock, as it runs the caller's code."""
+        """Return the handles of a step and the new tokens of each; without the lock, as it runs the caller's code."""
         return as_pairs("items", items, self._item_tokens)
 
     def _item_tokens(self, item: UnifiedBatchItem) -> tuple[KvCacheHandle, int]:

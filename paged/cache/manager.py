@@ -1,4 +1,4 @@
-"""Sequences over a pool of K/V blocks: room, lengths, shared prefixes, swap, and what a forward needs to know."""
+"""The KV cache manager: capacity, lengths, prefix caching and swap of sequences, and metadata of forwards."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ from paged.token_ids import as_token_ids
 
 
 class PagedKvCacheManager:
-    """The K/V cache of many sequences. Thread-safe; a call that raises leaves everything as it was, but for cached
-    blocks that it evicted and was about to write to: those stay evicted.
+    """The KV cache of many sequences, in fixed-size blocks of one preallocated pool.
 
-    `num_tokens` of a handle counts positions that hold valid K/V, `capacity` those its blocks have room for. Blocks
-    may be shared; before a shared one is written it is replaced by a copy with its data.
+    Thread-safe. Every call is atomic: on any error it is rolled back. Only cached blocks that it evicted in order to
+    write to them stay evicted.
 
-    Full blocks whose token ids are known are published: a new sequence of the same namespace that begins with the same
-    tokens shares them. Freed, they stay findable until their room is needed, least recently used first.
+    `num_tokens` of a handle counts positions that hold valid K/V. `capacity` counts positions that its blocks can hold.
+    Blocks may be shared; a shared block is copied before it is written.
 
-    Every call that takes a handle raises StaleHandleError when its sequence has been freed (except `free`) or is
-    swapped out (except `free`, `swap_in` and `swap_out`), and InvalidInputError when it belongs to another manager.
+    Full blocks whose token ids are known are published. A new sequence of the same namespace that begins with the same
+    tokens shares them. Freed blocks that are published stay findable until the pool needs them, least recently used
+    first.
+
+    Methods that take a handle raise StaleHandleError if its sequence has been freed (except `free`) or is swapped out
+    (except `free`, `swap_in` and `swap_out`). They raise InvalidInputError if it belongs to another manager.
     """
 
     def __init__(self, config: PagedKvCacheConfig) -> None:
@@ -64,12 +67,12 @@ class PagedKvCacheManager:
 
     @property
     def device(self) -> torch.device:
-        """Where the cache lies."""
+        """Device of the cache."""
         return self._tensors.storage.device
 
     @property
     def tensors(self) -> KvCacheTensors:
-        """The memory, of which others may hold a copy: its `listener` knows what to do with that."""
+        """Memory of the cache. Its `listener` is told of every call that moves or clears blocks, to mirror them."""
         return self._tensors
 
     def allocate(
@@ -80,17 +83,23 @@ class PagedKvCacheManager:
         token_ids: Iterable[int] | None = None,
         namespace: Hashable = None,
     ) -> KvCacheHandle:
-        """A new sequence with room for `num_tokens`, or for `token_ids` where those are more.
+        """Start a sequence with capacity for `num_tokens`, or for `token_ids` if those are more.
 
-        Its length is 0, or that of the longest published prefix of `token_ids` in `namespace`, whose blocks it shares;
-        the last of `token_ids` is always left to compute, as its logits are wanted.
+        The length is 0, or that of the longest published prefix of `token_ids`, whose blocks the sequence shares. The
+        last of `token_ids` is always left to compute, because its logits are needed.
+
+        Args:
+            request_id: a str, or an int of 128 bits, that no live sequence has.
+            num_tokens: positions to provide capacity for.
+            token_ids: the prompt, to search for a published prefix.
+            namespace: prefixes are shared only within one. None, a str, bytes, an int of 128 bits, or a tuple or
+                frozenset of these.
 
         Raises:
-            InvalidInputError: `request_id` names a live sequence or is neither str nor int, `num_tokens` is negative,
-                `token_ids` are not all integers, the namespace cannot be hashed or is or holds a bool or a float, or an
-                id that was looked up exceeds int32; the others are refused by `commit`.
-            SequenceTooLongError: beyond `max_seq_len`.
-            OutOfBlocksError: the pool cannot supply the room.
+            InvalidInputError: `request_id` is in use, an argument has another type, `num_tokens` is negative, or a
+                token id that was looked up exceeds int32; `commit` refuses the others.
+            SequenceTooLongError: the sequence would exceed `max_seq_len`.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         num_tokens = as_int("num_tokens", num_tokens)
         ids = None if token_ids is None else as_token_ids("token_ids", token_ids)
@@ -108,12 +117,14 @@ class PagedKvCacheManager:
             return self._sequences.add(state)
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
-        """Room for `num_tokens` more, and the length grows; the caller writes the K/V. Until then they are zeros.
+        """Add capacity for `num_tokens` more positions and advance the length; the caller writes the K/V.
+
+        Until it does, the new positions hold zeros.
 
         Raises:
             InvalidInputError: `num_tokens` is negative.
-            SequenceTooLongError: beyond `max_seq_len`.
-            OutOfBlocksError: the pool cannot supply the room.
+            SequenceTooLongError: the sequence would exceed `max_seq_len`.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
@@ -127,12 +138,12 @@ class PagedKvCacheManager:
             reservation.commit()
 
     def advance(self, handle: KvCacheHandle, num_tokens: int) -> None:
-        """`num_tokens` more positions now hold valid K/V.
+        """Mark `num_tokens` more positions as holding valid K/V.
 
         Raises:
-            InvalidInputError: `num_tokens` is negative or goes beyond the capacity, or a table has no blocks there, as
+            InvalidInputError: `num_tokens` is negative or exceeds the capacity, or a table has no blocks there because
                 neither `reserve` nor `build_metadata` made them.
-            SequenceTooLongError: beyond `max_seq_len`.
+            SequenceTooLongError: the sequence would exceed `max_seq_len`.
         """
         num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
@@ -147,19 +158,22 @@ class PagedKvCacheManager:
             self._window.drop_unseen([state])
 
     def commit(self, handle: KvCacheHandle, token_ids: Iterable[int]) -> None:
-        """Publish the full blocks written so far. `token_ids` are those at positions 0.., as far as they are known.
+        """Publish the full blocks that have been written.
+
+        Args:
+            token_ids: the sequence's ids from position 0 on, as far as they are known.
 
         Raises:
-            InvalidInputError: they are not those the sequence was given before, or one exceeds int32.
+            InvalidInputError: the ids contradict those given before, or one exceeds int32.
         """
         ids = as_token_ids("token_ids", token_ids)
         with self._guard:
             self._prefixes.commit(self._sequences.state(handle), ids)
 
     def append_tokens(self, items: Iterable[tuple[KvCacheHandle, Iterable[int]]]) -> None:
-        """Say which ids stand at the last positions of sequences, after a forward; blocks that are full are published.
+        """Record the newest token ids of (handle, ids) pairs after a forward, and publish full blocks.
 
-        A sequence whose earlier ids are not all known is passed over.
+        A sequence is skipped if its earlier ids are not all known.
 
         Raises:
             InvalidInputError: an id is not an integer of 32 bits.
@@ -171,11 +185,11 @@ class PagedKvCacheManager:
             self._prefixes.append([self._sequences.state(handle) for handle in handles], ids)
 
     def truncate(self, handle: KvCacheHandle, num_tokens: int) -> None:
-        """Roll back to the first `num_tokens` positions; blocks beyond them are given back.
+        """Roll a sequence back to its first `num_tokens` positions and free the blocks behind them.
 
         Raises:
-            InvalidInputError: `num_tokens` is negative or more than the sequence holds, or what the sliding window
-                shows from there is gone.
+            InvalidInputError: `num_tokens` is negative or exceeds the length, or blocks that the sliding window shows
+                from there have been freed.
         """
         num_tokens = as_int("num_tokens", num_tokens)
         with self._guard:
@@ -192,10 +206,10 @@ class PagedKvCacheManager:
             state.chain.cut(num_tokens, num_tokens // self.config.block_size, self._guard.rollback)
 
     def fork(self, handle: KvCacheHandle, request_id: SeqId) -> KvCacheHandle:
-        """A second sequence with the same tokens, over the same blocks until either writes to one.
+        """Start a second sequence with the same tokens; both share their blocks until one of them writes.
 
         Raises:
-            InvalidInputError: `request_id` names a live sequence.
+            InvalidInputError: `request_id` is in use, or neither str nor int.
         """
         with self._guard:
             source = self._sequences.state(handle)
@@ -208,7 +222,7 @@ class PagedKvCacheManager:
             return self._sequences.add(forked)
 
     def free(self, handle: KvCacheHandle) -> None:
-        """Give the sequence up; a second time does nothing. Blocks are free again once their last reference is dropped.
+        """Free a sequence; a second call does nothing. A block becomes free with its last reference.
 
         Raises:
             InvalidInputError: the handle belongs to another manager.
@@ -225,34 +239,38 @@ class PagedKvCacheManager:
             self._sequences.remove(state)
 
     def swap_out(self, handle: KvCacheHandle) -> None:
-        """Move the K/V to host memory and give the blocks back; nothing happens to one that is out already.
+        """Move a sequence's K/V to host memory and free its blocks; does nothing if it is swapped out.
 
-        Blocks that another sequence holds too stay where they are. Room beyond the length is given back.
+        Blocks that another sequence shares stay on the device. Capacity beyond the length is given up.
 
         Raises:
-            OutOfBlocksError: the host pool has too few blocks.
+            OutOfBlocksError: the host pool has too few free blocks.
         """
         with self._guard:
             self._swap.swap_out(self._sequences.state(handle, may_be_swapped=True))
 
     def swap_in(self, handle: KvCacheHandle) -> None:
-        """Bring the K/V back; nothing happens to a sequence that is not swapped out.
+        """Move a sequence's K/V back to the device; does nothing if it is not swapped out.
 
         Raises:
-            OutOfBlocksError: the pool has too few blocks.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         with self._guard:
             self._swap.swap_in(self._sequences.state(handle, may_be_swapped=True))
 
     def reserve(self, requests: Iterable[KvSlotRequest]) -> KvSlotReservation:
-        """Room for every sequence up to its `target_len`, for all of them or for none.
+        """Reserve capacity for every sequence up to its `target_len`: for all of them or for none.
 
-        `admission_target_len` is not given room: it is only checked that all sequences would fit at those lengths.
+        `admission_target_len` reserves nothing. It only requires that all sequences would fit at those lengths
+        together.
+
+        Returns:
+            The reservation, a context manager; its `commit` sets the new lengths.
 
         Raises:
             InvalidInputError: an id is unknown or given twice, or a length is below the sequence's own.
-            SequenceTooLongError: beyond `max_seq_len`.
-            OutOfBlocksError: the pool cannot supply the room.
+            SequenceTooLongError: a sequence would exceed `max_seq_len`.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         columns = as_columns(requests)
         with self._guard:
@@ -262,18 +280,18 @@ class PagedKvCacheManager:
             return self._slots.reserve(states, targets)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
-        """The first `num_blocks` blocks of `source` become those of the empty `target`, in place of room it had there.
+        """Give the empty sequence `target` the first `num_blocks` blocks of `source`, in place of its own.
 
         Raises:
-            InvalidInputError: the blocks are not all full of valid tokens, `target` is not empty or is `source`, or
-                their namespaces differ.
+            InvalidInputError: the blocks are not all full of valid tokens, `target` is not empty or is `source`, their
+                namespaces differ, or a sliding window has freed some of the blocks.
         """
         num_blocks = as_int("num_blocks", num_blocks)
         with self._guard:
             self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
     def evict(self, num_blocks: int) -> int:
-        """Withdraw up to `num_blocks` free published blocks, least recently used first; returns how many there were.
+        """Withdraw up to `num_blocks` free published blocks, least recently used first; return their number.
 
         Raises:
             InvalidInputError: `num_blocks` is negative.
@@ -283,22 +301,22 @@ class PagedKvCacheManager:
             return self._pool.evict(num_blocks)
 
     def warm_up(self) -> None:
-        """Copy block 0, which no sequence has, over itself, so that no fork waits for the kernel to compile."""
+        """Compile the kernel that copies blocks, so that no fork waits for it."""
         with self._guard:
             self._tensors.copy([(0, 0)])
 
     def clear_prefix_cache(self) -> None:
-        """Withdraw every published block; those in use stay with their sequences."""
+        """Withdraw every published block; blocks in use stay with their sequences."""
         with self._guard:
             self._prefixes.clear([handle._state for handle in self._handles.values()])
 
     def namespaces(self) -> tuple[Hashable, ...]:
-        """Those in which a prompt can begin with a published block; one that holds none any more takes no memory."""
+        """Return the namespaces in which a prompt can begin with a published block."""
         with self._guard:
             return tuple(self._prefixes.index.namespaces)
 
     def forget_namespace(self, namespace: Hashable) -> None:
-        """Let no sequence of a namespace begin with what was published in it so far; those blocks age and go.
+        """Make all blocks published in a namespace unfindable for new sequences; they are evicted as they age.
 
         Raises:
             InvalidInputError: a live sequence of the namespace holds tokens, and would publish them again.
@@ -310,26 +328,26 @@ class PagedKvCacheManager:
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the blocks in use: of `stats` what every step asks for, without a look at every sequence."""
+        """Bytes of the blocks in use; cheaper than `stats`, which looks at every sequence."""
         with self._guard:
             return (self._pool.num_blocks - self._pool.num_free) * self._tensors.bytes_per_block
 
     @property
     def pressure(self) -> MemoryPressure:
-        """How much of the pool can still be handed out, evictable blocks included."""
+        """Memory pressure now, by the share of blocks that can be handed out, evictable ones included."""
         with self._guard:
             return self._measure_pressure()
 
     def on_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
-        """Call back with the new level whenever a call has changed it, outside of the lock."""
+        """Register a callback that gets the new level whenever `pressure` changes; it runs outside the lock."""
         self._guard.listen_to_pressure(callback)
 
     def subscribe(self, callback: Callable[[CacheEvent], None]) -> None:
-        """Call back with every BlocksStored, BlockRemoved and CacheCleared, in order, outside of the lock."""
+        """Register a callback for every BlocksStored, BlockRemoved and CacheCleared, in order, outside the lock."""
         self._guard.listen_to_events(callback)
 
     def can_allocate(self, num_tokens: int) -> bool:
-        """Whether `allocate` would find room for a new sequence of `num_tokens`.
+        """Return whether `allocate` would find capacity for a new sequence of `num_tokens`.
 
         Raises:
             InvalidInputError: `num_tokens` is negative.
@@ -340,64 +358,66 @@ class PagedKvCacheManager:
         return (longest is None or num_tokens <= longest) and needed <= self._pool.num_free
 
     def get_handle(self, request_id: SeqId) -> KvCacheHandle | None:
-        """The live sequence of that name, or None.
+        """Return the live sequence with this request id, or None.
 
         Raises:
-            InvalidInputError: `request_id` is neither str nor int, so that no sequence has it.
+            InvalidInputError: `request_id` is neither str nor int.
         """
         return self._handles.get(as_seq_id("request_id", request_id))
 
     def handles(self) -> tuple[KvCacheHandle, ...]:
-        """All live sequences, oldest first."""
+        """Return all live sequences, oldest first."""
         with self._guard:
             return tuple(self._handles.values())
 
     def cached_blocks(self) -> tuple[int, ...]:
-        """Free blocks with K/V that a prompt may begin with, least recently used first."""
+        """Return the free blocks that a prompt may begin with, least recently used first."""
         with self._guard:
             return self._pool.cached
 
     def k_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer, [num_blocks + 1, block_size, num_kv_heads, head_dim].
+        """Return the keys of one layer, a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
 
         Raises:
-            InvalidInputError: there is no such layer, or it has no K/V of its own.
+            InvalidInputError: the layer does not exist, or has no K/V of its own.
         """
         return self._tensors.k_cache(layer)
 
     def v_cache(self, layer: int) -> torch.Tensor:
-        """Values of one layer, as `k_cache`."""
+        """Return the values of one layer, as `k_cache`; the last dimension is the group's v_head_dim."""
         return self._tensors.v_cache(layer)
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """`k_scale` and `v_scale` of one layer's rows where the cache is int8, float32 [num_blocks + 1, block_size,
-        num_kv_heads], as the operations take them; else (None, None). Errors as of `k_cache`.
+        """Return `k_scale` and `v_scale` of an int8 layer, as the kernels take them; (None, None) for other dtypes.
+
+        Each is float32 [num_blocks + 1, block_size, num_kv_heads]. Errors are those of `k_cache`.
         """
         return self._tensors.scales(layer)
 
     def table_of(self, layer: int) -> int:
-        """The index of a layer's table for `AttentionMetadata.table`; errors as of `k_cache`."""
+        """Return the index of a layer's table, for `AttentionMetadata.table`; errors are those of `k_cache`."""
         return self._tensors.table_of(layer)
 
     def build_metadata(
         self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]
     ) -> AttentionMetadata:
-        """One forward's view of its sequences, whose new tokens stand right after the `num_tokens` they hold.
+        """Build the metadata of a forward whose new tokens follow the `num_tokens` that each sequence holds.
 
         Args:
-            items: batch items (without `kv_cache`, the sequence named `seq_id`), or pairs of handle and new tokens.
+            items: batch items, or pairs of a handle and a number of new tokens. An item without `kv_cache` means the
+                sequence `seq_id`.
 
         Raises:
-            InvalidInputError: a sequence is unknown, given twice, or has no room for its tokens.
-            OutOfBlocksError: a shared block would have to be copied, and none is free; not after `reserve`.
+            InvalidInputError: a sequence is unknown, given twice, or lacks capacity for its tokens.
+            OutOfBlocksError: a shared block has to be copied and none is free. This cannot happen after `reserve`.
         """
         pairs = self._sequences.step_pairs(items)
-        with self._guard:  # to its end: a copy that was made for a step that cannot be described is taken back
+        with self._guard:  # to the end, so that block copies are rolled back if this fails
             host = self._host_metadata(*pairs)
             return host.over(to_device(host.arrays, self.device))
 
     def host_metadata(self, items: Iterable[UnifiedBatchItem] | Iterable[tuple[KvCacheHandle, int]]) -> HostMetadata:
-        """`build_metadata` before it goes to the device."""
+        """Build the metadata as `build_metadata` does, but on the host."""
         pairs = self._sequences.step_pairs(items)
         with self._guard:
             return self._host_metadata(*pairs)
@@ -413,37 +433,47 @@ class PagedKvCacheManager:
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Write K and V of the token at `position`, [num_kv_heads, head_dim], or of consecutive ones from there, with a
-        first axis. Slow: for tests and inspection. The length stays; positions may lie anywhere within the capacity.
-        They are converted to the cache's dtype, 8-bit floats saturated, and not scaled: scales belong to the kernels,
-        but for those of int8 rows, which are written too.
+        """Write K and V of the token at `position`, or of several from there on. Slow: for tests and inspection.
+
+        The length does not change, and positions may lie anywhere within the capacity. Values are converted to the
+        cache's dtype; 8-bit floats are saturated and not scaled, int8 rows are scaled and their scales are written.
+
+        Args:
+            key: [num_kv_heads, head_dim], or [num_tokens, num_kv_heads, head_dim].
+            value: the same, with the head size of the values.
 
         Raises:
             InvalidInputError: layer, position or a shape does not fit.
-            OutOfBlocksError: a shared block would have to be copied, and none is free.
+            OutOfBlocksError: a shared block has to be copied and none is free.
         """
         self._inspection.write(handle, layer, position, key, value)
 
     def read_kv(
         self, handle: KvCacheHandle, layer: int, start: int, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V at positions start..start + num_tokens, each [num_tokens, num_kv_heads, head_dim]. Slow.
-        They are the stored values, in the cache's dtype: what a scaled cache stands for is these times its scales. Of
-        int8 they are float32, times the scales of their rows.
+        """Return copies of K and V at `num_tokens` positions from `start` on. Slow: for tests and inspection.
+
+        Each is [num_tokens, num_kv_heads, head_dim] in the cache's dtype, without the scales of an 8-bit float cache.
+        int8 is returned as float32, multiplied by its scales.
 
         Raises:
-            InvalidInputError: there is no such layer, or a position holds nothing: it is not below `num_tokens`, and
-                `write_kv` has not written everything from there up to it.
+            InvalidInputError: the layer does not exist or has no K/V of its own, or a position is not written or behind
+                the sliding window. Written are the first `num_tokens` of the sequence and what `write_kv` added after
+                them without a gap.
         """
         return self._inspection.read(handle, layer, start, num_tokens)
 
     def stats(self) -> CacheStats:
-        """The cache as of now."""
+        """Count the cache's blocks, sequences and events."""
         with self._guard:
             return count_stats(self.config, self._sequences, self._prefixes, self._slots, self._swap, self._tensors)
 
     def metrics_snapshot(self) -> dict[str, Any]:
-        """`stats()`, the pressure, and the histograms of sampled blocks (see `BlockAges`), ready for JSON."""
+        """Return `stats()`, the pressure and histograms of sampled blocks as a dict, ready for JSON.
+
+        Entry i of `block_lifetimes_ms` and `block_reuse_gaps_ms` counts ages from 2^(i - 1) to 2^i ms, the first one
+        all below 1 ms, the last one all above.
+        """
         with self._guard:
             ages = self._pool.ages
             return {
@@ -457,7 +487,7 @@ class PagedKvCacheManager:
         """Recount every reference from the live sequences and open reservations.
 
         Raises:
-            PagedError: names the first contradiction.
+            PagedError: a count contradicts another; the message names the first contradiction.
         """
         with self._guard:
             check_integrity(self._sequences, self._prefixes, self._swap.pool)

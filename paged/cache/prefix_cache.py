@@ -1,4 +1,4 @@
-"""What sequences begin with: full blocks published in an index, which a pool keeps until their room is needed."""
+"""Prefix caching: full blocks are published in an index, and the pool keeps them until it needs them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _COUNTS = ("num_hits", "num_misses", "num_hit_tokens", "num_evictions")
 
 
 class PrefixCache:
-    """A pool and the index of its published blocks. Every change of the index is told to `guard`, whose lock the caller
-    holds.
-    """
+    """A pool and the index of its published blocks. Every change is announced to `guard`; the caller holds its lock."""
 
     def __init__(self, config: PagedKvCacheConfig, guard: Notifier) -> None:
         are_needed = [table.sliding_window is None for table in config.tables[1:]]
@@ -39,10 +37,10 @@ class PrefixCache:
         self._is_enabled = config.enable_prefix_cache
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """New blocks for `count` times block_size positions; zeros where a table has its own when they are written.
+        """Take blocks for `count` times block_size positions; 0 for a table that gets its blocks when they are written.
 
         Raises:
-            OutOfBlocksError: the pool cannot supply them.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         taken, num_whole = self.pool.allocate(count * self._num_whole), self._num_whole
         num_others = len(self._tables) - num_whole
@@ -55,8 +53,8 @@ class PrefixCache:
         """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`.
 
         Raises:
-            InvalidInputError: one of the ids that were looked at is not an integer of 32 bits.
-            OutOfBlocksError: the pool cannot supply the others.
+            InvalidInputError: an id that was looked up is not an integer of 32 bits.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         found, chain = self.index.match(token_ids, state.namespace)
         longest = max(len(token_ids) - 1, 0)
@@ -84,8 +82,9 @@ class PrefixCache:
         self.num_hit_tokens += length
 
     def _usable(self, found: list[int], longest: int) -> tuple[int, list[int]]:
-        """How many tokens, at most `longest`, published blocks of the first table let a sequence begin with, and the
-        blocks of all tables: behind its length one with a window needs those alone that the next token sees.
+        """Return the length of the usable prefix, at most `longest`, and its blocks of all tables.
+
+        A table with a window needs only the blocks that the next token sees.
         """
         block_size, other_tables = self._block_size, self.index.other_tables
         if other_tables is None or not found:
@@ -122,7 +121,7 @@ class PrefixCache:
         self.publish(state)
 
     def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:
-        """`token_ids` are those at the last positions of each; nothing happens where earlier ones are not all known."""
+        """Record the ids at the last positions of sequences whose earlier ids are known; publish full blocks."""
         chains = [state.chain for state in states]
         self._rollback.append((_cut_ids, chains, [len(chain.ids) for chain in chains]))
         for state, chain, ids in zip(states, chains, token_ids, strict=True):
@@ -132,7 +131,7 @@ class PrefixCache:
                     self.publish(state)
 
     def publish(self, state: SequenceState) -> None:
-        """Make the full blocks findable whose token ids are known and that are not published yet."""
+        """Publish the full blocks whose token ids are known and that are not published yet."""
         chain, block_size = state.chain, self._block_size
         first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
         if last <= first or not self._is_enabled:

@@ -1,4 +1,4 @@
-"""Gives back blocks behind the sliding windows of tables, which no later token can see."""
+"""Frees blocks behind the sliding windows of tables, which no later token can see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paged.errors import InvalidInputError
 
 
 class SlidingWindow:
-    """Gives back what is out of later tokens' reach; where the cache has no window, nothing is."""
+    """Frees blocks that later tokens cannot see; does nothing without a window."""
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self._block_size, self._tables = config.block_size, config.tables
@@ -23,7 +23,7 @@ class SlidingWindow:
         self._pool = pool
 
     def drop_unseen(self, states: Sequence[SequenceState]) -> None:
-        """Give back blocks that lie behind the sliding window of every later token."""
+        """Free blocks that lie behind the sliding window of every later token."""
         block_size, step = self._block_size, len(self._tables)
         for reach, before in self._reaches:
             late = [
@@ -56,14 +56,14 @@ class SlidingWindow:
             raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it were written to")
 
     def check_rollback(self, state: SequenceState, num_tokens: int) -> None:
-        """Raise InvalidInputError if what the token after `num_tokens` sees has been given back."""
+        """Raise InvalidInputError if a block that the token after `num_tokens` sees has been freed."""
         for index, table in self._windows:
             first = table.first_seen_block(num_tokens, self._block_size)
             if self._has_gap(state, index, first, num_tokens):
                 raise InvalidInputError(f"num_tokens: {num_tokens}, its sliding window has been given back in part")
 
     def check_seen(self, state: SequenceState, index: int, start: int, end: int) -> None:
-        """Raise InvalidInputError if one of the positions start..end of a table has been given back."""
+        """Raise InvalidInputError if one of the positions start..end of a table has been freed."""
         if start < end and self._has_gap(state, index, start // self._block_size, min(end, state.num_tokens)):
             raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
 

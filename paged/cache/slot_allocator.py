@@ -1,4 +1,4 @@
-"""Room that sequences can write to: new blocks at their ends, blocks not there yet, copies in place of shared ones."""
+"""Writable capacity for sequences: new blocks at their ends, missing blocks, and copies of shared blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ its end."""
 
 
 class KvSlotAllocator:
-    """Sees that positions can be written. The caller holds `guard`, which the reservations made here take as well.
+    """Makes positions writable. The caller holds `guard`, which the reservations made here take as well.
 
     num_copies: blocks copied since the start, because they were shared and about to be written.
     """
@@ -46,14 +46,14 @@ class KvSlotAllocator:
         self._window = window
 
     def require(self, states: Sequence[SequenceState], targets: Sequence[int]) -> None:
-        """Raise OutOfBlocksError unless there is room for every sequence up to its target length; nothing is taken."""
+        """Raise OutOfBlocksError unless every sequence could grow to its target length; takes nothing."""
         self._pool.require(_blocks_needed(self._needs(_spans(states, targets))))
 
     def reserve(self, states: Sequence[SequenceState], targets: Sequence[int]) -> KvSlotReservation:
-        """Room for every sequence up to its target length, for all of them or for none.
+        """Reserve capacity for every sequence up to its target length: for all of them or for none.
 
         Raises:
-            OutOfBlocksError: the pool cannot supply the room.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         undo = self._make_room(self._unready(states, targets))
         for state in states:
@@ -62,12 +62,11 @@ class KvSlotAllocator:
         return KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit)
 
     def make_ready(self, states: list[SequenceState], targets: list[int]) -> None:
-        """See that every sequence can be written from its length to its target without new room, and make it so where
-        a block is shared or published.
+        """Make every sequence writable from its length to its target without new capacity.
 
         Raises:
-            InvalidInputError: a sequence has no room up to its target.
-            OutOfBlocksError: a shared block would have to be copied, and none is free.
+            InvalidInputError: a sequence lacks capacity up to its target.
+            OutOfBlocksError: a shared block has to be copied, and none is free.
         """
         reservation = states[0].reservation if states else None
         if reservation is not None and reservation.covers(states, targets):
@@ -81,18 +80,18 @@ class KvSlotAllocator:
         self.make_exclusive(unready)
 
     def make_exclusive(self, spans: Sequence[Span]) -> None:
-        """Make the spans writable: copy blocks that other sequences hold too, withdraw published ones.
+        """Make the spans writable: copy shared blocks, withdraw published ones.
 
         Raises:
-            OutOfBlocksError: the pool cannot supply the room, or the copies of shared blocks.
+            OutOfBlocksError: the pool has too few free blocks.
         """
         for undo in self._make_room(spans).values():
             self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
-        """All spans from a sequence's length to its target that cannot be written yet, and perhaps others.
+        """Return the spans from lengths to targets that are not writable yet, and perhaps others.
 
-        Only the blocks that the length lies in can be shared or published: those after it hold no tokens.
+        Only the block that the length lies in can be shared or published: later ones hold no tokens.
         """
         block_size, num_tables = self._block_size, self._num_tables
         without_room: list[Span] = []
@@ -137,11 +136,10 @@ class KvSlotAllocator:
         return needs
 
     def _make_room(self, spans: Iterable[Span]) -> dict[SeqId, Undo]:
-        """Give every sequence room up to its span's end, copies in place of the shared blocks the span writes to, and
-        withdraw published blocks that are about to change.
+        """Extend sequences to their spans' ends, copy shared blocks there, and withdraw published ones.
 
-        Returns, for every sequence whose blocks changed, what takes that back; the references of replaced blocks are
-        now the caller's.
+        Returns data to undo this for every sequence whose blocks changed. The caller owns the references of replaced
+        blocks.
         """
         needs = self._needs(spans)
         if not needs:
@@ -174,7 +172,7 @@ class KvSlotAllocator:
         return undo
 
     def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
-        """After a reservation was committed: publish first, as blocks behind the window are given back then."""
+        """Publish full blocks after a commit, before blocks behind the window are freed."""
         if token_ids is not None and self._is_publishing:
             self._prefixes.append(states, token_ids)
         self._window.drop_unseen(states)

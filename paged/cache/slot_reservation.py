@@ -1,4 +1,4 @@
-"""Room that a whole batch holds until its forward has succeeded or failed, and the state of the sequences it is for."""
+"""Capacity reserved for a batch until its forward succeeds or fails, and the state of sequences."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _KEPT = "blocks num_tokens num_cached_tokens num_written is_valid reservation ch
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """What the manager knows of one sequence; callers see it through a KvCacheHandle.
+    """The manager's state of one sequence; callers see it through a KvCacheHandle.
 
-    num_written: positions below it were written through write_kv, without a gap after num_tokens.
-    blocks is replaced, never changed in place, so an old value can be kept to go back to. It has an entry of every
-        table for the first positions, then of every table for the next; 0 where a table has no block there.
-    chain: what is known of the tokens, and published of them.
-    host_blocks: while swapped out, the host block by index in `blocks`, where 0 stands meanwhile.
-    row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks that stand there.
+    Attributes:
+        blocks: ids, the first of every table, then the second of every table; 0 if a table has no block there.
+            Replaced, never changed in place, so that an old value can be kept for a rollback.
+        num_written: positions below it were written through write_kv, without a gap after num_tokens.
+        chain: known token ids and their published blocks.
+        host_blocks: while swapped out, the host block by index in `blocks`, which is 0 there.
+        row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored there.
     """
 
     request_id: SeqId
@@ -47,11 +48,11 @@ class SequenceState:
     row_blocks: tuple[int, ...] = ()
 
     def keep(self, rollback: Rollback) -> None:
-        """Before a call changes any of this but the chain's lists, which see to themselves, and the row."""
+        """Keep all fields for a rollback, except the row, and the chain's lists, which keep themselves."""
         rollback.keep_fields(self, _KEPT)
 
     def begin_change(self, rollback: Rollback) -> None:
-        """Before a call changes it: take it out of the open reservation it is in, as it stands."""
+        """Keep the state for a rollback before a call changes it, and take it out of an open reservation."""
         self.keep(rollback)
         if self.reservation is not None:
             self.reservation.settle(self)
@@ -59,10 +60,11 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Undo:
-    """What takes back what a reservation changed of one sequence.
+    """Data to undo a reservation's changes of one sequence.
 
-    replaced: shared block by its index in `blocks`, where a copy stands now; the reservation keeps the reference. 0
-        where there was none.
+    Attributes:
+        replaced: shared block by its index in `blocks`, where its copy stands now; 0 if there was none. The reservation
+            keeps the reference.
     """
 
     num_blocks: int
@@ -71,11 +73,11 @@ class Undo:
 
 
 class KvSlotReservation:
-    """Room for a whole batch, as a context manager.
+    """Capacity reserved for a whole batch, as a context manager.
 
-    `commit()` moves every sequence to its target length. `rollback()`, or leaving by an exception, takes the room back
-    and undoes copies. Leaving normally without either keeps the room and leaves the lengths alone. A sequence that
-    another call changes meanwhile is settled as if left normally; commit and rollback pass it over.
+    `commit()` sets every sequence to its target length. `rollback()`, or an exception in the `with` body, frees the
+    capacity and undoes copies. If the body ends without either, capacity is kept and lengths do not change. If another
+    call changes a sequence meanwhile, the sequence keeps its capacity, and commit and rollback skip it.
     """
 
     def __init__(
@@ -115,21 +117,23 @@ class KvSlotReservation:
 
     @property
     def kept_blocks(self) -> list[int]:
-        """Shared blocks that copies replaced, kept to go back to."""
+        """Shared blocks that copies replaced, kept for a rollback."""
         return [block for undo in self._undo.values() for block in undo.replaced.values() if block]
 
     def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
-        """Whether exactly these sequences have room for exactly these lengths, and none has changed since."""
+        """Return whether it reserves exactly these lengths for these sequences, and none has changed since."""
         return self._is_whole and states == self._states and targets == self._targets
 
     def commit(self, token_ids: Iterable[Iterable[int]] | None = None) -> None:
-        """Every sequence now holds valid K/V up to its target length.
+        """Set every sequence to its target length; the caller has written the K/V up to there.
 
-        token_ids: the ids of each sequence's new tokens, in the order of the requests: full blocks are published.
+        Args:
+            token_ids: ids of each sequence's new tokens, in the order of the requests. If given, full blocks are
+                published.
 
         Raises:
-            InvalidInputError: committed, rolled back or left before; token_ids are not as many as the new tokens of
-                each sequence, or not integers of 32 bits. The reservation stays as it is.
+            InvalidInputError: the reservation is closed, or `token_ids` are not integers of 32 bits, as many as the new
+                tokens of each sequence. The reservation stays as it is.
         """
         new_ids = None if token_ids is None else self._new_ids(token_ids)  # without the lock: it runs the caller's code
         with self._guard:
@@ -146,9 +150,7 @@ class KvSlotReservation:
             self._on_commit(grown, new_ids)
 
     def rollback(self) -> None:
-        """Blocks, reference counts and lengths of sequences that were to grow are again as before the reservation. Does
-        nothing once it is closed.
-        """
+        """Restore blocks, reference counts and lengths from before the reservation; does nothing once it is closed."""
         with self._guard:
             for state in self._states:
                 undo = self._undo.get(state.request_id) if state.reservation is self else None
@@ -166,7 +168,7 @@ class KvSlotReservation:
             self._close(is_released=False)
 
     def settle(self, state: SequenceState) -> None:
-        """Leave one sequence as it stands: its room stays, and so does its length."""
+        """Take one sequence out of the reservation; it keeps its capacity and its length."""
         self._keep([state], [state.num_tokens])
         state.reservation = None
         self._is_whole = False
@@ -175,7 +177,7 @@ class KvSlotReservation:
             self._pool.release(list(self._undo.pop(state.request_id).replaced.values()))
 
     def _close(self, *, is_released: bool = True) -> None:
-        """is_released: whether the blocks that copies replaced are given back."""
+        """is_released: whether the blocks that copies replaced are released."""
         if not self._is_open:
             return
         ours, starts = self._states, self._starts
@@ -192,11 +194,11 @@ class KvSlotReservation:
         self._is_open = self._is_whole = False
 
     def _keep(self, states: Sequence[SequenceState], lengths: Sequence[int]) -> None:
-        """Before `states`, of these lengths, leave the reservation."""
+        """Record for a rollback that `states` of these lengths were in the reservation."""
         self._guard.rollback.append((self._reopen, states, lengths, self._undo, self._is_whole))
 
     def _new_ids(self, token_ids: Iterable[Iterable[int]]) -> list[list[int]]:
-        """`token_ids` as lists, once they are known to fit."""
+        """Return `token_ids` as checked lists."""
         try:
             rows: list[Any] = list(token_ids)
         except MemoryError:
@@ -218,7 +220,7 @@ class KvSlotReservation:
         return rows
 
     def _abandon(self) -> None:
-        """It was never made."""
+        """Undo the making of the reservation."""
         self._undo = {}
         self._is_open = self._is_whole = False
         for state in self._states:

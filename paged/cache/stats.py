@@ -1,4 +1,4 @@
-"""The cache's figures."""
+"""Counts of a KV cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from paged.cache.tensors import KvCacheTensors
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The cache at one moment, counted when asked for.
+    """Counts of a KV cache at one moment; hits, evictions, swaps, copies and failures since it was made.
 
-    free_blocks: those that could be handed out; cached_blocks of them still hold K/V that a prompt may begin with.
-    published_blocks: all that a prompt may begin with, those in use included.
-    prefix_hits, prefix_misses: prompts that found a prefix or none; prefix_hit_tokens: tokens not computed again.
-    evictions: cached blocks handed out or withdrawn. swapped_out_blocks, swapped_in_blocks: moved since the start.
-    swap_blocks_free: host blocks left.
-    num_tokens: lengths of all sequences added up, so a shared position counts once a sequence.
-    capacity_tokens: the longest sequence that the whole pool has room for.
-    utilization: used_blocks / num_blocks.
-    cow_copies, allocation_failures, and the counts of hits, evictions and swaps: since the cache was made.
-    bytes_per_block: K and V of all layers of a table, scales included.
+    Attributes:
+        free_blocks: blocks that can be handed out, cached ones included.
+        used_blocks: blocks that are not free.
+        shared_blocks: blocks with more than one reference.
+        num_tokens: sum of all lengths; a shared position counts once for each sequence.
+        capacity_tokens: length of the longest sequence that fits the whole pool.
+        utilization: used_blocks / num_blocks.
+        cow_copies: blocks copied before a write, because they were shared.
+        allocation_failures: refusals for lack of blocks on the device or on the host.
+        bytes_per_block: K and V of all layers of a table, scales included.
+        cached_blocks: free blocks that still hold K/V that a prompt may begin with.
+        published_blocks: all blocks that a prompt may begin with, those in use included.
+        prefix_hits, prefix_misses: prompts that found a published prefix, or none.
+        prefix_hit_tokens: prompt tokens that were not computed again.
+        evictions: cached blocks that were handed out or withdrawn.
+        swapped_out_blocks, swapped_in_blocks: blocks moved to the host, and back.
+        swap_blocks_free: free host blocks.
     """
 
     num_blocks: int
@@ -58,7 +65,7 @@ def count_stats(
     swap: SwapSpace,
     tensors: KvCacheTensors,
 ) -> CacheStats:
-    """What the parts of a cache have counted, and hold now."""
+    """Collect the counts of a cache's parts."""
     pool = prefixes.pool
     free, total = pool.num_free, pool.num_blocks
     return CacheStats(

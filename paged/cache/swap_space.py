@@ -1,4 +1,4 @@
-"""Host memory that sequences are moved to, and back from."""
+"""Host memory that sequences are swapped to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _COUNTS = ("num_sequences", "num_blocks_out", "num_blocks_in")
 
 
 class SwapSpace:
-    """The pool of host blocks, and what moves K/V between them and the device's.
+    """The pool of host blocks, and the moves of K/V between host and device.
 
-    num_sequences: swapped out at present; num_blocks_out, num_blocks_in: moved since the start.
+    num_sequences: swapped out now. num_blocks_out, num_blocks_in: moved since the start.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class SwapSpace:
         self._tensors = tensors
 
     def swap_out(self, state: SequenceState) -> None:
-        """Move the blocks with one reference to the host; nothing happens where they are there already.
+        """Move the blocks with one reference to the host; does nothing if they are there.
 
         Raises:
-            OutOfBlocksError: the host pool has too few blocks.
+            OutOfBlocksError: the host pool has too few free blocks.
         """
         if state.host_blocks is not None:
             return
@@ -57,10 +57,10 @@ class SwapSpace:
         self.num_blocks_out += len(moved)
 
     def swap_in(self, state: SequenceState) -> None:
-        """Bring the blocks back; nothing happens to a sequence that is not swapped out.
+        """Move the blocks back; does nothing if the sequence is not swapped out.
 
         Raises:
-            OutOfBlocksError: the device's pool has too few blocks.
+            OutOfBlocksError: the device's pool has too few free blocks.
         """
         if state.host_blocks is None:
             return

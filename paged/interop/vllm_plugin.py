@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from inspect import signature
 from typing import Any
 
 # Backends' interface changes between minor versions of vLLM, the meaning of an argument with it.
@@ -47,9 +48,11 @@ def _offer_on_cpu(custom: Any) -> None:
     if not platforms.current_platform.is_cpu() or hasattr(given, "offers_custom"):
         return
 
-    def get_attn_backend_cls(cls: Any, backend: Any, config: Any, *others: Any, **named: Any) -> Any:
+    def get_attn_backend_cls(cls: Any, *args: Any, **named: Any) -> Any:
+        call = signature(given).bind(*args, **named).arguments
+        backend, config = call["selected_backend"], call["attn_selector_config"]
         if backend is not custom:
-            return given(backend, config, *others, **named)
+            return given(*args, **named)
         reasons = backend.get_class().validate_configuration(device_capability=None, **config._asdict())
         if reasons:
             raise ValueError(f"Selected backend {backend} is not valid for this configuration. Reason: {reasons}")

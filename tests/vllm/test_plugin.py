@@ -84,7 +84,8 @@ def test_builds_of_a_version_get_the_backend(version: str, monkeypatch: pytest.M
 
 def _choose_on_cpu(backend: Any, **options: Any) -> str:
     asked = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16, **options}
-    return CpuPlatform.get_attn_backend_cls(backend, AttentionSelectorConfig(**asked))
+    # As vLLM's selector calls it, by keyword.
+    return CpuPlatform.get_attn_backend_cls(backend, attn_selector_config=AttentionSelectorConfig(**asked), num_heads=8)
 
 
 def test_cpu_platform_gives_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

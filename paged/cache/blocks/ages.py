@@ -1,4 +1,4 @@
-"""How long blocks live and how long cached ones wait, from a sample of them."""
+"""Lifetimes of blocks and reuse gaps of cached blocks, from a sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockAges:
         self._calls = 0
 
     def taken(self, blocks: Sequence[int]) -> None:
-        """`blocks` were handed out; a watched one among them starts a new life unwatched."""
+        """Record that `blocks` were handed out; a sampled block among them is no longer sampled."""
         if self._since and not self._since.keys().isdisjoint(blocks):
             for block in self._since.keys() & blocks:
                 del self._since[block]
@@ -31,12 +31,12 @@ class BlockAges:
             self._since[blocks[0]] = time.monotonic()
 
     def freed(self, blocks: Iterable[int]) -> None:
-        """The last references of `blocks` were dropped."""
+        """Record that the last references of `blocks` were dropped."""
         if self._since:
             self._count(self.lifetimes, blocks)
 
     def revived(self, blocks: Iterable[int]) -> None:
-        """They were taken up again while they were free."""
+        """Record that free blocks were taken up again."""
         if self._since:
             self._count(self.reuse_gaps, blocks)
 

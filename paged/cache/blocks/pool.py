@@ -1,4 +1,4 @@
-"""Which blocks are free, how many sequences hold each of the others, and which free ones still hold useful K/V."""
+"""The block pool: free blocks, reference counts, and free blocks that still hold published K/V."""
 
 from __future__ import annotations
 
@@ -108,9 +108,10 @@ class BlockPool:
             self.ages.revived(revived)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of `blocks`, which differ but for zeros: those stand where a sequence has no block
-        any more, and are passed over. Blocks left without any reference are free. Of unpublished ones `blocks[0]` is
-        reused first; of published ones the last is evicted first, as the others are of no use without the earlier.
+        """Drop one reference of each of `blocks`, which are distinct except for zeros, which are skipped.
+
+        Blocks without references become free. Of unpublished ones, `blocks[0]` is reused first. Of published ones, the
+        last is evicted first, because later blocks are useless without earlier ones.
         """
         if 0 in blocks:
             blocks = [block for block in blocks if block]

@@ -1,4 +1,4 @@
-"""What was before the changes of a call, and how it is put back should the call fail."""
+"""Undo log of a call: the values before its changes, restored if the call fails."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 
 class Rollback(list[Sequence[Any]]):
-    """What nothing else tells of the time before a call: what sequences were like, what was published, and the order of
-    free blocks. The rest, as reference counts, follows from that, and `recount` counts it again.
+    """State before a call that cannot be derived: sequences, publications, and the order of free blocks.
 
-    Whatever is about to change any of it says before what there is: appends a function and its arguments that put it
-    back, whether it then changed or not. Without an entry nothing is put back, so one that matters comes first.
+    The rest, such as reference counts, is derived again by `recount`. Code appends a function with the arguments that
+    restore a value before it changes the value. Without entries nothing is restored, so an essential one comes first.
     """
 
     def __init__(self) -> None:
@@ -20,23 +19,23 @@ class Rollback(list[Sequence[Any]]):
         self.recount: Callable[[], None] = lambda: None
 
     def keep_fields(self, owner: object, names: Sequence[str]) -> None:
-        """What two or more fields of an object are."""
+        """Keep two or more fields of an object."""
         self.append((_set_fields, owner, names, attrgetter(*names)(owner)))
 
     def keep_end(self, items: list[Any], start: int) -> None:
-        """What stands in a list from `start` on, and that nothing follows."""
+        """Keep the items of a list from `start` on, and its length."""
         self.append((list.__setitem__, items, slice(start, None), items[start:]))
 
     def keep_absence(self, mapping: dict[Any, Any], keys: Iterable[Any]) -> None:
-        """That a dictionary has none of `keys`."""
+        """Keep that a dictionary has none of `keys`."""
         self.append((_remove, mapping, keys))
 
     def keep_lost(self, function: Callable[[Any], None], argument: Any) -> None:
-        """What cannot be put back: this is called when all else is, also if a call around this one fails later."""
+        """Call `function` after a rollback, also of an outer call, for what cannot be restored."""
         self.append((None, function, argument))
 
     def put_back(self, start: int = 0) -> None:
-        """The call that began with so many entries has failed."""
+        """Undo everything after the first `start` entries."""
         if len(self) == start:
             return
         lost = []

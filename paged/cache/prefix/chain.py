@@ -1,4 +1,4 @@
-"""What is known of one sequence's tokens, and the chain of published blocks that they lead to."""
+"""Known token ids of a sequence, and the chain of published blocks that they lead to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenChain:
     serials: list[int] = field(default_factory=list)
 
     def copy(self, num_tokens: int, num_blocks: int) -> TokenChain:
-        """What is known of the first `num_tokens` positions, and published of the first `num_blocks` blocks."""
+        """Return the ids of the first `num_tokens` positions, and the chain of the first `num_blocks` blocks."""
         return TokenChain(self.ids[:num_tokens], self.hashes[:num_blocks], self.serials[:num_blocks])
 
     def cut(self, num_tokens: int, num_blocks: int, rollback: Rollback) -> None:

@@ -61,7 +61,7 @@ class ChainHash:
         self._inverse_powers = np.cumprod(np.full(size, _CHAIN_INVERSE, np.uint64), dtype=np.uint64)
 
     def root(self, namespace: Hashable) -> Hash:
-        """What the first block of a namespace follows; the same in every process."""
+        """Return the hash that precedes the first block of a namespace; the same in every process."""
         return int.from_bytes(hashlib.sha256(repr(namespace).encode()).digest()[:8], "little")
 
 

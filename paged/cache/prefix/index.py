@@ -70,7 +70,7 @@ class PrefixIndex:
 
     @property
     def namespaces(self) -> KeysView[Hashable]:
-        """Those in which a prompt can begin with a published block; a view that changes with the index."""
+        """Namespaces in which a prompt can begin with a published block; a view that changes with the index."""
         return self._roots.keys()
 
     def forget_root(self, namespace: Hashable) -> None:
@@ -82,7 +82,7 @@ class PrefixIndex:
             del self._roots[namespace]
 
     def root_hash(self, namespace: Hashable) -> Hash:
-        """What the first block of a namespace follows."""
+        """Return the hash that precedes the first block of a namespace."""
         root = self._roots.get(namespace)
         return self._chain.root(namespace) if root is None else root.hash
 
