@@ -96,8 +96,7 @@ class LlmExecutor(UnifiedExecutor):
 
         Raises:
             CheckpointError: files are missing or malformed, or the Hub does not have the model.
-            UnsupportedError: the architecture, or one of its options, is not supported, or huggingface_hub is not
-                installed.
+            UnsupportedError: the architecture or an option is not supported, or huggingface_hub is not installed.
             InvalidInputError: an argument has another type or is out of range.
             RankFailedError: another process could not load its part, or has ended.
         """
@@ -222,9 +221,7 @@ class LlmExecutor(UnifiedExecutor):
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
-
-        progress: whether bars show it, on a terminal where tqdm is installed.
-        """
+        progress: whether bars show it, on a terminal."""
         with self._call(), warming_up(), self._alike(Kind.PREPARE):
             self._lm.prepare(partial(tracked, shown=as_bool("progress", progress)))
         super().warmup()
