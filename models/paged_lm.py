@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.families.llama import Llama
-from paged.models.loading.weights import num_weights
+from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
@@ -32,7 +32,6 @@ from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps
 from paged.seq_id import SeqId
 from paged.staging import to_device
 
-Track = Callable[..., Iterable[Any]]
 # Around a step: lets the other ranks run theirs. The step, its rows' adapters, and what is drawn from its logits.
 Lead = Callable[[ForwardStep, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
 
@@ -159,19 +158,19 @@ class PagedCausalLM(DecoderOnlyLLM):
                 step.upload()
         return prepared
 
-    def prepare(self, track: Track = lambda items, **_: items) -> None:
+    def prepare(self, track: Track = untracked) -> None:
         """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
 
-        track: iterates over compiled kernels and captured shapes, named by `desc` and `unit`, and may show progress.
+        track: iterates over what is packed, compiled and captured, and may show progress.
         """
         self.graphs.clear()
-        self.pack()
+        self.pack(track)
         self._launch_all(run_steps, track)
         if self.adapters.num_layers:
             self.prepare_adapters(track)
-        self.graphs.capture(partial(track, desc="CUDA graphs", unit="graph"))
+        self.graphs.capture(self._track_graphs(track))
 
-    def pack(self) -> None:
+    def pack(self, track: Track = untracked) -> None:
         """On a CPU, reorder the weights in place to multiply faster, and load numba kernels if numba is installed.
 
         The first time on a machine this takes seconds. torch.compile cannot trace a packed network.
@@ -179,13 +178,18 @@ class PagedCausalLM(DecoderOnlyLLM):
         bound_products()
         keep_freed_memory()
         if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
-            load_loops(self.network, self.dtype)
-        self.network.pack()
+            load_loops(self.network, self.dtype, track)
+        if self.device.type == "cpu":
+            self.network.pack(track)
 
-    def prepare_adapters(self, track: Track = lambda items, **_: items) -> None:
+    def prepare_adapters(self, track: Track = untracked) -> None:
         """Warm up steps with adapters, once an adapter is loaded; capture their graphs if there are graphs."""
         self._launch_all(run_adapted_steps, track)
-        self.graphs.capture_adapted(partial(track, desc="CUDA graphs", unit="graph"))
+        self.graphs.capture_adapted(self._track_graphs(track))
+
+    def _track_graphs(self, track: Track) -> Track:
+        on_gpu = self.device.type == "cuda"
+        return partial(track, desc="CUDA graphs" if on_gpu else "recorded steps", unit="graph" if on_gpu else "step")
 
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
         if self.device.type == "cuda":  # nothing else is compiled

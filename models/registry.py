@@ -26,6 +26,7 @@ from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
+from paged.models.loading.weights import Track, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig, Ranks
@@ -58,7 +59,11 @@ GPU_FRACTION = 0.9
 
 
 def load_model(
-    path: str | os.PathLike[str], *, parallel: ParallelConfig | None = None, **options: Any
+    path: str | os.PathLike[str],
+    *,
+    parallel: ParallelConfig | None = None,
+    track: Track = untracked,
+    **options: Any,
 ) -> PagedCausalLM:
     """Load the model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
@@ -66,6 +71,7 @@ def load_model(
         path: the folder.
         parallel: how to spread the model over processes; None for this process alone. Each process makes this call,
             reads only its part of the weights, and then runs the model as `LlmExecutor.serve` describes.
+        track: iterates over the weights, and may show progress; on rank 0 alone.
         options: fields of `LoadOptions`.
 
     Raises:
@@ -79,14 +85,14 @@ def load_model(
     if not isinstance(parallel, ParallelConfig | None):
         raise InvalidInputError(f"parallel: {shown(parallel)}, expected a ParallelConfig or None")
     if parallel is None:
-        return _load(folder, LoadOptions(**options), Ranks())
+        return _load(folder, LoadOptions(**options), Ranks(), track)
     if options.get("device") is None and torch.cuda.is_available():
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     given = LoadOptions(**options)
     ranks = Ranks.join(parallel, given.device)
     try:
         ranks.see_that_same(repr((parallel.expert_parallel, vars(given) | {"device": given.device.type})))
-        model = _load(folder, given, ranks)
+        model = _load(folder, given, ranks, untracked if ranks.rank else track)
         ranks.wait_for_all()
         return model
     except BaseException as error:
@@ -94,7 +100,7 @@ def load_model(
         raise
 
 
-def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
+def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
     network_class, config = read_model_config(folder)
     known_positions = config.max_position_embeddings
     max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
@@ -108,7 +114,14 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     network = load_network(
-        network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache, ranks=ranks
+        network_class,
+        config,
+        folder,
+        dtype=dtype,
+        device=given.device,
+        has_fp8_cache=has_fp8_cache,
+        ranks=ranks,
+        track=track,
     )
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = cache_config(

@@ -24,6 +24,7 @@ from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.draw import CANDIDATES
 from paged.staging import to_device
 
@@ -53,7 +54,7 @@ def keep_freed_memory() -> None:
     torch.empty(_LARGEST_FREED, dtype=torch.uint8)
 
 
-def load_loops(network: Llama, dtype: torch.dtype) -> None:
+def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> None:
     """Let operations on a CPU use numba kernels, if numba is installed, and compile or load them now."""
     if not load_numba():
         return
@@ -70,7 +71,8 @@ def load_loops(network: Llama, dtype: torch.dtype) -> None:
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
     if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
         kernels.append(tiles.kernel_of(dtype))
-    for kernel in kernels:
+    late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # is kept once it is known
+    for kernel in track(late, desc="numba kernels", unit="kernel"):
         _ = kernel.address
 
 

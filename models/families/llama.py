@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Track, WeightSlots, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
@@ -211,16 +212,20 @@ class Llama(nn.Module):
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
         share_bound(self)
 
-    def pack(self) -> None:
+    def pack(self, track: Track = untracked) -> None:
         """Reorder weights so that a CPU multiplies faster, see `kernels.common.torch_ops.linear.pack`.
 
         Packed weights replace the plain ones. A tied head is packed beside the embedding.
         """
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        linears = (module for module in self.modules() if isinstance(module, Linear) and module.packed is None)
+        parts = [(linear.pack, linear.weight.nbytes) for linear in linears if not linear.weight.is_mkldnn]
         if self.lm_head is None:
-            self._packed_embedding = pack(self.embed_tokens)
+            parts.append((self._pack_embedding, self.embed_tokens.nbytes))
+        for pack_part, _ in track(parts, desc="packing", unit="B", size=itemgetter(1)):
+            pack_part()
+
+    def _pack_embedding(self) -> None:
+        self._packed_embedding = pack(self.embed_tokens)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return hidden states before the first layer, [num_tokens, hidden_size]."""

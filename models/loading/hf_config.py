@@ -34,14 +34,14 @@ class HfConfig:
         self.read_keys: set[str] = set()
 
     @classmethod
-    def read(cls, folder: Path, name: str = "config.json") -> HfConfig:
-        """Read the folder's config.json, or another file of its kind.
+    def read(cls, folder: Path, name: str = "config.json", *, may_lack: bool = False) -> HfConfig:
+        """Read the folder's config.json, or another file of its kind; with may_lack, a missing file is an empty one.
 
         Raises:
             CheckpointError: it is missing, or not a JSON object.
         """
         file = folder / name
-        return cls(read_json(file), str(file))
+        return cls({} if may_lack and not is_there(file) else read_json(file), str(file))
 
     def value(self, key: str) -> Any:
         """Return any value, or None."""

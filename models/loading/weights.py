@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
@@ -69,6 +70,9 @@ class ConvertedSlot(NamedTuple):
 
 # Reads what a slot takes of a tensor that holds more: from an opened file, by its name there.
 Read = Callable[[Any, str, Slot], torch.Tensor]
+# Iterates over a sequence of work, named by `desc`, and may show how far it has come: `unit` is what is counted, and
+# `size` how many of those an item is, one by default.
+Track = Callable[..., Iterable[Any]]
 # Checkpoint name of a tensor -> where it goes.
 WeightSlots = dict[str, Slot]
 
@@ -85,6 +89,11 @@ class StoredTensor:
 
 # Name -> where it is; the name is that in the file, or the one that a family has for it.
 StoredTensors = dict[str, StoredTensor]
+
+
+def untracked(items: Iterable[Any], **_: object) -> Iterable[Any]:
+    """Show nothing; a `Track`."""
+    return items
 
 
 def read_headers(folder: Path) -> StoredTensors:
@@ -148,19 +157,21 @@ def load_weights(
     stored: StoredTensors,
     slots: Mapping[str, Slot],
     parts: Mapping[str, Read] = MappingProxyType({}),
+    track: Track = untracked,
 ) -> None:
     """Fill every slot with the tensor of its name, converted to the slot's dtype and device.
 
-    stored: as `check_weights` accepted them. parts: how to read tensors of which a slot takes a part.
+    stored: as `check_weights` accepted them. parts: how to read tensors of which a slot takes a part. track: iterates
+    over the names, and may show progress in bytes.
 
     Raises:
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots may then hold
             anything.
     """
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(slots):
-        by_file.setdefault(stored[name].file, []).append(name)
-    for file, names in by_file.items():
+    ordered = sorted(slots, key=lambda name: (stored[name].file, name))
+    sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
+    read = track(ordered, desc="weights", unit="B", size=sizes.__getitem__)
+    for file, names in groupby(read, lambda name: stored[name].file):
         with open_tensors(file) as tensors:
             for name in names:
                 source = stored[name].name

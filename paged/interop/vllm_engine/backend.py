@@ -248,7 +248,8 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
             for step in steps:
                 _run(*step)
 
-        run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank()))
+        is_disabled = None if is_global_first_rank() else True  # None: where there is no terminal
+        run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=is_disabled))
         serving_begins()
 
 
