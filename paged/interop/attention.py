@@ -232,9 +232,9 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
 def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bool) -> tuple[Batch, _NewKeys | None]:
     """Rotated copies, from each sequence's length on; without `in_order` all its queries at that one position."""
     cos, sin = args.optional_tensor("rotary_cos"), args.optional_tensor("rotary_sin")
-    if cos is None and sin is None:
-        return batch, new  # whatever rotary_seqlens and rotary_interleaved say
-    if cos is None or sin is None or new is None:
+    if cos is None:
+        return batch, new  # FlashAttention reads none of the others then
+    if sin is None or new is None:
         raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
     starts = lengths(args, "rotary_seqlens", batch.num_seqs, batch.k_cache.device)
     is_interleaved = args.flag("rotary_interleaved", True)

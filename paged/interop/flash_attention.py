@@ -2,8 +2,9 @@
 
 By keyword all of them take the other versions' arguments too, and those of vLLM's fork: `page_table`, `seqused_q`,
 `seqused_k`, `learnable_sink` or `s_aux`, scales of 8-bit caches, `out`, `return_softmax_lse`. Nothing is ignored but
-what says how to compute and not what: `deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `pack_gqa`,
-`sm_margin`. What cannot be honoured raises UnsupportedError with its name, unless it is None, False or 0.
+what FlashAttention does not read either, and what says how to compute and not what: `deterministic`, `num_splits`,
+`scheduler_metadata`, `fa_version`, `pack_gqa`, `sm_margin`. What cannot be honoured raises UnsupportedError with its
+name, unless it is None, False or 0.
 
 Forward only. A row of queries that sees no key gives 0 and, unlike there, lse -inf.
 """
@@ -80,8 +81,8 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
             The rows of other queries give 0 and -inf.
         s_aux (learnable_sink, sinks): [num_q_heads], the score of one more key, whose value is 0.
         q_descale, k_descale, v_descale: float32, one, [num_kv_heads] or [num_seqs, num_kv_heads], what 8-bit values are
-            multiplied by. Rows that are not one row expanded are compared, on a device after waiting for it, and where
-            they differ sequences run one after the other.
+            multiplied by; not read beside others. Rows that are not one row expanded are compared, on a device after
+            waiting for it, and where they differ sequences run one after the other.
         out: like q (bfloat16 where that has 8 bits) with v's head_dim, written in place.
 
     Returns:
@@ -127,14 +128,16 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] with a block table, else [batch_cache,
             seqlen_cache, num_kv_heads, head_dim].
         k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys that are there; with
-            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim].
+            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim]. float8_e4m3fn only for a cache of
+            that type, which keeps them as they are; others are divided by its scales.
         rotary_cos, rotary_sin: [max_position, rotary_dim / 2]: k, and q where causal or windowed, are rotated from
             position cache_seqlens on (rotary_seqlens where given), as they are written and read; otherwise all of q at
             that one position.
         cache_seqlens: int32 [batch], or one length for all; the whole cache where not given, which takes no k and v.
-        cache_batch_idx: int32 or int64 [batch], rows of a cache without block table; 0, 1, ... where not given.
+        cache_batch_idx: int32 or int64 [batch], rows of block_table, or of a cache without one; 0, 1, ... where not
+            given.
         cache_leftpad: int32 [batch], keys at the start of each sequence that no query sees.
-        block_table (page_table): int32 [batch, max_blocks_per_seq].
+        block_table (page_table): int32 [batch, max_blocks_per_seq], of any number of rows with cache_batch_idx.
 
     The others are those of `flash_attn_varlen_func`.
 

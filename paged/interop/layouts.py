@@ -93,8 +93,6 @@ def read_batch(args: Arguments) -> Batch:
         if q.dim() != 4:
             raise InvalidInputError(f"q: shape {list(q.shape)}, expected [batch, seqlen_q, num_q_heads, head_dim]")
         batch, seqlen = q.shape[:2]
-        if max_seqlen_q is not None and max_seqlen_q < seqlen:
-            raise InvalidInputError(f"max_seqlen_q: {max_seqlen_q}, q has {seqlen} rows a sequence")
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
         max_seqlen_q, q = seqlen, with_contiguous_rows(q).flatten(0, 1)
 

@@ -127,8 +127,9 @@ class Call:
         if case["hints"]:
             given |= {"num_splits": 3, "pack_gqa": True, "sm_margin": 2, "deterministic": True, "no_such_thing": None}
             given |= {"seqlen_k_per_split": 64, "disable_scheduler_metadata": True, "q_descale": torch.tensor(3.0)}
+            given["max_seqlen_q"] = 0  # read beside cu_seqlens_q only
             if self.is_cached:
-                given["rotary_seqlens"] = self.before + 7
+                given |= {"rotary_seqlens": self.before + 7, "rotary_sin": torch.zeros(1)}
 
     def _by_sequence(self, name: str, kind: str, heads: int, make: Callable[..., Any]) -> torch.Tensor | None:
         """Given as one value, one row, or one a sequence; for the oracle [num_seqs, heads]."""
