@@ -47,7 +47,10 @@ _CACHED_ATTENTION = _honoured(
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},
 )
 # What says how to compute a result, not which: taken whatever its value.
-_HINTS = frozenset("deterministic fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata sm_margin ver".split())
+_HINTS = frozenset(
+    "deterministic disable_scheduler_metadata fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata "
+    "seqlen_k_per_split sm_margin ver".split()
+)
 # None, False and 0 turn an argument off that is not honoured here. For these it is another number.
 _OFF = {"cp_world_size": 1, "window_size_left": -1, "window_size_right": -1}
 

@@ -29,6 +29,7 @@ from paged.kernels.common.errors import arguments_named
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 
 Rows = dict[str, Any]  # a tensor or None, by the name of the argument
+_ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
 def attend(function: str, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -51,6 +52,9 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     unpack(args)
     # All is read and checked before the first key is written: a call that fails leaves the cache as it was.
     batch = read_batch(args)
+    for key, values in (("q_scale", batch.q), ("k_scale", batch.k_cache), ("v_scale", batch.v_cache)):
+        if values.dtype != torch.float8_e4m3fn:  # FlashAttention reads no scale of other values
+            args.pop(key, None)
     new = _read_new_keys(args, batch)
     args.refuse_gradients()
     check_lengths(batch, 0 if new is None else new.counts)
@@ -69,8 +73,6 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
     q_scale, k_scale, v_scale = (_row_for_all(args, f"{x}_scale", num_seqs, num_kv_heads) for x in "qkv")
-    if q_scale is not None and dtype == batch.q.dtype:
-        raise UnsupportedError(f"q_scale: q is {batch.q.dtype}, not float8_e4m3fn")
     rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
         "k_scale": k_scale if q_scale is None else q_scale if k_scale is None else k_scale * q_scale,
@@ -85,8 +87,10 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     if padding is not None:
         check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
     in_tokens = batch if padding is None else by_token(batch, padding)
+    if new is not None and new.is_scaled:
+        k_scale = v_scale = None  # `rows` has what they are read with
     if new is not None and (_is_by_sequence(k_scale) or _is_by_sequence(v_scale)):
-        raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys")
+        raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys that are not float8_e4m3fn")
     is_local = options["window_size"] != (-1, -1) or options["attention_chunk_size"] > 0
     batch, new = _rotate(args, batch, new, in_order=options["causal"] or is_local)
     if new is not None:
@@ -191,7 +195,7 @@ class _NewKeys(NamedTuple):
 
     key, value: [num_new, num_kv_heads, head_dim], each with its cache's head_dim. seqs, steps: int64 [num_new], the
     sequence of each row and its index there. counts: new keys of each sequence, int32 [num_seqs], or one number for
-    all.
+    all. is_scaled: they came as float8_e4m3fn, which the cache holds as they are.
     """
 
     key: torch.Tensor
@@ -199,6 +203,7 @@ class _NewKeys(NamedTuple):
     seqs: torch.Tensor
     steps: torch.Tensor
     counts: torch.Tensor | int
+    is_scaled: bool
 
 
 def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
@@ -213,36 +218,34 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
         raise InvalidInputError(f"cache_seqlens: None, expected one: {args.function} needs it")
     key, value = args.tensor("key"), args.tensor("value")
     rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
-    check_tensor("key", key, (*rows, *batch.k_cache.shape[2:]), FLOAT_DTYPES, device)
+    dtypes = FLOAT_DTYPES if batch.k_cache.dtype != torch.float8_e4m3fn else _ROUNDED_DTYPES
+    check_tensor("key", key, (*rows, *batch.k_cache.shape[2:]), dtypes, device)
     check_tensor("value", value, (*key.shape[:-1], batch.v_cache.shape[3]), (key.dtype,), device)
-    key, value = with_contiguous_rows(key), with_contiguous_rows(value)
+    is_scaled = key.dtype == torch.float8_e4m3fn
+    key, value = (with_contiguous_rows(x.float() if is_scaled else x) for x in (key, value))
     if offsets is None:
         seqs_and_steps = _steps(num_seqs, key.shape[1], device)
-        return _NewKeys(key.flatten(0, 1), value.flatten(0, 1), *seqs_and_steps, key.shape[1])
+        return _NewKeys(key.flatten(0, 1), value.flatten(0, 1), *seqs_and_steps, key.shape[1], is_scaled)
     check_offsets("cu_seqlens_k_new", offsets, len(key))
-    return _NewKeys(key, value, *_packed_steps(offsets, len(key)), offsets.diff())
+    return _NewKeys(key, value, *_packed_steps(offsets, len(key)), offsets.diff(), is_scaled)
 
 
 def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bool) -> tuple[Batch, _NewKeys | None]:
     """Return rotated copies, from each sequence's length on; without `in_order` its queries all take that position."""
     cos, sin = args.optional_tensor("rotary_cos"), args.optional_tensor("rotary_sin")
+    if cos is None:
+        return batch, new  # FlashAttention reads none of the others then
+    if sin is None or new is None:
+        raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
     starts = lengths(args, "rotary_seqlens", batch.num_seqs, batch.k_cache.device)
     is_interleaved = args.flag("rotary_interleaved", True)
-    if cos is None and sin is None:
-        if starts is not None:
-            raise InvalidInputError("rotary_seqlens: given without rotary_cos and rotary_sin")
-        return batch, new
-    if cos is None or sin is None or new is None:
-        raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
-    if batch.q.dtype == torch.float8_e4m3fn:
-        raise UnsupportedError("rotary_cos: q is float8_e4m3fn, which cannot be rotated")
-    check_tensor("rotary_cos", cos, ("max_position", "rotary_dim / 2"), FLOAT_DTYPES, batch.k_cache.device)
-    check_tensor("rotary_sin", sin, cos.shape, FLOAT_DTYPES, batch.k_cache.device)
+    check_tensor("rotary_cos", cos, ("max_position", "rotary_dim / 2"), _ROUNDED_DTYPES, batch.k_cache.device)
+    check_tensor("rotary_sin", sin, cos.shape, _ROUNDED_DTYPES, batch.k_cache.device)
     if not 0 < 2 * cos.shape[1] <= batch.k_cache.shape[3]:
         raise InvalidInputError(f"rotary_cos: {cos.shape[1]} columns, expected 1 to {batch.k_cache.shape[3] // 2}")
     if batch.num_seqs == 0:
         return batch, new
-    table, starts = torch.cat([cos, sin], 1).float(), (batch.seq_lens if starts is None else starts).long()
+    table, starts = torch.cat([cos.float(), sin.float()], 1), (batch.seq_lens if starts is None else starts).long()
     if "cu_seqlens_q" in args:
         seqs, steps = _packed_steps(batch.cu_seqlens_q, len(batch.q))
     else:
@@ -253,7 +256,8 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
     rotated = []
     for positions, rows in ((of_queries, batch.q), (of_keys, new.key)):
         check_within("rotary_cos", positions, 0, len(table) - 1, f"{len(table) - 1}, its rows, as positions")
-        rotated.append(rows.clone(memory_format=torch.contiguous_format))
+        dtype = torch.float32 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+        rotated.append(rows.to(dtype, copy=True, memory_format=torch.contiguous_format))
         rotary_embedding(positions, rotated[-1], None, table, interleaved=is_interleaved)
     return batch._replace(q=rotated[0]), new._replace(key=rotated[1])
 

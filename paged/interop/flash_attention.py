@@ -3,8 +3,8 @@
 Versions 3 and 4 are in `flash_attention_3` and `flash_attention_4`. By keyword, all functions also take the arguments
 of the other versions and of vLLM's fork: `page_table`, `seqused_q`, `seqused_k`, `learnable_sink` or `s_aux`, scales of
 8-bit caches, `out`, `return_softmax_lse`. Arguments that do not change the result are accepted without effect:
-`deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`. Any
-other argument raises UnsupportedError with its name, unless its value turns it off: None, False or 0; 1 for
+`deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`, and what
+FlashAttention does not read either. Any other argument raises UnsupportedError with its name, unless its value turns it off: None, False or 0; 1 for
 `cp_world_size`, -1 for `window_size_left` and `window_size_right`.
 
 Forward only. A query row that sees no key gives 0 and, unlike FlashAttention, lse -inf.
@@ -82,7 +82,7 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
             Rows of other queries give 0 and -inf.
         s_aux (learnable_sink, sinks): [num_q_heads], score of one more key, whose value is 0.
         q_descale, k_descale, v_descale: float32, one value, [num_kv_heads] or [num_seqs, num_kv_heads], factors for
-            8-bit values. Rows that are not one row expanded are compared, which waits for the device. If they differ,
+            8-bit values, not read beside others. Rows that are not one row expanded are compared, which waits for the device. If they differ,
             sequences run one after the other.
         out: like q (bfloat16 if q has 8 bits) with v's head_dim; None makes one.
 
@@ -129,14 +129,16 @@ def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] with a block table, else [batch_cache,
             seqlen_cache, num_kv_heads, head_dim].
         k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys of each sequence; with
-            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim].
+            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim]. float8_e4m3fn only for a cache of
+            that dtype, which keeps them as they are. Others are divided by its scales.
         rotary_cos, rotary_sin: [max_position, rotary_dim / 2]. k is rotated from position cache_seqlens on, or from
             rotary_seqlens if given, before it is written. q is too if causal or windowed; otherwise all of q takes that
             one position.
         cache_seqlens: int32 [batch], or one length for all. None for the whole cache, without k and v.
-        cache_batch_idx: int32 or int64 [batch], rows of a cache without block table; None for 0, 1, ...
+        cache_batch_idx: int32 or int64 [batch], rows of block_table, or of a cache without one; None for
+            0, 1, ...
         cache_leftpad: int32 [batch], keys at the start of each sequence that no query sees.
-        block_table (page_table): int32 [batch, max_blocks_per_seq].
+        block_table (page_table): int32 [batch, max_blocks_per_seq], of any number of rows with cache_batch_idx.
 
     The other arguments are those of `flash_attn_varlen_func`.
 

@@ -72,7 +72,7 @@ def unpack(args: Arguments) -> None:
 
 
 def read_batch(args: Arguments) -> Batch:
-    """Read queries and keys of any layout, without copies.
+    """Read queries and keys of any layout. Only those that are not a cache are copied, if their last stride is not 1.
 
     Queries: [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys: in blocks with a block
     table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...]. Without a table, a packed row
@@ -96,8 +96,6 @@ def read_batch(args: Arguments) -> Batch:
         if q.dim() != 4:
             raise InvalidInputError(f"q: shape {list(q.shape)}, expected [batch, seqlen_q, num_q_heads, head_dim]")
         batch, seqlen = q.shape[:2]
-        if max_seqlen_q is not None and max_seqlen_q < seqlen:
-            raise InvalidInputError(f"max_seqlen_q: {max_seqlen_q}, q has {seqlen} rows a sequence")
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
         max_seqlen_q, q = seqlen, with_contiguous_rows(q).flatten(0, 1)
 
@@ -105,21 +103,26 @@ def read_batch(args: Arguments) -> Batch:
     offsets = lengths(args, "cu_seqlens_k", num_seqs + 1, q.device)
     table, rows = args.optional_tensor("block_table"), args.optional_tensor("cache_batch_idx")
     _check_shapes(args, q, k, v, num_seqs, is_packed=table is None and offsets is not None)
+    if rows is not None:
+        check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), q.device)
+    if not args.adds_keys:  # a copy of a cache would lose what is written to it
+        k, v = with_contiguous_rows(k), with_contiguous_rows(v)
     longest = k.shape[1]
     if table is not None:
+        num_rows = num_seqs if rows is None else "num_rows"
+        check_tensor("block_table", table, (num_rows, "max_blocks_per_seq"), (torch.int32,), q.device)
         if rows is not None:
-            raise UnsupportedError(f"cache_batch_idx: {args.function} takes it without block_table only")
-        check_tensor("block_table", table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
+            check_within("cache_batch_idx", rows, 0, len(table) - 1, f"{len(table) - 1}, rows of block_table")
+            table = table.index_select(0, rows)
         table, longest = with_contiguous_rows(table), table.shape[1] * k.shape[1]
     elif offsets is not None:
         longest = len(k) if max_seqlen_k is None else min(max_seqlen_k, len(k))
-        k, v = with_contiguous_rows(k).unsqueeze(1), with_contiguous_rows(v).unsqueeze(1)
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
         table = offsets[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
     else:
         if rows is None:
             rows = torch.arange(num_seqs, device=q.device)
         else:
-            check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), q.device)
             args.put("block_table", None, "cache_batch_idx")
         table = rows.to(torch.int32).unsqueeze(1)
         if longest == 0:  # no keys at all: blocks of a token that no table names
@@ -210,11 +213,11 @@ def _check_shapes(
     if k.shape[-2] == 0 or num_q_heads == 0 or num_q_heads % k.shape[-2]:
         heads = f"{num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"
         raise InvalidInputError(f"q: {heads}")
-    if not is_packed:
-        for name, x in (("k_cache", k), ("v_cache", v)):
-            check_last_dim_contiguous(name, x)
-        if k.shape[1] == 0 and (is_paged or "key" in args):
-            raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
+    if args.adds_keys:
+        check_last_dim_contiguous("k_cache", k)
+        check_last_dim_contiguous("v_cache", v)
+    if not is_packed and k.shape[1] == 0 and (is_paged or "key" in args):
+        raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
 
 
 def _seq_lens(
