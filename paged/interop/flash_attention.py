@@ -3,9 +3,9 @@
 Versions 3 and 4 are in `flash_attention_3` and `flash_attention_4`. By keyword, all functions also take the arguments
 of the other versions and of vLLM's fork: `page_table`, `seqused_q`, `seqused_k`, `learnable_sink` or `s_aux`, scales of
 8-bit caches, `out`, `return_softmax_lse`. Arguments that do not change the result are accepted without effect:
-`deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`, and what
-FlashAttention does not read either. Any other argument raises UnsupportedError with its name, unless its value turns it off: None, False or 0; 1 for
-`cp_world_size`, -1 for `window_size_left` and `window_size_right`.
+`deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`,
+and what FlashAttention does not read either. Any other argument raises UnsupportedError with its name, unless its value
+turns it off: None, False or 0; 1 for `cp_world_size`, -1 for `window_size_left` and `window_size_right`.
 
 Forward only. A query row that sees no key gives 0 and, unlike FlashAttention, lse -inf.
 """
@@ -82,8 +82,8 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
             Rows of other queries give 0 and -inf.
         s_aux (learnable_sink, sinks): [num_q_heads], score of one more key, whose value is 0.
         q_descale, k_descale, v_descale: float32, one value, [num_kv_heads] or [num_seqs, num_kv_heads], factors for
-            8-bit values, not read beside others. Rows that are not one row expanded are compared, which waits for the device. If they differ,
-            sequences run one after the other.
+            8-bit values, not read beside others. Rows that are not one row expanded are compared, which waits for the
+            device. If they differ, sequences run one after the other.
         out: like q (bfloat16 if q has 8 bits) with v's head_dim; None makes one.
 
     Returns:
