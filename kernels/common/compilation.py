@@ -74,10 +74,16 @@ def warming_up() -> Iterator[None]:
 
 
 def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
-    """Compile, several at once, every kernel that `run` launches, and then call it.
+    """`compile_all`, and then call `run`."""
+    compile_all(run, track)
+    run()
 
-    run: waits for nothing that kernels write, as it is called before that, too, with its launches left out. What is
-    wrong with a kernel is raised by its launch. track: iterates over the kernels, and may show how far it has come.
+
+def compile_all(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
+    """Compile, several at once, every kernel that `run` launches.
+
+    run: called with its launches left out, and so waits for nothing that kernels write. What is wrong with a kernel is
+    raised by its launch. track: iterates over the kernels, and may show how far it has come.
     """
 
     def collect() -> None:
@@ -90,7 +96,6 @@ def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Ite
 
     if HAS_TRITON:
         copy_context().run(collect)
-    run()
 
 
 def _choice() -> str:

@@ -144,10 +144,12 @@ def load_weights(
     stored: StoredTensors,
     slots: Mapping[str, Slot],
     parts: Mapping[str, Read] = MappingProxyType({}),
+    tick: Callable[[], object] = lambda: None,
 ) -> None:
     """Fill every slot, converting to its dtype and device, with the tensor of its name.
 
-    stored: as `check_weights` has found them to fit. parts: what is read of tensors of which a slot takes a part.
+    stored: as `check_weights` has found them to fit. parts: what is read of tensors of which a slot takes a part. tick:
+    called after every tensor.
 
     Raises:
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
@@ -166,6 +168,7 @@ def load_weights(
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
+                tick()
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
