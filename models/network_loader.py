@@ -85,7 +85,7 @@ def load_network(
     network.join(ranks)
     if network is not whole:
         network.num_weights = num_weights(whole)
-    load_weights(stored, network.weight_slots(), parts, track)
+    load_weights(stored, network.weight_slots(), parts, track, ranks.tick)
     if has_fp8_cache:
         scales = load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device)
         network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])

@@ -18,7 +18,7 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, StepPreparer, validate_items
-from paged.kernels.common.compilation import run_compiled
+from paged.kernels.common.compilation import compile_all
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
@@ -194,11 +194,15 @@ class PagedCausalLM(DecoderOnlyLLM):
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
         if self.device.type == "cuda":  # nothing else is compiled
 
-            def steps() -> None:
-                self.ranks.wait_for_all()  # another may have more to compile
-                run(self.network, self.kv_manager, longest=self.graphs.longest)
+            def ticking(kernels: Sequence[Any]) -> Iterator[Any]:
+                for kernel in track(kernels, desc="kernels", unit="kernel"):
+                    yield kernel
+                    self.ranks.tick()
 
-            run_compiled(steps, partial(track, desc="kernels", unit="kernel"))
+            steps = partial(run, self.network, self.kv_manager, longest=self.graphs.longest)
+            with self.ranks.apart():  # another may have more to compile
+                compile_all(steps, ticking)
+            steps()
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens

@@ -26,9 +26,10 @@ from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
-from paged.models.loading.weights import Track, untracked
+from paged.models.loading.weights import Track, read_headers, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.parallel.fingerprint import checkpoint_parts, program_parts
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 
@@ -78,8 +79,9 @@ def load_model(
         CheckpointError: the folder is incomplete, malformed or unsafe.
         UnsupportedError: the architecture, or one of its options, is not supported.
         InvalidInputError: an argument has another type or is out of range, max_seq_len exceeds the model's own limit,
-            the cache's dtype is neither the weights' nor an 8-bit one, or processes were given different options.
-        RankFailedError: another process could not load its part, or has ended.
+            the cache's dtype is neither the weights' nor an 8-bit one, or processes differ in options, versions,
+            configuration or tensors.
+        RankFailedError: another process could not load its part, has ended, or stood still for `timeout_s`.
     """
     folder = as_folder("path", path)
     if not isinstance(parallel, ParallelConfig | None):
@@ -89,12 +91,15 @@ def load_model(
     if options.get("device") is None and torch.cuda.is_available():
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     given = LoadOptions(**options)
-    ranks = Ranks.join(parallel, given.device)
+    ranks = Ranks.join(parallel)
     try:
-        ranks.see_that_same(repr((parallel.expert_parallel, vars(given) | {"device": given.device.type})))
-        model = _load(folder, given, ranks, untracked if ranks.rank else track)
-        ranks.wait_for_all()
-        return model
+        options = {"expert_parallel": parallel.expert_parallel, **vars(given), "device": given.device.type}
+        ranks.see_that_same({"options": options, **program_parts()})
+        with ranks.apart():
+            parts = checkpoint_parts(read_config(folder).values, read_headers(folder), ranks.tick)
+        ranks.see_that_same(parts)
+        ranks.connect(given.device)
+        return _load(folder, given, ranks, untracked if ranks.rank else track)
     except BaseException as error:
         ranks.fail(f"it could not load the model ({type(error).__name__}: {error})")
         raise
@@ -113,16 +118,17 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    network = load_network(
-        network_class,
-        config,
-        folder,
-        dtype=dtype,
-        device=given.device,
-        has_fp8_cache=has_fp8_cache,
-        ranks=ranks,
-        track=track,
-    )
+    with ranks.apart():
+        network = load_network(
+            network_class,
+            config,
+            folder,
+            dtype=dtype,
+            device=given.device,
+            has_fp8_cache=has_fp8_cache,
+            ranks=ranks,
+            track=track,
+        )
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = cache_config(
         network.own_config,
@@ -136,13 +142,15 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> Paged
     num_blocks = (given.num_blocks or 0) * num_tables
     num_blocks = num_blocks or ranks.least(_num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len))
     kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
-    return PagedCausalLM(
-        network,
-        PagedKvCacheManager(kv_config),
-        max_loras=given.max_loras,
-        max_lora_rank=given.max_lora_rank,
-        cuda_graphs=given.cuda_graphs,
-    )
+    ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
+    with ranks.apart():
+        return PagedCausalLM(
+            network,
+            PagedKvCacheManager(kv_config),
+            max_loras=given.max_loras,
+            max_lora_rank=given.max_lora_rank,
+            cuda_graphs=given.cuda_graphs,
+        )
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:

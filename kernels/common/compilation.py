@@ -73,10 +73,16 @@ def warming_up() -> Iterator[None]:
 
 
 def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
-    """Compile every kernel that `run` launches, several at once, then call it.
+    """Compile every kernel that `run` launches, see `compile_all`, then call it."""
+    compile_all(run, track)
+    run()
 
-    run: must not wait for results of kernels, because it is first called with its launches left out. An error in a
-    kernel is raised by its launch. track: iterates over the kernels, and may show progress.
+
+def compile_all(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
+    """Compile every kernel that `run` launches, several at once.
+
+    run: called with its launches left out, so it must not wait for results of kernels. An error in a kernel is raised
+    by its launch. track: iterates over the kernels, and may show progress.
     """
 
     def collect() -> None:
@@ -89,7 +95,6 @@ def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Ite
 
     if HAS_TRITON:
         copy_context().run(collect)
-    run()
 
 
 def _choice() -> str:

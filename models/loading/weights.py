@@ -158,11 +158,12 @@ def load_weights(
     slots: Mapping[str, Slot],
     parts: Mapping[str, Read] = MappingProxyType({}),
     track: Track = untracked,
+    tick: Callable[[], object] = lambda: None,
 ) -> None:
     """Fill every slot with the tensor of its name, converted to the slot's dtype and device.
 
     stored: as `check_weights` accepted them. parts: how to read tensors of which a slot takes a part. track: iterates
-    over the names, and may show progress in bytes.
+    over the names, and may show progress in bytes. tick: called after every tensor.
 
     Raises:
         CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots may then hold
@@ -181,6 +182,7 @@ def load_weights(
                     slots[name].copy_(tensor)
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
+                tick()
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import FLOATING, check_dtype, open_tensors, plain, read_header
+from paged.models.loading.weights import FLOATING, StoredTensors, check_dtype, open_tensors, plain, read_header
 from paged.models.parallel.share import Section, cut
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -55,6 +56,15 @@ class LowRank:
         if dim == 0:
             return replace(self, b=cut(self.b, sections, 0))
         return replace(self, a=cut(self.a, sections, 1))
+
+
+def adapter_files(folder: Path) -> tuple[Mapping[str, Any], StoredTensors]:
+    """Return an adapter's settings, and its tensors by the header of their file.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+    """
+    return HfConfig.read(folder, CONFIG_FILE).values, read_header(folder / WEIGHTS_FILE)
 
 
 def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
