@@ -12,7 +12,7 @@ import torch
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
 from paged.kernels.attention.config import MAX_HEAD_DIM
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_last_dim_contiguous, check_tensor
+from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
 from paged.kernels.common.scalars import as_int
 
@@ -213,9 +213,6 @@ def _check_shapes(
     if k.shape[-2] == 0 or num_q_heads == 0 or num_q_heads % k.shape[-2]:
         heads = f"{num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"
         raise InvalidInputError(f"q: {heads}")
-    if args.adds_keys:
-        check_last_dim_contiguous("k_cache", k)
-        check_last_dim_contiguous("v_cache", v)
     if not is_packed and k.shape[1] == 0 and (is_paged or "key" in args):
         raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
 
