@@ -42,6 +42,7 @@ class Meeting(NamedTuple):
             options._timeout = timeout
             group._set_default_backend(kind.NCCL)
             nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            nccl._set_sequence_number_for_group()
             group._register_backend(device, kind.NCCL, nccl)
         return group
 

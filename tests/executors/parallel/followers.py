@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,14 +49,16 @@ class Followers:
 
     def order(self, folder: Path, size: int, config: dict[str, Any], options: dict[str, Any]) -> LlmExecutor:
         """Let the others load it and serve, and load it here; `config` is that of the parallel model."""
-        self.invite(folder, size, config, options)
-        config = {"tensor_parallel_size": size} | config
-        return LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
+        with self.invite(folder, size, config, options):
+            config = {"tensor_parallel_size": size} | config
+            return LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
 
+    @contextmanager
     def invite(
         self, folder: Path, size: int, config: dict[str, Any], options: dict[str, Any], **way: int | str
-    ) -> None:
-        """Let the others load it and serve, `times` in turn, with a default group where `backend` names one."""
+    ) -> Iterator[None]:
+        """Let the others load it and serve, `times` in turn, with a default group where `backend` names one; inside,
+        this process has torchrun's environment, too."""
         config = {"tensor_parallel_size": size} | config
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -63,7 +66,10 @@ class Followers:
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
         for rank, pipe in enumerate(self._pipes[: size - 1], start=1):
             pipe.send((world | {"RANK": str(rank)}, folder, config, options, way))
-        os.environ.update(world, RANK="0")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (world | {"RANK": "0"}).items():
+                patch.setenv(name, value)
+            yield
 
     def answers(self, size: int) -> list[str]:
         """How each follower's `serve` ended: "served", or the error."""

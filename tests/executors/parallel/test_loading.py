@@ -158,17 +158,17 @@ def test_other_adapters(followers: Followers, llama: Path, tmp_path: Path, monke
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_ten_models_in_turn(backend: str | None, mortals: Followers, llama: Path) -> None:
     """Over torchrun's environment, or over the caller's default group, which stays."""
-    mortals.invite(llama, 2, {"timeout_s": 20.0}, OPTIONS, times=10, **({"backend": backend} if backend else {}))
-    if backend:
-        dist.init_process_group(backend)
-    batch, rows = UnifiedBatch([UnifiedBatchItem("a", tokens(9))]), []
-    for _ in range(10):
-        executor = LlmExecutor.from_pretrained(
-            llama, parallel=ParallelConfig(tensor_parallel_size=2, timeout_s=20.0), **OPTIONS
-        )
-        rows += executor.unified_decode(batch)
-        executor.shutdown()
-        assert dist.is_initialized() == bool(backend)
+    with mortals.invite(llama, 2, {"timeout_s": 20.0}, OPTIONS, times=10, **({"backend": backend} if backend else {})):
+        if backend:
+            dist.init_process_group(backend)
+        batch, rows = UnifiedBatch([UnifiedBatchItem("a", tokens(9))]), []
+        for _ in range(10):
+            executor = LlmExecutor.from_pretrained(
+                llama, parallel=ParallelConfig(tensor_parallel_size=2, timeout_s=20.0), **OPTIONS
+            )
+            rows += executor.unified_decode(batch)
+            executor.shutdown()
+            assert dist.is_initialized() == bool(backend)
     assert mortals.answers(2) == ["served"]
     if backend:
         dist.destroy_process_group()
@@ -224,11 +224,13 @@ def test_a_slow_rank_is_waited_for(followers: Followers, llama: Path, monkeypatc
 
 
 def test_another_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Followers(0).invite(llama, 2, {}, {})
     began = monotonic()
-    with pytest.raises(RankFailedError, match="not all processes came in 1 s"):
+    with (
+        Followers(0).invite(llama, 2, {}, {}),
+        pytest.raises(RankFailedError, match="not all processes came in 1 s"),
+    ):
         LlmExecutor.from_pretrained(llama, parallel=ParallelConfig(tensor_parallel_size=2, timeout_s=1.0))
-    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(InvalidInputError, match="neither a default process group nor torchrun's environment"):
         LlmExecutor.from_pretrained(llama, parallel=ParallelConfig(tensor_parallel_size=2))
     assert monotonic() - began < 10
