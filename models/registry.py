@@ -17,8 +17,9 @@ from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
-from paged.models.config_keys import refuse_unread, unread_keys
+from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.cohere import Cohere2
+from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE
 from paged.models.families.experts import EXPERTS
 from paged.models.families.gemma4 import Gemma4
@@ -173,6 +174,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
+    hf.defaults = DEFAULTS[family.model_type]
     config = family.read_config(hf)
     refuse_unread(hf, config)
     return family, config
@@ -196,13 +198,19 @@ def _text_part(hf: HfConfig) -> HfConfig:
 
 def _lacking(hf: HfConfig) -> str:
     """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
-    hf = hf.section("text_config") or hf
+    hf = (hf.section("text_config") or hf).overridden({})
+    hf.defaults = DEFAULTS[Llama.model_type]
     try:
         keys = unread_keys(hf, Llama.read_config(hf))
     except PagedError as error:
         return f"; read as a Llama: {str(error).removeprefix(f'{hf.source}: ')}"
-    beyond = ", ".join(f"{key} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
-    return f"; beyond a Llama: {beyond}" if beyond else ""
+    kinds = {"beyond a Llama": keys, "not known here": unknown_keys(hf)}
+    texts = [
+        f"; {kind}: " + ", ".join(f"{shown(key)[1:-1]} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
+        for kind, keys in kinds.items()
+        if keys
+    ]
+    return "".join(texts) or "; its keys are a Llama's: what differs is in the architecture's code alone"
 
 
 def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:
