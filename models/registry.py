@@ -41,13 +41,13 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma4ForCausalLM": Gemma4,
 }
 
-# Models of text and more, whose text_config says by its model_type which of the above their text part is.
-WRAPPERS = (
-    "Gemma3ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-)
+# Models of text and more, whose text_config says by its model_type which of the above their text part is, or else this.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Llama4ForConditionalGeneration": "llama4_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+}
 
 # On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.
 _CPU_SEQUENCES = 4
@@ -183,17 +183,19 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
 def _text_part(hf: HfConfig) -> HfConfig:
     """What a config.json says of a model that reads text alone, or of the part of another that does."""
     names = hf.items("architectures", str)
-    if not set(names) & set(WRAPPERS):
+    wrapper = next((name for name in names if name in WRAPPERS), None)
+    if wrapper is None:
         return hf
     text = hf.section("text_config")
-    model_type = text.text("model_type", "none") if text is not None else "none"
+    model_type = text.text("model_type", WRAPPERS[wrapper]) if text is not None else "none"
     known = {family.model_type: name for name, family in ARCHITECTURES.items()}
     if text is None or model_type not in known:
         raise UnsupportedError(f"{hf.source}: architectures {shown(names)} with the text_config of {shown(model_type)}")
     # What is said of the weights as a whole counts; without a word the head is tied, but where it has weights.
     whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
-    return HfConfig({**text.values, **whole, **tied, "architectures": [known[model_type]]}, text.source)
+    own = {"architectures": [known[model_type]], "model_type": model_type}
+    return HfConfig({**text.values, **whole, **tied, **own}, text.source)
 
 
 def _lacking(hf: HfConfig) -> str:

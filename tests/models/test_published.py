@@ -13,7 +13,7 @@ from paged.executors.command_line.checkpoint_folder import checkpoint_folder
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.families.defaults import DEFAULTS
 from paged.models.loading.hf_config import HfConfig
-from paged.models.registry import ARCHITECTURES, load_model, model_config
+from paged.models.registry import ARCHITECTURES, WRAPPERS, load_model, model_config
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, VARIANTS, assert_same_logits, logits_of, options, save_checkpoint, tokens
 from tests.models.published import PUBLISHED, published
@@ -138,6 +138,16 @@ def test_an_empty_config_is_transformers_default(architecture: str) -> None:
     if own["model_type"] == "glm4_moe":
         own["head_dim"] = 128  # its default is 42, of which half cannot rotate
     assert _read(own) == _read(_json(CONFIG_MAPPING[own["model_type"]]()) | own)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_empty_text_config_is_transformers_default(wrapper: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text = CONFIG_MAPPING[wrapper.removesuffix("ForConditionalGeneration").lower()](text_config={}).text_config
+    found, expected = (_read({"architectures": [wrapper], "text_config": one}) for one in ({}, _json(text)))
+    assert found == expected
+    assert found.model_type == text.model_type
 
 
 @pytest.mark.parametrize(
