@@ -174,7 +174,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
-    hf.defaults = DEFAULTS[family.model_type]
+    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # of callers' families, too
     config = family.read_config(hf)
     refuse_unread(hf, config)
     return family, config
