@@ -1,4 +1,4 @@
-"""Families without experts that are a Llama but for some fields of `decoder_config`."""
+"""Families without experts that differ from Llama only in fields of `decoder_config`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gemma_fields(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4 (GLM Team, 2024): biases before attention, half of each head rotates, in neighbours."""
+    """GLM-4 (GLM Team, 2024): biases before attention; half of each head rotates, in neighbouring pairs."""
     return {
         "rope": rope_config(hf, is_partial=True, interleaved=True),
         "qkv_bias": hf.flag("attention_bias"),
@@ -77,7 +77,7 @@ def _glm(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm4(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4-0414 (GLM Team, 2025): norms behind attention and MLP, too."""
+    """GLM-4-0414 (GLM Team, 2025): GLM-4 with norms behind attention and MLP, too."""
     return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
 
 
@@ -87,7 +87,7 @@ def _granite(hf: HfConfig) -> dict[str, Any]:
 
 
 def granite_fields(hf: HfConfig) -> dict[str, Any]:
-    """The multipliers."""
+    """Return the multipliers."""
     return {
         "softmax_scale": hf.number("attention_multiplier", 1.0),
         "embedding_scale": hf.number("embedding_multiplier", 1.0),
@@ -108,8 +108,7 @@ def _ministral(hf: HfConfig) -> dict[str, Any]:
 
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
-    """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position, once it is beyond the first
-    training's."""
+    """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position beyond the first training's."""
     rope = hf.section("rope_parameters") or HfConfig({}, hf.source)
     growth = QueryGrowth(
         rope.number("llama_4_scaling_beta", may_be_zero=True),
@@ -132,8 +131,10 @@ def _olmo3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
-    """Phi-3 (Abdin et al., 2024) and Phi-4: query, key and value are one tensor in a checkpoint, as are gate and up; a
-    part of each head rotates, maybe by long rotations."""
+    """Phi-3 (Abdin et al., 2024) and Phi-4: QKV is one tensor in a checkpoint, and so are gate and up.
+
+    A part of each head rotates; longrope scaling is possible.
+    """
     return {
         "window": hf.optional_integer("sliding_window"),
         "rope": rope_config(hf, is_partial=True),
@@ -144,8 +145,7 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
-    """Qwen2 and Qwen2.5 (Yang et al., 2024): biases before attention whatever config.json says, and windows in some
-    layers."""
+    """Qwen2 and Qwen2.5 (Yang et al., 2024): always biases before attention; windows in some layers."""
     hf.value("attention_bias")
     return {"window": _qwen_windows(hf), "qkv_bias": True, "o_bias": False}
 

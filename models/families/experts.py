@@ -1,4 +1,4 @@
-"""Families with experts that are a Llama but for some fields of `decoder_config` and names of weights."""
+"""Families with experts that differ from Llama only in fields of `decoder_config` and names of weights."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
-    """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases; beginning with the first, every second layer
-    has a window."""
+    """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases.
+
+    Every second layer, from the first on, has a window.
+    """
     for key, known in _GPT_OSS_BUILT_IN.items():
         hf.choice(key, known)
     packing = hf.section("quantization_config")
@@ -100,16 +102,17 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
 
 
 def _granite_moe(hf: HfConfig) -> dict[str, Any]:
-    """Granite 3 MoE (IBM, 2024): experts in every layer, whose weights sum to 1 for each token, maybe beside an MLP for
-    all tokens."""
+    """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, maybe beside a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
-    """Llama 4 (Meta, 2025), text alone: experts one at a time; layers that rotate see their chunk alone, and have norms
-    of heads without weights; in the others queries grow."""
+    """Llama 4 (Meta, 2025), text only: each token takes one expert.
+
+    Layers that rotate see only their chunk and have norms of heads without weights. In the others queries grow.
+    """
     hf.choice("num_experts_per_tok", 1)
     rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
     growth = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
@@ -145,8 +148,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
-    """Mixtral (Jiang et al., 2024): experts in every layer, whose weights sum to 1 for each token, and by default no
-    window."""
+    """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; by default no window."""
     hf.choice("norm_topk_prob", True)
     return {
         "window": hf.optional_integer("sliding_window"),
@@ -157,8 +159,10 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
 
 
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
-    """MiniMax-M2 (MiniMax, 2025): experts by sigmoid and a bias, whose weights sum to 1 for each token, norms over all
-    query and key heads, rotation of a part."""
+    """MiniMax-M2 (MiniMax, 2025): sigmoid routing with a bias and weights that sum to 1.
+
+    Norms over all query and key heads; a part of each head rotates.
+    """
     for key, known in _MINIMAX_BUILT_IN.items():
         hf.choice(key, known)
     moe = moe_config(
