@@ -60,11 +60,7 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
         raise InvalidInputError(
             f"model {str(model)!r}: a file, expected a folder in Hugging Face layout{other_kind(path)}"
         )
-    if not _HUB_ID.fullmatch(str(model)):
-        raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
-    folder = _download(str(model), [name for name in _WANTED if is_run or name != "*.safetensors"])
-    _check_complete(folder, is_run)
-    return folder
+    raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
 
 
 def missing_files(folder: Path) -> list[str]:

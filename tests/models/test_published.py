@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
-from paged.executors.command_line.checkpoint_folder import checkpoint_folder
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.families.defaults import DEFAULTS
+from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, WRAPPERS, load_model, model_config
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
