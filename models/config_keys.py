@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from paged.errors import UnsupportedError
@@ -16,20 +18,20 @@ from paged.models.loading.hf_config import HfConfig
 # Off where null, false, 0 or empty.
 _SWITCHES = (
     # biases
-    *("attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_attention_bias", "use_bias"),
+    *("attention_bias", "attention_out_bias", "use_attention_bias", "use_bias"),
     *("bias", "add_bias_linear", "lm_head_bias", "norm_bias", "decoder_bias"),
     # which tokens see which
     *("use_bidirectional_attention", "prefix_lm", "is_encoder_decoder", "add_cross_attention", "attention_chunk_size"),
-    *("use_sliding_window", "sliding_window_size", "sliding_window_pattern", "interleaved_sliding_window"),
+    *("use_sliding_window", "sliding_window_pattern", "interleaved_sliding_window"),
     *("attention_window_size", "window_size", "local_attention", "global_attn_every_n_layers", "attention_types"),
     *("index_topk", "index_n_heads", "index_head_dim", "num_kv_shared_layers"),
     # positions
     *("alibi", "use_alibi", "rope_local_base_freq", "layer_rope_theta", "compress_rope_theta"),
-    *("rope_interleave", "rope_interleaved", "rotary_value", "use_mem_rope", "mrope_section", "use_mrope"),
+    *("rotary_value", "use_mem_rope", "mrope_section", "use_mrope"),
     *("use_learned_position_embeddings", "learned_pos_emb", "use_dynamic_ntk", "use_logn_attn", "nope_layer_interval"),
     *("no_rope_layer_interval", "attn_temperature_tuning", "log_scaling_n_floor"),
     # norms, the residual stream and what is cut off
-    *("use_qk_norm", "qk_norm", "qk_layernorm", "qk_ln", "use_sandwich_norm", "gated_norm_rank", "use_post_norm"),
+    *("use_sandwich_norm", "gated_norm_rank", "use_post_norm"),
     *("use_parallel_residual", "parallel_attn", "apply_residual_connection_post_layernorm", "rescale_every"),
     *("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "gate_soft_cap"),
     *("mlp_gate_softcap", "mlp_up_softcap", "moe_router_logit_softcapping", "router_logit_softcapping"),
@@ -41,8 +43,7 @@ _SWITCHES = (
     *("altup_num_inputs", "per_layer_config", "block_configs", "block_types", "attn_layer_period", "mamba_d_ssm"),
     *("full_attn_idxs", "attn_layer_indices", "linear_num_key_heads", "linear_num_value_heads"),
     # experts
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k"),
-    *("moe_topk", "moe_top_k", "top_k_experts", "norm_topk_prob", "n_shared_experts", "num_shared_experts"),
+    *("n_shared_experts", "num_shared_experts"),
     *("moe_num_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "first_k_dense_replace"),
     *("num_dense_layers", "mlp_only_layers", "moe_layers", "moe_latent_size", "zero_expert_num", "use_expert_bias"),
@@ -64,9 +65,46 @@ _FACTORS = (
     *("expert_layer_period", "interleave_moe_layer_step", "mlp_alpha_factor", "mlp_beta_factor"),
     *("full_attn_alpha_factor", "full_attn_beta_factor"),
 )
+
+
+def _is_interleaved(config: DecoderConfig) -> bool:
+    """Whether all layers that rotate do so in pairs of neighbours."""
+    return all(layer.rope.interleaved for layer in config.attention if layer.rope is not None)
+
+
+def _of_experts(field: str) -> Callable[[DecoderConfig], Any]:
+    return lambda config: next((getattr(moe, field) for moe in config.moe if moe is not None), None)
+
+
+# What says in other words, and often only for the authors' own code, what the configuration computes anyway, or that
+# there is none of it: key -> what the configuration has.
+_STATED: dict[str, Callable[[DecoderConfig], Any]] = {
+    **dict.fromkeys(
+        ("use_qk_norm", "qk_norm", "qk_layernorm", "qk_ln"), lambda config: config.attention[0].qk_norm is not None
+    ),
+    **dict.fromkeys(("qkv_bias", "use_qkv_bias"), lambda config: config.attention[0].qkv_bias),
+    "mlp_bias": lambda config: config.mlp_bias,
+    "sliding_window_size": lambda config: next((one for one in config.windows if one is not None), None),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved"), _is_interleaved),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _of_experts("num_experts")
+    ),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
+        _of_experts("top_k"),
+    ),
+    "norm_topk_prob": _of_experts("renormalize"),
+}
+
+
+def _says(stated: Callable[[DecoderConfig], Any], value: Any, config: DecoderConfig) -> bool:
+    return not value or (type(value) is type(stated(config)) and value == stated(config))
+
+
 # Key -> whether a value that is not null leaves what is computed as the configuration says.
 _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     **dict.fromkeys(_SWITCHES, lambda value, _: not value),
+    **{key: partial(_says, stated) for key, stated in _STATED.items()},
     **dict.fromkeys(_FACTORS, lambda value, _: value is not True and value == 1),
     **dict.fromkeys(
         ("v_head_dim", "qk_head_dim", "attention_head_dim", "kv_channels", "rotary_dim", "query_pre_attn_scalar"),
@@ -78,7 +116,9 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
         ("hidden_act", "hidden_activation", "activation_function", "ffn_act_fn"),
         lambda value, config: isinstance(value, str) and ACTIVATIONS.get(value) == config.activation,
     ),
-    "position_embedding_type": lambda value, _: value in ("rope", "rotary"),
+    "position_embedding_type": lambda value, config: (
+        value in ("rope", "rotary") or (value == "rope_gptj" and _is_interleaved(config))
+    ),
     **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), lambda value, _: value == "softmax"),
     "topk_method": lambda value, _: value == "greedy",
     **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
@@ -94,6 +134,13 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     "sliding_window": lambda value, config: type(value) is int and value >= config.max_position_embeddings,
 }
 COMPUTATION_KEYS = frozenset(_NEUTRAL)
+# Of training, outputs beside the logits, token ids and files.
+_INERT = re.compile(
+    r"_.*|.*(_dropout|_pdrop|dropout_p|dropout|_token_id|_token_index|_loss_coef|jitter_noise|initializer\w*)"
+    r"|architectures|auto_map|cache_implementation|id2label|label2id|model_max_length|output_\w+|pretraining_tp"
+    r"|problem_type|return_dict|task_specific_params|tokenizer_class|torch_dtype|transformers_version|use_cache"
+    r"|\w+_config"
+)
 
 
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
@@ -112,6 +159,12 @@ def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
     """Return the unread keys that change what is computed; hf as in `refuse_unread`."""
     keys = sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys)
     return [key for key in keys if not _is_neutral(key, hf.values[key], config, hf)]
+
+
+def unknown_keys(hf: HfConfig) -> list[str]:
+    """The keys that mean nothing here, and may mean something to the architecture; hf as in `refuse_unread`."""
+    unknown = hf.values.keys() - COMPUTATION_KEYS - hf.read_keys
+    return sorted(key for key in unknown if not _INERT.fullmatch(key))
 
 
 def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _KV = re.compile(r"self_attn\.[kv]_")
-_EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.\w+\.experts\.(\d{1,9})\.")
+_EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\.")
+_STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.gate_up_proj")
 # The text part of a model that reads more, as published and as transformers 5 writes it, and the other parts.
 _TEXT_PART = re.compile(r"^(?:model\.language_model\.|language_model\.(?=lm_head\.)|language_model\.model\.)")
 _OTHER_PARTS = (
@@ -66,12 +68,7 @@ def load_network(
     """
     share = ranks.share
     stored = _tensors_of(network_class, config, folder)
-    names = [f"model.layers.{layer}.{config.mlp_name}.experts.gate_up_proj" for layer in range(config.num_layers)]
-    # Experts one by one or stacked, as they are there.
-    moe = tuple(
-        moe and replace(moe, stacked=moe.stacked or name in stored) for moe, name in zip(config.moe, names, strict=True)
-    )
-    config = replace(config, moe=moe, quantization=as_stored(config.quantization, stored))
+    config = replace(with_stored_experts(config, stored), quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, folder)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
         config = replace(config, tie_word_embeddings=False)  # the weights are right, as in transformers
@@ -90,6 +87,22 @@ def load_network(
         scales = load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device)
         network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])
     return network
+
+
+def with_stored_experts(config: DecoderConfig, names: Iterable[str]) -> DecoderConfig:
+    """The same with each layer's experts one by one or stacked, as they are among tensors of these names (see
+    `our_name`); those with biases are always stacked."""
+    stacked = {int(match[1]) for match in map(_STACKED.fullmatch, names) if match}
+    moe = (one and replace(one, stacked=one.bias or layer in stacked) for layer, one in enumerate(config.moe))
+    return replace(config, moe=tuple(moe))
+
+
+def our_name(network_class: type[Llama], name: str) -> str:
+    """Under which the family knows a tensor of a checkpoint."""
+    name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
+    for theirs, ours in network_class.renames.items():
+        name = re.sub(theirs, ours, name)
+    return name
 
 
 def meta_network(
@@ -151,9 +164,7 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
         if has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS):
             left.add(name)
             continue
-        name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
-        for theirs, ours in network_class.renames.items():
-            name = re.sub(theirs, ours, name)
+        name = our_name(network_class, name)
         if _is_unused(name, config):
             left.add(tensor.name)
             continue

@@ -17,8 +17,9 @@ from paged.kernels.attention.config import default_block_size
 from paged.kernels.common.checks import NARROW_DTYPES
 from paged.kernels.common.device import device_of
 from paged.kernels.common.scalars import shown
-from paged.models.config_keys import refuse_unread, unread_keys
+from paged.models.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.cohere import Cohere2
+from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE
 from paged.models.families.experts import EXPERTS
 from paged.models.families.gemma4 import Gemma4
@@ -42,13 +43,13 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Gemma4ForCausalLM": Gemma4,
 }
 
-# Models of text and more, whose text_config says by its model_type which of the above their text part is.
-WRAPPERS = (
-    "Gemma3ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-)
+# Models of text and more, whose text_config says by its model_type which of the above their text part is, or else this.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Llama4ForConditionalGeneration": "llama4_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+}
 
 # On a CPU: room for this many sequences of full length, as long as that takes no more than this many bytes.
 _CPU_SEQUENCES = 4
@@ -196,6 +197,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
     family, model_type = ARCHITECTURES[name], hf.text("model_type")
     if model_type != family.model_type and model_type in known_types:
         raise UnsupportedError(f"{hf.source}: model_type {model_type!r}, but architectures {shown(names)}")
+    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # of callers' families, too
     config = family.read_config(hf)
     refuse_unread(hf, config)
     return family, config
@@ -204,28 +206,36 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
 def _text_part(hf: HfConfig) -> HfConfig:
     """Return config.json of a text model, or the part of a multimodal one that describes its text model."""
     names = hf.items("architectures", str)
-    if not set(names) & set(WRAPPERS):
+    wrapper = next((name for name in names if name in WRAPPERS), None)
+    if wrapper is None:
         return hf
     text = hf.section("text_config")
-    model_type = text.text("model_type", "none") if text is not None else "none"
+    model_type = text.text("model_type", WRAPPERS[wrapper]) if text is not None else "none"
     known = {family.model_type: name for name, family in ARCHITECTURES.items()}
     if text is None or model_type not in known:
         raise UnsupportedError(f"{hf.source}: architectures {shown(names)} with the text_config of {shown(model_type)}")
     # What is said of the weights as a whole counts; without a word the head is tied, but where it has weights.
     whole = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
-    return HfConfig({**text.values, **whole, **tied, "architectures": [known[model_type]]}, text.source)
+    own = {"architectures": [known[model_type]], "model_type": model_type}
+    return HfConfig({**text.values, **whole, **tied, **own}, text.source)
 
 
 def _lacking(hf: HfConfig) -> str:
-    """Return the keys of a config.json, or of its text_config, that differ from Llama, for a message."""
-    hf = hf.section("text_config") or hf
+    """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
+    hf = (hf.section("text_config") or hf).overridden({})
+    hf.defaults = DEFAULTS[Llama.model_type]
     try:
         keys = unread_keys(hf, Llama.read_config(hf))
     except PagedError as error:
         return f"; read as a Llama: {str(error).removeprefix(f'{hf.source}: ')}"
-    beyond = ", ".join(f"{key} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
-    return f"; beyond a Llama: {beyond}" if beyond else ""
+    kinds = {"beyond a Llama": keys, "not known here": unknown_keys(hf)}
+    texts = [
+        f"; {kind}: " + ", ".join(f"{shown(key)[1:-1]} = {shown(hf.values[key])}" for key in keys[:_MAX_KEYS])
+        for kind, keys in kinds.items()
+        if keys
+    ]
+    return "".join(texts) or "; its keys are a Llama's: what differs is in the architecture's code alone"
 
 
 def _num_blocks(cache: PagedKvCacheConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int) -> int:

@@ -18,7 +18,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, num_weights, read_header
-from paged.models.network_loader import meta_network
+from paged.models.network_loader import meta_network, our_name, with_stored_experts
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, model_config
@@ -88,6 +88,8 @@ def summarize(
     }
     try:
         network_class, config = model_config(hf)
+        if stored:
+            config = with_stored_experts(config, (our_name(network_class, name) for name in stored))
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # its layers may be of sizes that cannot be packed so
     except PagedError as error:

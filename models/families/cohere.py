@@ -43,14 +43,13 @@ class Cohere2(Llama):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        windows = periodic_windows(hf, hf.integer("sliding_window_pattern", 4))
+        windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
         return decoder_config(
             hf,
             window=windows,
             rope=by_window(windows, None, rope_config(hf, interleaved=True)),
-            logits_scale=hf.number("logit_scale", 0.0625),
-            tie_word_embeddings=hf.flag("tie_word_embeddings", True),
-            eps=hf.number("layer_norm_eps", 1e-5),
+            logits_scale=hf.number("logit_scale"),
+            eps=hf.number("layer_norm_eps"),
             subtracts_mean=True,
             before_mlp=None,
         )

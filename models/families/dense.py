@@ -28,33 +28,37 @@ _OLMO: dict[str, Any] = {
 
 
 def _gemma2(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 2 (Gemma Team, 2024): norms on both sides of attention and MLP, soft caps of scores and logits.
-
-    Every second layer, from the first on, has a window.
-    """
-    window = hf.optional_integer("sliding_window", 4096)
+    """Gemma 2 (Gemma Team, 2024): norms on both sides of attention and MLP, soft caps of scores and logits; beginning
+    with the first, every second layer has a window."""
+    window = hf.optional_integer("sliding_window")
     return {
-        **gemma_fields(hf, logits_softcap=30.0),
-        "softcap": hf.optional_number("attn_logit_softcapping", 50.0) or 0.0,
+        **gemma_fields(hf),
+        "softcap": hf.softcap("attn_logit_softcapping"),
+        "softmax_scale": hf.number("query_pre_attn_scalar") ** -0.5,
         "window": layer_windows(hf, window, lambda layer: layer % 2 == 0),
     }
 
 
 def _gemma3(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 3 (Gemma Team, 2025), text only: every sixth layer has no window and another rotation."""
-    windows = periodic_windows(hf, hf.integer("sliding_window_pattern", 6))
-    ropes = ropes_by_kind(hf, hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4))
-    return {**gemma_fields(hf), "window": windows, "rope": by_window(windows, *ropes), "qk_norm": "head"}
-
-
-def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
-    """Return the fields that all Gemmas share; logits_softcap is the default without one in config.json."""
+    """Gemma 3 (Gemma Team, 2025), text alone: most layers have a window and one rotation, every sixth sees everything
+    and has another."""
+    windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
+    ropes = ropes_by_kind(hf, hf.number("rope_local_base_freq"))
     return {
-        "logits_softcap": hf.optional_number("final_logit_softcapping", logits_softcap) or 0.0,
-        "softmax_scale": hf.number("query_pre_attn_scalar", 256) ** -0.5,
+        **gemma_fields(hf),
+        "softmax_scale": hf.number("query_pre_attn_scalar") ** -0.5,
+        "window": windows,
+        "rope": by_window(windows, *ropes),
+        "qk_norm": "head",
+    }
+
+
+def gemma_fields(hf: HfConfig) -> dict[str, Any]:
+    """What all Gemmas have."""
+    return {
+        "logits_softcap": hf.softcap("final_logit_softcapping"),
         "activation": ACTIVATIONS[hf.choice("hidden_activation", *ACTIVATIONS) or "gelu_pytorch_tanh"],
         "embedding_scale": hf.integer("hidden_size") ** 0.5,
-        "tie_word_embeddings": hf.flag("tie_word_embeddings", True),
         "zero_centred": True,
         "after_attention": "post_attention_layernorm",
         "before_mlp": "pre_feedforward_layernorm",
@@ -65,8 +69,8 @@ def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
 def _glm(hf: HfConfig) -> dict[str, Any]:
     """GLM-4 (GLM Team, 2024): biases before attention; half of each head rotates, in neighbouring pairs."""
     return {
-        "rope": rope_config(hf, fraction=0.5, interleaved=True),
-        "qkv_bias": hf.flag("attention_bias", True),
+        "rope": rope_config(hf, is_partial=True, interleaved=True),
+        "qkv_bias": hf.flag("attention_bias"),
         "o_bias": False,
         "fused_mlp": True,
     }
@@ -93,14 +97,13 @@ def granite_fields(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
-    """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`; null there means none."""
-    # transformers takes an absent key for 4096, as the first Mistral published it.
-    return {"window": hf.optional_integer("sliding_window", 4096), **NO_BIAS}
+    """Mistral (Jiang et al., 2023): all layers see the last `sliding_window` tokens; null there means all of them."""
+    return {"window": hf.optional_integer("sliding_window"), **NO_BIAS}
 
 
 def _ministral(hf: HfConfig) -> dict[str, Any]:
-    """Ministral 8B (Mistral AI, 2024): Mistral with a window in some layers."""
-    window = hf.optional_integer("sliding_window", 4096)
+    """Ministral 8B (Mistral AI, 2024): Mistral whose layers have a window or none."""
+    window = hf.optional_integer("sliding_window")
     return {"window": layer_windows(hf, window, lambda layer: window is not None), **NO_BIAS}
 
 
@@ -108,7 +111,9 @@ def _ministral3(hf: HfConfig) -> dict[str, Any]:
     """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position beyond the first training's."""
     rope = hf.section("rope_parameters") or HfConfig({}, hf.source)
     growth = QueryGrowth(
-        rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings"), offset=0
+        rope.number("llama_4_scaling_beta", may_be_zero=True),
+        rope.integer("original_max_position_embeddings"),
+        offset=0,
     )
     return {
         "window": hf.optional_integer("sliding_window"),
@@ -121,7 +126,7 @@ def _ministral3(hf: HfConfig) -> dict[str, Any]:
 def _olmo3(hf: HfConfig) -> dict[str, Any]:
     """OLMo 3 (OLMo Team, 2025): OLMo 2 with windows in three of four layers, whose rotation is not scaled."""
     windows = periodic_windows(hf, 4)
-    ropes = ropes_by_kind(hf, hf.number("rope_theta", 5e5), 5e5)
+    ropes = ropes_by_kind(hf, hf.defaults["rope_theta"])
     return {"window": windows, "rope": by_window(windows, *ropes), **_OLMO}
 
 
@@ -132,7 +137,7 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
     """
     return {
         "window": hf.optional_integer("sliding_window"),
-        "rope": rope_config(hf, fraction=1.0),
+        "rope": rope_config(hf, is_partial=True),
         **NO_BIAS,
         "fused": True,
         "fused_mlp": True,
@@ -151,26 +156,25 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` or `max_window_layers`, if `use_sliding_window` allows any."""
-    window = window_if_used(hf, 4096)
-    first = 0 if window is None else hf.integer("max_window_layers", 28, least=0)
+    """`layer_types` or `max_window_layers` say which layers have a window, if `use_sliding_window` lets any."""
+    window = window_if_used(hf)
+    first = 0 if window is None else hf.integer("max_window_layers", least=0)
     return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
 
 
-def window_if_used(hf: HfConfig, default: int | None = None) -> int | None:
-    """Return `sliding_window`, or None unless `use_sliding_window` is true."""
+def window_if_used(hf: HfConfig) -> int | None:
+    """`sliding_window`, which means nothing unless `use_sliding_window` is true."""
     hf.value("sliding_window")
-    return hf.optional_integer("sliding_window", default) if hf.flag("use_sliding_window") else None
+    return hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
-    """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only those may have a window."""
-    rotates, rope, window = rotating_layers(hf), rope_config(hf, theta=2e6), window_if_used(hf)
+    """SmolLM3 (Hugging Face, 2025): every fourth layer rotates nothing; those are the ones that may have a window."""
+    rotates, rope, window = rotating_layers(hf), rope_config(hf), window_if_used(hf)
     return {
         "rope": tuple(rope if one else None for one in rotates),
         "window": layer_windows(hf, window, lambda layer: window is not None and not rotates[layer]),
         "mlp_bias": hf.flag("mlp_bias"),
-        "tie_word_embeddings": hf.flag("tie_word_embeddings", True),
     }
 
 

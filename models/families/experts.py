@@ -11,6 +11,7 @@ from paged.models.layers.decoder_config import (
     count_layers,
     layer_windows,
     moe_config,
+    read_head_dim,
     rotating_layers,
     weights_dtype,
 )
@@ -40,30 +41,28 @@ _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias and expert groups, shared experts.
-
-    The first layers are dense.
-    """
-    size, num_dense = hf.integer("moe_intermediate_size"), hf.integer("first_k_dense_replace", 1, least=0)
+    """GLM-4.5 to 4.7 (GLM Team, 2025): experts by sigmoid and a bias, out of the best groups, beside shared ones;
+    first layers are dense."""
+    size, num_dense = hf.integer("moe_intermediate_size"), hf.integer("first_k_dense_replace", least=0)
     moe = moe_config(
         hf,
         size_key="moe_intermediate_size",
         count_key="n_routed_experts",
-        renormalize=hf.flag("norm_topk_prob", True),
+        renormalize=hf.flag("norm_topk_prob"),
         scoring="sigmoid",
         correction_bias="gate.e_score_correction_bias",
         float32_router=True,
-        num_expert_groups=hf.integer("n_group", 1),
-        topk_groups=hf.integer("topk_group", 1),
-        routed_scaling_factor=hf.number("routed_scaling_factor", 1.0),
-        shared_size=size * hf.integer("n_shared_experts", 1),
+        num_expert_groups=hf.integer("n_group"),
+        topk_groups=hf.integer("topk_group"),
+        routed_scaling_factor=hf.number("routed_scaling_factor"),
+        shared_size=size * hf.integer("n_shared_experts"),
     )
     return {
-        "rope": rope_config(hf, fraction=0.5),
+        "rope": rope_config(hf, is_partial=True),
         "o_bias": False,
         "qk_norm": "head" if hf.flag("use_qk_norm") else None,
         "moe": tuple(None if layer < num_dense else moe for layer in range(count_layers(hf))),
-        "num_mtp_layers": hf.integer("num_nextn_predict_layers", 0, least=0),
+        "num_mtp_layers": hf.integer("num_nextn_predict_layers", least=0),
     }
 
 
@@ -87,11 +86,11 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
         router_name="router",
         is_mxfp4=is_mxfp4,
     )
-    has_bias = hf.flag("attention_bias", True)
+    has_bias = hf.flag("attention_bias")
     return {
         **({"quantization": None} if is_mxfp4 else {}),
-        "window": layer_windows(hf, hf.optional_integer("sliding_window", 128), lambda layer: layer % 2 == 0),
-        "rope": rope_config(hf, theta=150000.0, is_needed=True),
+        "window": layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: layer % 2 == 0),
+        "rope": rope_config(hf),
         "qkv_bias": has_bias,
         "o_bias": has_bias,
         "sinks": True,
@@ -105,7 +104,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
 def _granite_moe(hf: HfConfig) -> dict[str, Any]:
     """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, maybe beside a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
-    moe = moe_config(hf, renormalize=True, router_name="router", stacked=True, shared_size=shared_size)
+    moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
 
 
@@ -115,11 +114,11 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     Layers that rotate see only their chunk and have norms of heads without weights. In the others queries grow.
     """
     hf.choice("num_experts_per_tok", 1)
-    rotates, rope = rotating_layers(hf), rope_config(hf, theta=5e5, interleaved=True)
-    growth = QueryGrowth(hf.number("attn_scale", 0.1), hf.integer("floor_scale", 8192), offset=1)
+    rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
+    growth = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
     tuning = hf.value("attn_temperature_tuning")  # published as a number, too
-    growth_elsewhere = growth if tuning is None or tuning else None
-    norm = "unit" if hf.flag("use_qk_norm", True) else None
+    growth_elsewhere = growth if tuning else None
+    norm = "unit" if hf.flag("use_qk_norm") else None
     moe = moe_config(
         hf,
         renormalize=False,
@@ -128,18 +127,17 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
         shared_size=hf.integer("intermediate_size"),
         shared_name="shared_expert",
         router_name="router",
-        stacked=True,
         transposed=True,
     )
     layers = range(count_layers(hf))
-    step = hf.integer("interleave_moe_layer_step", 1)
+    step = hf.integer("interleave_moe_layer_step")
     sparse = hf.items("moe_layers", int) if hf.value("moe_layers") is not None else layers[step - 1 :: step]
     # `layer_types` say which layers have chunks, and where there are none, those do that rotate.
     most = hf.integer("max_position_embeddings")
-    size = hf.optional_integer("attention_chunk_size", 8192) or most
+    size = hf.optional_integer("attention_chunk_size") or most
     chunks = layer_windows(hf, size, lambda layer: rotates[layer] == 1, "chunked_attention")
     return {
-        "intermediate_size": hf.integer("intermediate_size_mlp", 16384),
+        "intermediate_size": hf.integer("intermediate_size_mlp"),
         "mlp_name": "feed_forward",
         "moe": tuple(moe if layer in sparse else None for layer in layers),
         "rope": tuple(rope if one else None for one in rotates),
@@ -155,7 +153,7 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
     return {
         "window": hf.optional_integer("sliding_window"),
         "moe": moe_config(hf, renormalize=True, **_MIXTRAL_NAMES),
-        "rope": rope_config(hf, theta=1e6),
+        "rope": rope_config(hf),
         **NO_BIAS,
     }
 
@@ -176,9 +174,9 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
         **_MIXTRAL_NAMES,
     )
     rotary_dim = hf.optional_integer("rotary_dim")
-    fraction = 1.0 if rotary_dim is None else rotary_dim / hf.integer("head_dim", 128)
+    fraction = 1.0 if rotary_dim is None else rotary_dim / read_head_dim(hf)
     return {
-        "rope": rope_config(hf, theta=5e6, fraction=fraction),
+        "rope": rope_config(hf, fraction=fraction, is_partial=True),
         **NO_BIAS,
         "qk_norm": "width",
         "moe": moe,
@@ -187,18 +185,16 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens.
-
-    Every second one of the first layers has a window.
-    """
-    window, most = window_if_used(hf, 4096), hf.integer("max_window_layers", 28, least=0)
+    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): beside the experts stands an MLP for all tokens, behind a
+    gate; windows are in every second of first layers."""
+    window, most = window_if_used(hf), hf.integer("max_window_layers", least=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < most),
-        "qkv_bias": hf.flag("qkv_bias", True),
+        "qkv_bias": hf.flag("qkv_bias"),
         "o_bias": False,
         "moe": _qwen_experts(
             hf,
-            shared_size=hf.integer("shared_expert_intermediate_size", 5632),
+            shared_size=hf.integer("shared_expert_intermediate_size"),
             shared_name="shared_expert",
             shared_gate="shared_expert_gate",
         ),
@@ -206,13 +202,13 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3-MoE (Yang et al., 2025): experts instead of most layers' MLP; all layers share one window."""
-    return {"window": window_if_used(hf, 4096), "qk_norm": "head", "moe": _qwen_experts(hf)}
+    """Qwen3 (Yang et al., 2025) with experts in place of most layers' MLP; all layers share one window."""
+    return {"window": window_if_used(hf), "qk_norm": "head", "moe": _qwen_experts(hf)}
 
 
 def _qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
-    """Return experts for every decoder_sparse_step-th layer, except for mlp_only_layers."""
-    step, dense = hf.integer("decoder_sparse_step", 1), set(hf.items("mlp_only_layers", int))
+    """In every decoder_sparse_step-th layer but mlp_only_layers."""
+    step, dense = hf.integer("decoder_sparse_step"), set(hf.items("mlp_only_layers", int))
     moe = moe_config(hf, size_key="moe_intermediate_size", renormalize=hf.flag("norm_topk_prob"), **fields)
     layers = range(count_layers(hf))
     return tuple(moe if layer not in dense and (layer + 1) % step == 0 else None for layer in layers)

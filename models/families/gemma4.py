@@ -174,17 +174,15 @@ class Gemma4(Llama):
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
         hf.choice("use_bidirectional_attention", "vision")  # between parts of a picture, and there are none
-        windows = layer_windows(hf, hf.integer("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)
+        windows = layer_windows(hf, hf.integer("sliding_window"), lambda layer: (layer + 1) % 6 != 0)
         windows = (*windows[:-1], None)  # the last layer sees everything whatever its type, as in transformers
-        if hf.section("rope_parameters") is None:
-            raise CheckpointError(f"{hf.source}: rope_parameters is missing, expected those of both kinds of layers")
-        ropes = ropes_by_kind(hf, 1e6, 1e4)
+        ropes = ropes_by_kind(hf, hf.number("rope_theta"))
         k_eq_v = hf.flag("attention_k_eq_v")
         layers = [_layer(hf, index, sees_all=window is None, k_eq_v=k_eq_v) for index, window in enumerate(windows)]
         sources, size = _sources(hf, windows), hf.integer("intermediate_size")
         widened = 2 * size if hf.flag("use_double_wide_mlp") else size
-        input_size, vocab_size = hf.integer("hidden_size_per_layer_input", 256, least=0), hf.integer("vocab_size")
-        input_vocab_size = hf.integer("vocab_size_per_layer_input", 262_144)
+        input_size, vocab_size = hf.integer("hidden_size_per_layer_input", least=0), hf.integer("vocab_size")
+        input_vocab_size = hf.integer("vocab_size_per_layer_input")
         if input_size and input_vocab_size < vocab_size:
             raise CheckpointError(
                 f"{hf.source}: vocab_size_per_layer_input {input_vocab_size}, expected at least {vocab_size}"
@@ -196,7 +194,6 @@ class Gemma4(Llama):
                 size_key="moe_intermediate_size",
                 top_k_key="top_k_experts",
                 renormalize=True,
-                stacked=True,
                 router_name="router.proj",
                 expert_scale="router.per_expert_scale",
             )
@@ -243,13 +240,15 @@ def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfi
         UnsupportedError: another value is set for the layer.
     """
     heads = hf.integer("num_global_key_value_heads", hf.integer("num_key_value_heads"))
-    everywhere = hf.integer("global_head_dim", 512), heads
+    everywhere = hf.integer("global_head_dim"), heads
     overrides = hf.section("per_layer_config")
     if overrides is None:
         own = dict(zip(_SIZES, everywhere if k_eq_v else everywhere[:1], strict=False)) if sees_all else {}
     else:
-        section = overrides.section(str(index))
+        # transformers pads the numbers of layers with zeros.
+        keys = [key for key in overrides.values if key.isdecimal() and int(key) == index]
+        section = overrides.section(keys[0]) if keys else None
         own = dict(section.values) if section is not None else {}
     if unknown := own.keys() - set(_SIZES):
         raise UnsupportedError(f"{hf.source}: per_layer_config: {shown(min(unknown))}, known are {', '.join(_SIZES)}")
-    return HfConfig({**hf.values, **own}, hf.source)
+    return hf.overridden(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import MappingProxyType
@@ -31,6 +32,9 @@ from paged.models.quantization.packed_weights import PackedWeights
 
 # What tells layers apart beside their tensors.
 _CONSTANT = (bool, int, float, str, type(None), AttentionConfig, MoeConfig)
+
+# Modules of Gemma 4 here that a checkpoint has no name for.
+_OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
 
 
 class DecoderLayer(nn.Module):
@@ -149,7 +153,7 @@ class Llama(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Linear(*sizes)
         if config.quantization is not None:
             for path, module in list(self.named_modules()):
-                name = f"model.{path}".replace(".mlp", f".{config.mlp_name}")
+                name = _OF_OURS.sub("", f"model.{path}").replace(".mlp", f".{config.mlp_name}")
                 if isinstance(module, SparseMoe):
                     module.quantize(name, config.quantization)
                 elif isinstance(module, Linear):

@@ -43,6 +43,8 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
     values = {"v_head_dim": values["head_dim"], "moe": None, **values}
+    stretched = [one.longest for one in _per_layer(values["rope"], 1) if one is not None]
+    values["max_position_embeddings"] = min(max(values["max_position_embeddings"], *stretched, 0), _MAX_POSITIONS)
     norms = NormConfig(**_taken(values, NormConfig))
     layers = {name: _per_layer(value, num_layers) for name, value in _taken(values, AttentionConfig).items()}
     attention = tuple(AttentionConfig(**{name: layers[name][layer] for name in layers}) for layer in range(num_layers))
@@ -102,12 +104,10 @@ def moe_config(
         CheckpointError: a size is missing or malformed, a token takes more experts than there are, or groups do not
             fit.
     """
-    local, published = (hf.optional_integer(key) for key in ("num_local_experts", count_key))
-    if local is None and published is None:
-        raise CheckpointError(f"{hf.source}: num_local_experts is missing, expected a positive integer")
-    if local is not None and published is not None and local != published:
-        raise CheckpointError(f"{hf.source}: num_local_experts {local}, but {count_key} {published}")
-    num_experts = local or published or 0
+    keys = [key for key in ("num_local_experts", count_key) if hf.values.get(key) is not None] or [count_key]
+    num_experts, published = hf.integer(keys[0]), hf.integer(keys[-1])
+    if num_experts != published:
+        raise CheckpointError(f"{hf.source}: num_local_experts {num_experts}, but {count_key} {published}")
     groups, topk_groups = fields.get("num_expert_groups", 1), fields.get("topk_groups", 1)
     if num_experts % groups or topk_groups > groups:
         raise CheckpointError(f"{hf.source}: {topk_groups} of {groups} groups of {num_experts} experts")
@@ -160,8 +160,8 @@ def layer_windows(
 
 
 def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
-    """Return `layer_windows`; without `layer_types`, every `period`-th layer has no window."""
-    return layer_windows(hf, hf.optional_integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0)
+    """`layer_windows` where all layers have one but every `period`-th."""
+    return layer_windows(hf, hf.optional_integer("sliding_window"), lambda layer: (layer + 1) % period != 0)
 
 
 def by_window(windows: Sequence[int | None], whole: Any, local: Any) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ def rotating_layers(hf: HfConfig) -> list[int]:
     Raises:
         CheckpointError: there are fewer entries than layers, or one is neither 0 nor 1.
     """
-    num_layers, interval = count_layers(hf), hf.integer("no_rope_layer_interval", 4)
+    num_layers, interval = count_layers(hf), hf.integer("no_rope_layer_interval")
     rotates = hf.items("no_rope_layers", int) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
         raise CheckpointError(f"{hf.source}: no_rope_layers {shown(rotates)}, expected 0 or 1 for {num_layers} layers")

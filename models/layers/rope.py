@@ -51,22 +51,20 @@ class RopeConfig:
     long: tuple[float, ...] = ()
     rotating: float = 1.0
 
+    @property
+    def longest(self) -> int:
+        """The longest sequence that it is made for, whatever max_position_embeddings says: with "yarn", which is
+        switched on by a scaling alone; of others 0."""
+        return int(self.factor * self.original_max_positions) if self.kind == "yarn" else 0
+
 
 def rope_config(
-    hf: HfConfig,
-    *,
-    theta: float = 10000.0,
-    is_needed: bool = False,
-    fraction: float | None = None,
-    interleaved: bool = False,
+    hf: HfConfig, *, fraction: float = 1.0, is_partial: bool = False, interleaved: bool = False
 ) -> RopeConfig:
     """Read `rope_parameters`, or `rope_scaling` of transformers before 5, which wins if both are given.
 
-    Args:
-        theta: default if neither they nor `rope_theta` give one.
-        is_needed: whether one of the two must be given.
-        fraction: default of the rotated part of each head; None for a family that rotates whole heads.
-        interleaved: as in RopeConfig.
+    fraction: the rotated part of each head where config.json says nothing of it. is_partial: it may be less than all.
+    interleaved: as in RopeConfig.
 
     Raises:
         UnsupportedError: the type is not supported, or a part of each head rotates in a family that rotates all.
@@ -75,23 +73,22 @@ def rope_config(
     parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
     # Empty parameters are parameters, those of a plain rotation; an empty scaling is none.
     given = scaling if scaling is not None and scaling.values else parameters
-    if given is None and is_needed:
-        raise CheckpointError(f"{hf.source}: rope_parameters is missing")
-    given = given or HfConfig({}, hf.source)
-    rope = scaled_rope(hf, given, hf.number("rope_theta", theta), fraction)
+    rope = scaled_rope(hf, given or HfConfig({}, hf.source), hf.number("rope_theta"), fraction, is_partial)
     return replace(rope, interleaved=interleaved)
 
 
-def scaled_rope(hf: HfConfig, section: HfConfig, theta: float, fraction: float | None = None) -> RopeConfig:
-    """Read the rotation from a section of config.json; otherwise as `rope_config`.
+def scaled_rope(
+    hf: HfConfig, section: HfConfig, theta: float, fraction: float = 1.0, is_partial: bool = False
+) -> RopeConfig:
+    """The rotation that a section of config.json says; else as `rope_config`.
 
     hf: the object around the section. theta, fraction: defaults.
     """
-    rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", fraction or 1.0))
+    rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", fraction))
     if section.text("rope_type", "") == "proportional":
         theta, factor = section.number("rope_theta", theta), section.number("factor", 1.0)
         return RopeConfig(theta, factor, kind="proportional", rotating=min(rotated, 1.0))
-    if rotated > 1.0 or (fraction is None and rotated != 1.0):
+    if rotated > 1.0 or (rotated != 1.0 and not is_partial):
         raise UnsupportedError(f"{hf.source}: partial_rotary_factor {rotated}, only 1.0 is known")
     return replace(_scaled(hf, section, section.number("rope_theta", theta)), fraction=rotated)
 
@@ -120,15 +117,14 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
         short, long = section.numbers("short_factor"), section.numbers("long_factor")
         return RopeConfig(theta, 1.0, magnitude, kind=kind, original_max_positions=original, short=short, long=long)
     factor, low, high = (section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    if low >= high:
-        raise CheckpointError(f"{hf.source}: low_freq_factor {low} is not below high_freq_factor {high}")
+    if low > high:
+        raise CheckpointError(f"{hf.source}: low_freq_factor {low} is above high_freq_factor {high}")
     return RopeConfig(theta, factor, kind=kind, original_max_positions=original, low_turns=low, high_turns=high)
 
 
-def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Read the rotations of layers without a window, and of those with one.
-
-    Scalings as published before transformers 5 apply to the first ones only.
+def ropes_by_kind(hf: HfConfig, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see everything, and of those with a window; scalings as published before transformers 5 are the
+    first ones' alone.
 
     Raises:
         UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind.
@@ -143,7 +139,7 @@ def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeC
     if "type" in scaling.values and "rope_type" not in scaling.values:  # which transformers leaves unread here alone
         raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
     whole = HfConfig({**whole.values, **scaling.values}, hf.source)
-    return scaled_rope(hf, whole, theta), scaled_rope(hf, local, local_theta)
+    return scaled_rope(hf, whole, hf.number("rope_theta")), scaled_rope(hf, local, local_theta)
 
 
 def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:
@@ -204,7 +200,9 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
         return inv_freq / config.factor
     if config.kind == "llama3":
         turns = config.original_max_positions * inv_freq / (2 * math.pi)
-        kept = ((turns - config.low_turns) / (config.high_turns - config.low_turns)).clamp(0.0, 1.0)
+        # Where both ends are one (Llama 4 Scout), the pairs beyond it stay whole.
+        width = config.high_turns - config.low_turns or torch.finfo(torch.float32).tiny
+        kept = ((turns - config.low_turns) / width).clamp(0.0, 1.0)
     else:
         kept = _kept_by_yarn(config, dim)
     return kept * inv_freq + (1 - kept) * inv_freq / config.factor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from fnmatch import filter as filter_names
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,29 @@ from paged.errors import CheckpointError
 # The largest index of a supported model has 3 MB and 40,000 entries; Python makes up to 30 bytes of every byte of JSON.
 _MAX_JSON_BYTES = 16 << 20
 _MAX_JSON_VALUES = 400_000
+
+# What tells that something is no checkpoint in Hugging Face layout, of which the first counts; what it is, what to do.
+_OTHER_KINDS = (
+    ("*.gguf", "GGUF, the format of llama.cpp: give the folder that it was made from, in safetensors"),
+    ("adapter_config.json", "an adapter, no model: load the model it was made for, and then this by load_lora"),
+    ("model_index.json", "a pipeline of diffusers, which holds no language model to run"),
+    ("params.json", "the authors' own layout: give the same model in Hugging Face layout, config.json and safetensors"),
+    ("*.onnx", "ONNX: give the folder that it was made from, in safetensors"),
+    ("tokenizer*", "a tokenizer alone: give the folder of the model, or put config.json and *.safetensors beside it"),
+)
+
+
+def other_kind(path: Path) -> str:
+    """For messages: what a folder without a model to load is, or a file in place of a folder, and what to do; empty
+    where nothing there says so."""
+    try:
+        names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
+    except OSError:  # no folder
+        return ""
+    found = next((text for glob, text in _OTHER_KINDS if filter_names(names, glob)), None)
+    if found is None and path.is_file():
+        found = "a file: give the folder that holds it, config.json and tokenizer.json"
+    return f"; this is {found}" if found else ""
 
 
 def regular_size(file: Path) -> int:

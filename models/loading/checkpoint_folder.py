@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
-from paged.models.loading.checkpoint_files import is_there
+from paged.models.loading.checkpoint_files import is_there, other_kind
 
 # Never code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
@@ -57,7 +57,9 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
         _check_complete(path, is_run)
         return path
     if is_file:
-        raise InvalidInputError(f"model {str(model)!r}: a file, expected a folder in Hugging Face layout")
+        raise InvalidInputError(
+            f"model {str(model)!r}: a file, expected a folder in Hugging Face layout{other_kind(path)}"
+        )
     raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
 
 
@@ -71,7 +73,7 @@ def _check_complete(folder: Path, is_run: bool) -> None:
     missing = missing_files(folder)
     if missing if is_run else "config.json" in missing:
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-        raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {present}")
+        raise CheckpointError(f"{folder}: {', '.join(missing)} missing; there is {present}{other_kind(folder)}")
 
 
 def _download(model_id: str, wanted: list[str]) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
-from paged.models.loading.checkpoint_files import is_there, read_json
+from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
 from paged.printable import one_line
 
 _REQUIRED: Any = object()
@@ -20,13 +21,11 @@ _MAX_INTEGER = 2**31 - 1
 class HfConfig:
     """Values of a config.json, or of a section of one; a key that is absent or null takes the default.
 
-    Every reader raises CheckpointError, with key and file, if the value has another type or range.
-
-    Attributes:
-        values: the JSON object.
-        source: where it is from, for errors.
-        read_keys: keys that were read, so that their values count as honoured.
+    defaults: of absent keys, by key; the family's, once that is known.
+    read_keys: those that were asked for; what they say is honoured, or known to mean nothing.
     """
+
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
@@ -41,12 +40,20 @@ class HfConfig:
             CheckpointError: it is missing, or not a JSON object.
         """
         file = folder / name
-        return cls({} if may_lack and not is_there(file) else read_json(file), str(file))
+        if folder.is_file() or (name == "config.json" and not is_there(file)):
+            raise CheckpointError(f"{file}: missing{other_kind(folder)}")
+        return cls(read_json(file), str(file))
 
     def value(self, key: str) -> Any:
         """Return any value, or None."""
         self.read_keys.add(key)
-        return self.values.get(key)
+        return self.values.get(key, self.defaults.get(key))
+
+    def overridden(self, own: Mapping[str, Any]) -> HfConfig:
+        """The same with other values of some keys, and with keys read of its own."""
+        config = HfConfig({**self.values, **own}, self.source)
+        config.defaults = self.defaults
+        return config
 
     def integer(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = _MAX_INTEGER) -> int:
         """Return an integer in least..most."""
@@ -58,11 +65,8 @@ class HfConfig:
             raise self._wrong(key, value, f"at most {most}")
         return int(value)
 
-    def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """Return a positive integer; None if null, the default if absent."""
-        if key not in self.values:
-            self.read_keys.add(key)
-            return default
+    def optional_integer(self, key: str) -> int | None:
+        """A positive integer; None where null, or absent and without a default of the family's."""
         return None if self.value(key) is None else self.integer(key)
 
     def number(self, key: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
@@ -77,9 +81,18 @@ class HfConfig:
             raise self._wrong(key, given, expected)
         return value
 
-    def optional_number(self, key: str, default: float) -> float | None:
-        """Return a number of at least 0; None if null, the default if absent."""
-        return None if key in self.values and self.value(key) is None else self.number(key, default, may_be_zero=True)
+    def softcap(self, key: str) -> float:
+        """What a soft cap divides by, a positive number; 0 where null, or absent and without a default of the family's.
+
+        Raises:
+            UnsupportedError: it is 0.
+        """
+        value = self.value(key)
+        if value is not None and self.number(key, may_be_zero=True) == 0:
+            raise UnsupportedError(
+                f"{self.source}: {key} = {shown(value)} is not supported: transformers divides by it; null is no cap"
+            )
+        return 0.0 if value is None else self.number(key)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return a list of positive, finite numbers."""
@@ -117,8 +130,8 @@ class HfConfig:
         return list(values)
 
     def section(self, key: str) -> HfConfig | None:
-        """Return an object within, or None."""
-        values = self._get(key, None, "an object", dict)
+        """An object within; the family's default where absent or null, or None."""
+        values = self._get(key, self.defaults.get(key), "an object", dict)
         return None if values is None else HfConfig(values, f"{self.source}: {key}")
 
     def _get(self, key: str, default: Any, expected: str, *kinds: type) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
-from paged.models.loading.checkpoint_files import is_there, read_json, regular_size
+from paged.models.loading.checkpoint_files import is_there, other_kind, read_json, regular_size
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
@@ -310,7 +310,11 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     index = folder / _INDEX
     if not is_there(index):
         pickled = sorted(file.name for file in folder.glob("*.bin"))
-        reason = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "neither is there"
+        reason = (
+            f"only {pickled[0]}, and pickled weights are never loaded"
+            if pickled
+            else f"neither is there{other_kind(folder)}"
+        )
         raise CheckpointError(f"{folder}: expected {_SINGLE} or {_INDEX}; {reason}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):

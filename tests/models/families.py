@@ -68,12 +68,12 @@ _WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def options(words: str) -> dict[str, Any]:
+def options(words: str, known: dict[str, dict[str, Any]] = _WORDS) -> dict[str, Any]:
     """What `key=value key=value`, or words for several, stand for."""
     found: dict[str, Any] = {}
     for word in words.split():
         key, is_one, value = word.partition("=")
-        found |= {key: literal_eval(value)} if is_one else _WORDS[word]
+        found |= {key: literal_eval(value)} if is_one else known[word]
     return deepcopy(found)
 
 

@@ -14,7 +14,7 @@ from tests.models.edits import assert_refused, edit_config
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, options, save_checkpoint, tokens
 
 PROMPT = tokens(40)
-_FREQUENCIES = {"low_freq_factor": 4.0, "high_freq_factor": 4.0}
+_FREQUENCIES = {"low_freq_factor": 5.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, **_FREQUENCIES}
 
 
@@ -170,7 +170,7 @@ UNSUPPORTED, WRONG = UnsupportedError, CheckpointError
         ("llama", {"rope_parameters": _LINEAR | {"rope_type": "ntk"}}, UNSUPPORTED, f"rope type 'ntk', {ROPES}"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, UNSUPPORTED, "partial_rotary_factor 0.5"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, WRONG, "factor is missing"),
-        ("llama", {"rope_parameters": LLAMA3_ROPE}, WRONG, "low_freq_factor 4.0 is not below high_freq_factor 4.0"),
+        ("llama", {"rope_parameters": LLAMA3_ROPE}, WRONG, "low_freq_factor 5.0 is above high_freq_factor 4.0"),
         ("llama", {"hidden_size": None}, WRONG, "hidden_size is missing, expected a positive integer"),
         ("llama", {"num_hidden_layers": True}, WRONG, "num_hidden_layers = True"),
         ("llama", {"num_key_value_heads": 3}, WRONG, "attention_heads 4 is no multiple of num_key_value_heads 3"),

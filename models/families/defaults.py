@@ -1,0 +1,159 @@
+"""What keys that a config.json leaves out stand for: by family, as transformers 5.23 has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
+)
+_LLAMA_4K = (32_000, 4096, 11_008, 32, 32, None, None)
+_MISTRAL = (32_000, 4096, 14_336, 32, 32, 8, None, 131_072)
+_OLMO = (50_304, 4096, 11_008, 32, 32, None, None, 2048, 1e-5)
+_QWEN = (151_936, 4096, 22_016, 32, 32, 32)
+_GLM = (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072, 1.5625e-7, 1e4)
+# By model_type the values of _KEYS. None: as many KV heads as heads, and the hidden size divided by these.
+_VALUES: Mapping[str, tuple[float | None, ...]] = {
+    "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
+    "gemma2": (256_000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 1e4),
+    "gemma3_text": (262_208, 2304, 9216, 26, 8, 4, 256, 131_072, 1e-6, 1e6),
+    "gemma4_text": (262_144, 2304, 9216, 30, 8, 4, 256, 131_072, 1e-6, 1e4),
+    "glm": _GLM,
+    "glm4": _GLM,
+    "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072, 1e-5, 1e4),
+    "gpt_oss": (201_088, 2880, 2880, 36, 64, 8, 64, 131_072, 1e-5, 150_000.0),
+    "granite": (*_LLAMA_4K, 2048, 1e-6, 1e4),
+    "granitemoe": (*_LLAMA_4K, 2048, 1e-6, 1e4),
+    "granitemoeshared": (*_LLAMA_4K, 2048, 1e-6, 1e4),
+    "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
+    "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
+    "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
+    "ministral": (*_MISTRAL, 1e-6, 1e4),
+    "ministral3": (131_072, 4096, 14_336, 34, 32, 8, 128, 262_144, 1e-5, 1e4),
+    "mistral": (*_MISTRAL, 1e-6, 1e4),
+    "mixtral": (*_MISTRAL, 1e-5, 1e6),
+    "olmo2": (*_OLMO, 1e4),
+    "olmo3": (*_OLMO, 5e5),
+    "phi3": (32_064, 3072, 8192, 32, 32, None, None, 4096, 1e-5, 1e4),
+    "qwen2": (*_QWEN, None, 32_768, 1e-6, 1e4),
+    "qwen2_moe": (151_936, 2048, 5632, 24, 16, 16, None, 32_768, 1e-6, 1e4),
+    "qwen3": (*_QWEN, 128, 32_768, 1e-6, 1e4),
+    "qwen3_moe": (151_936, 2048, 6144, 24, 32, 4, None, 32_768, 1e-6, 1e4),
+    "smollm3": (128_256, 2048, 11_008, 36, 16, 4, None, 32_768, 1e-6, 2e6),
+}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_MINISTRAL3_ROPE = {
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
+# By model_type other keys, without those that null, false or nothing stand for.
+_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "cohere2": {
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    "gemma2": {
+        **_GEMMA,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "gemma4_text": {
+        **_GEMMA,
+        "sliding_window": 512,
+        "rope_parameters": _GEMMA4_ROPE,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+    },
+    "glm": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+    },
+    "gpt_oss": {
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "rope_parameters": _GPT_OSS_ROPE,
+    },
+    "granitemoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_experts": 8, "num_experts_per_tok": 2},
+    "llama4_text": {
+        "intermediate_size_mlp": 16_384,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": True,
+        "interleave_moe_layer_step": 1,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    "minimax_m2": {"num_experts": 256, "num_experts_per_tok": 8},
+    "ministral": {"sliding_window": 4096},
+    "ministral3": {"rope_parameters": _MINISTRAL3_ROPE},
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"num_experts": 8, "num_experts_per_tok": 2},
+    "olmo3": {"sliding_window": 4096},
+    "phi3": {"original_max_position_embeddings": 4096},
+    "qwen2": _QWEN_WINDOW,
+    "qwen2_moe": {
+        **_QWEN_WINDOW,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3": _QWEN_WINDOW,
+    "qwen3_moe": {
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "smollm3": {"no_rope_layer_interval": 4, "tie_word_embeddings": True},
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    name: {**dict(zip(_KEYS, values, strict=True)), "hidden_act": "silu", **_OTHERS.get(name, {})}
+    for name, values in _VALUES.items()
+}

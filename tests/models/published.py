@@ -1,0 +1,325 @@
+"""Settings of models as published on the Hugging Face Hub: by the Hub's id, what its config.json says.
+
+The values are those of the files of these names, from memory and from what transformers' conversion scripts, tests and
+documentation quote of them. Keys that are absent there are absent here; token ids, file names and versions are out.
+Of models that read more than text it is the text_config. The factors of LongRoPE are other numbers in the same order.
+"""
+
+from itertools import cycle, islice
+from typing import Any
+
+from tests.models.families import options
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _rope(kind: str, factor: float, original: int | None = None, **others: Any) -> dict[str, Any]:
+    at = {} if original is None else {"original_max_position_embeddings": original}
+    return {"rope_scaling": {"rope_type": kind, "factor": factor, **at, **others}}
+
+
+def _llama3(factor: float, low: float = 1.0, high: float = 4.0) -> dict[str, Any]:
+    return _rope("llama3", factor, 8192, low_freq_factor=low, high_freq_factor=high)
+
+
+def _factors(count: int) -> dict[str, Any]:
+    lists = {"short_factor": [1 + 0.05 * i for i in range(count)], "long_factor": [1 + 0.8 * i for i in range(count)]}
+    return {"rope_scaling": {"type": "longrope", **lists}}
+
+
+def _per_layer(key: str, count: int, *values: Any) -> dict[str, Any]:
+    return {key: list(islice(cycle(values), count))}
+
+
+_MINISTRAL3 = options(
+    """beta_fast=32.0 beta_slow=1.0 factor=16.0 llama_4_scaling_beta=0.1 mscale=1.0 mscale_all_dim=1.0
+    original_max_position_embeddings=16384 rope_theta=1000000.0 rope_type='yarn' type='yarn'"""
+)
+_GEMMA4 = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+}
+_GPT_OSS = _rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+_OLMO3 = _rope("yarn", 8.0, 8192, attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0)
+# Words of the rows below that stand for several keys.
+_WORDS: dict[str, dict[str, Any]] = {
+    "no_rope_scaling": {"rope_scaling": None},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "bias": {"attention_bias": True},
+    "no_bias": {"attention_bias": False},
+    "silu": {"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True},
+    "llama3_8": _llama3(8.0),
+    "llama3_32": _llama3(32.0),
+    "scout_rope": _llama3(16.0, 1.0, 1.0),
+    "linear_4": {"rope_scaling": {"factor": 4.0, "type": "linear"}},
+    "linear_8": _rope("linear", 8.0),
+    "yarn_4": _rope("yarn", 4.0, 32768),
+    "yarn_4_by_type": {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "qwen_experts": options(
+        """decoder_sparse_step=1 mlp_only_layers=[] norm_topk_prob=True num_experts_per_tok=8
+        output_router_logits=False router_aux_loss_coef=0.001"""
+    ),
+    "factors_48": _factors(48),
+    "ministral3_rope": {"rope_parameters": _MINISTRAL3},
+    "gpt_oss_rope": _GPT_OSS,
+    "olmo3_rope": _OLMO3,
+    "gemma2": options(
+        """attention_bias=False attention_dropout=0.0 attn_logit_softcapping=50.0 rope_theta=10000.0
+        cache_implementation='hybrid' final_logit_softcapping=30.0 hidden_act='gelu_pytorch_tanh'
+        hidden_activation='gelu_pytorch_tanh' max_position_embeddings=8192 rms_norm_eps=1e-06
+        initializer_range=0.02 sliding_window=4096 use_cache=True vocab_size=256000"""
+    ),
+    "gemma3": options(
+        """attention_bias=False attention_dropout=0.0 attn_logit_softcapping=None final_logit_softcapping=None
+        head_dim=256 hidden_activation='gelu_pytorch_tanh' max_position_embeddings=32768 num_attention_heads=4
+        num_key_value_heads=1 query_pre_attn_scalar=256 rms_norm_eps=1e-06 rope_local_base_freq=10000
+        rope_scaling=None rope_theta=1000000 sliding_window=512 vocab_size=262144"""
+    ),
+    "gemma4": options(
+        """attention_bias=False attention_dropout=0.0 final_logit_softcapping=30.0 head_dim=256 global_head_dim=512
+        hidden_activation='gelu_pytorch_tanh' rms_norm_eps=1e-06 vocab_size=262144
+        vocab_size_per_layer_input=262144"""
+    )
+    | {"rope_parameters": _GEMMA4},
+    "glm45": options(
+        """attention_bias=True attention_dropout=0.0 head_dim=128 hidden_act='silu' n_group=1 topk_group=1
+        n_shared_experts=1 norm_topk_prob=True num_attention_heads=96 num_experts_per_tok=8 num_key_value_heads=8
+        num_nextn_predict_layers=1 rms_norm_eps=1e-05 partial_rotary_factor=0.5 rope_scaling=None
+        rope_theta=1000000 tie_word_embeddings=False vocab_size=151552"""
+    ),
+    "granite": options(
+        """attention_bias=False attention_dropout=0.1 embedding_multiplier=12.0 hidden_act='silu'
+        residual_multiplier=0.22 rms_norm_eps=1e-05 rope_scaling=None tie_word_embeddings=True
+        max_position_embeddings=131072 num_key_value_heads=8 vocab_size=49155"""
+    ),
+    "cohere2": options(
+        """attention_bias=False attention_dropout=0.0 cache_implementation='hybrid' head_dim=128 hidden_act='silu'
+        layer_norm_eps=1e-05 layer_switch=4 logit_scale=0.25 rope_scaling=None num_key_value_heads=8
+        order_of_interleaved_layers='local_attn_first' rope_theta=50000 position_embedding_type='rope_gptj'
+        rotary_pct=1.0 sliding_window=4096 sliding_window_pattern=4 use_embedding_sharing=True
+        use_gated_activation=True use_parallel_block=True use_qk_norm=False vocab_size=256000"""
+    ),
+    "llama4": options(
+        """attention_bias=False attention_chunk_size=8192 attention_dropout=0.0 attn_scale=0.1
+        attn_temperature_tuning=4 floor_scale=8192 for_llm_compressor=False head_dim=128 hidden_act='silu'
+        hidden_size=5120 intermediate_size=8192 intermediate_size_mlp=16384 num_attention_heads=40
+        num_experts_per_tok=1 num_hidden_layers=48 num_key_value_heads=8 output_router_logits=False
+        rms_norm_eps=1e-05 rope_theta=500000.0 router_jitter_noise=0.0 use_cache=True vocab_size=202048
+        tie_word_embeddings=False"""
+    ),
+    "minimax": options(
+        """attention_dropout=0.0 layernorm_full_attention_beta=1.0 layernorm_mlp_beta=1.0 mlp_intermediate_size=8192
+        mtp_transformer_layers=1 num_mtp_modules=3 postnorm=False qk_norm_type='per_layer' rotary_dim=64
+        scoring_func='sigmoid' shared_moe_mode='sigmoid' shared_intermediate_size=0 use_mtp=True use_qk_norm=True
+        use_routing_bias=True router_aux_loss_coef=0.001 router_jitter_noise=0.0"""
+    )
+    | {"attn_type_list": [1] * 62},
+    "dual_chunk": {
+        "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 0}
+    },
+    "smollm3_layers": _per_layer("layer_types", 36, _FULL) | _per_layer("no_rope_layers", 36, 1, 1, 1, 0),
+    "every_second_slides_24": _per_layer("layer_types", 24, _SLIDING, _FULL),
+    "every_second_slides_36": _per_layer("layer_types", 36, _SLIDING, _FULL),
+    "three_of_four_slide_32": _per_layer("layer_types", 32, *(_SLIDING,) * 3, _FULL),
+    "three_of_four_slide_64": _per_layer("layer_types", 64, *(_SLIDING,) * 3, _FULL),
+    "three_of_four_slide_last_36": _per_layer("layer_types", 36, _FULL, *(_SLIDING,) * 3),
+    "four_of_five_slide_35": _per_layer("layer_types", 35, *(_SLIDING,) * 4, _FULL),
+    "five_of_six_slide_18": _per_layer("layer_types", 18, *(_SLIDING,) * 5, _FULL),
+    "five_of_six_slide_30": _per_layer("layer_types", 30, *(_SLIDING,) * 5, _FULL),
+    "five_of_six_slide_42": _per_layer("layer_types", 42, *(_SLIDING,) * 5, _FULL),
+    "five_of_six_slide_60": _per_layer("layer_types", 60, *(_SLIDING,) * 5, _FULL),
+}
+_SHORT: dict[str, str] = options(
+    """h='hidden_size' i='intermediate_size' l='num_hidden_layers' q='num_attention_heads' kv='num_key_value_heads'
+    max='max_position_embeddings' eps='rms_norm_eps' theta='rope_theta' v='vocab_size' window='sliding_window'
+    experts='num_local_experts' top='num_experts_per_tok' moe='moe_intermediate_size'
+    shared='shared_expert_intermediate_size' d='head_dim'"""
+)
+# architectures, and what is said; of short names those above.
+_ROWS = {
+    # Llama
+    "huggyllama/llama-7b": """Llama silu h=4096 i=11008 l=32 q=32 max=2048 max_sequence_length=2048 eps=1e-6 v=32000
+        untied""",
+    "meta-llama/Llama-2-7b-hf": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=4096 pretraining_tp=1 eps=1e-5 untied
+        no_rope_scaling v=32000""",
+    "meta-llama/Meta-Llama-3-8B-Instruct": """Llama silu no_bias h=4096 i=14336 l=32 q=32 kv=8 max=8192 eps=1e-5 untied
+        pretraining_tp=1 no_rope_scaling theta=500000.0 v=128256""",
+    "meta-llama/Llama-3.1-8B-Instruct": """Llama silu no_bias mlp_bias=False h=4096 i=14336 l=32 q=32 kv=8 max=131072
+        eps=1e-5 untied pretraining_tp=1 llama3_8 theta=500000.0 v=128256""",
+    "meta-llama/Llama-3.2-1B-Instruct": """Llama silu no_bias mlp_bias=False h=2048 i=8192 l=16 q=32 kv=8 d=64 tied
+        max=131072 eps=1e-5 pretraining_tp=1 llama3_32 theta=500000.0 v=128256""",
+    "meta-llama/Llama-3.3-70B-Instruct": """Llama silu no_bias mlp_bias=False h=8192 i=28672 l=80 q=64 kv=8 d=128 untied
+        max=131072 eps=1e-5 pretraining_tp=1 llama3_8 theta=500000.0 v=128256""",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": """Llama silu no_bias h=2048 i=5632 l=22 q=32 kv=4 max=2048 eps=1e-5 untied
+        pretraining_tp=1 no_rope_scaling theta=10000.0 v=32000""",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": """Llama silu no_bias mlp_bias=False h=576 i=1536 l=30 q=9 kv=3 max=8192
+        eps=1e-5 is_llama_config=True rope_interleaved=False pretraining_tp=1 no_rope_scaling theta=100000 tied
+        v=49152""",
+    "01-ai/Yi-1.5-9B-Chat": """Llama silu no_bias h=4096 i=11008 l=48 q=32 kv=4 max=4096 eps=1e-6 untied
+        pretraining_tp=1 no_rope_scaling theta=5000000.0 v=64000""",
+    "lmsys/vicuna-7b-v1.5-16k": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=4096 max_sequence_length=16384
+        pretraining_tp=1 eps=1e-5 linear_4 untied v=32000""",
+    "deepseek-ai/deepseek-coder-6.7b-instruct": """Llama silu h=4096 i=11008 l=32 q=32 kv=32 max=16384 pretraining_tp=1
+        eps=1e-6 linear_4 theta=100000 untied v=32256""",
+    # Mistral
+    "mistralai/Mistral-7B-v0.1": """Mistral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 eps=1e-5 theta=10000.0
+        window=4096 untied v=32000""",
+    "mistralai/Mistral-7B-Instruct-v0.3": """Mistral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 eps=1e-5
+        theta=1000000.0 window=None untied v=32768""",
+    "mistralai/Mistral-Nemo-Instruct-2407": """Mistral silu h=5120 i=14336 l=40 q=32 kv=8 d=128 max=131072 eps=1e-5
+        theta=1000000.0 window=None untied v=131072""",
+    "mistralai/Mistral-Small-24B-Instruct-2501": """Mistral silu h=5120 i=32768 l=40 q=32 kv=8 d=128 max=32768 eps=1e-5
+        theta=100000000.0 window=None untied v=131072""",
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": """Mistral3:mistral silu h=5120 i=32768 l=40 q=32 kv=8 d=128
+        max=131072 eps=1e-5 theta=1000000000.0 window=None v=131072""",
+    "mistralai/Ministral-8B-Instruct-2410": """Mistral silu h=4096 i=12288 l=36 q=32 kv=8 d=128 max=32768 eps=1e-5
+        theta=100000000.0 window=32768 untied v=131072""",
+    "mistralai/Ministral-8B-Instruct-2410 with layer_types": """Ministral silu h=4096 i=12288 l=36 q=32 kv=8 d=128
+        max=32768 eps=1e-5 theta=100000000.0 window=32768 three_of_four_slide_last_36 untied v=131072""",
+    "mistralai/Ministral-3-3B-Instruct-2512-BF16": """Mistral3:ministral3 silu h=3072 i=9216 l=26 q=32 kv=8 d=128
+        max=262144 eps=1e-5 ministral3_rope window=None tied v=131072""",
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": """Mistral3:ministral3 silu h=4096 i=14336 l=34 q=32 kv=8 d=128
+        max=262144 eps=1e-5 ministral3_rope window=None untied v=131072""",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": """Mixtral silu h=4096 i=14336 l=32 q=32 kv=8 max=32768 experts=8 top=2
+        output_router_logits=False eps=1e-5 theta=1000000.0 router_aux_loss_coef=0.02 window=None untied v=32000""",
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": """Mixtral silu h=6144 i=16384 l=56 q=48 kv=8 max=65536 experts=8 top=2
+        output_router_logits=False eps=1e-5 theta=1000000.0 router_jitter_noise=0.0 window=None untied v=32768""",
+    # Qwen
+    "Qwen/Qwen2-7B-Instruct": """Qwen2 silu h=3584 i=18944 l=28 q=28 kv=4 max=32768 max_window_layers=28 eps=1e-6
+        theta=1000000.0 window=131072 untied use_sliding_window=False v=152064""",
+    "Qwen/Qwen2.5-0.5B-Instruct": """Qwen2 silu h=896 i=4864 l=24 q=14 kv=2 max=32768 max_window_layers=21 eps=1e-6
+        theta=1000000.0 window=32768 tied use_sliding_window=False v=151936""",
+    "Qwen/Qwen2.5-7B-Instruct with YaRN": """Qwen2 silu h=3584 i=18944 l=28 q=28 kv=4 max=32768 max_window_layers=28
+        eps=1e-6 theta=1000000.0 window=131072 untied use_sliding_window=False v=152064 yarn_4_by_type""",
+    "Qwen/Qwen2.5-7B-Instruct-1M": """Qwen2 silu h=3584 i=18944 l=28 q=28 kv=4 max=1010000 max_window_layers=28
+        eps=1e-5 theta=10000000.0 window=32768 untied use_sliding_window=False v=152064 dual_chunk""",
+    "Qwen/QwQ-32B": """Qwen2 silu h=5120 i=27648 l=64 q=40 kv=8 max=40960 max_window_layers=64 eps=1e-5
+        theta=1000000.0 window=32768 untied use_sliding_window=False v=152064""",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": """Qwen2 silu h=1536 i=8960 l=28 q=12 kv=2 max=131072 eps=1e-6
+        max_window_layers=21 theta=10000 window=4096 untied use_mrope=False use_sliding_window=False v=151936""",
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": """Qwen2Moe silu h=2048 i=5632 l=24 q=16 kv=16 max=8192 max_window_layers=21
+        qwen_experts norm_topk_prob=False moe=1408 num_experts=60 top=4 shared=5632 eps=1e-6 theta=1000000.0
+        window=32768 untied use_sliding_window=False v=151936""",
+    "Qwen/Qwen2-57B-A14B-Instruct": """Qwen2Moe silu h=3584 i=18944 l=28 q=28 kv=4 max=32768 max_window_layers=28
+        qwen_experts norm_topk_prob=False moe=2560 num_experts=64 shared=20480 eps=1e-6 theta=1000000.0
+        window=65536 untied use_sliding_window=False v=151936""",
+    "Qwen/Qwen3-0.6B": """Qwen3 silu no_bias h=1024 i=3072 l=28 q=16 kv=8 d=128 max=40960 max_window_layers=28 eps=1e-6
+        no_rope_scaling theta=1000000 window=None tied use_sliding_window=False v=151936""",
+    "Qwen/Qwen3-8B": """Qwen3 silu no_bias h=4096 i=12288 l=36 q=32 kv=8 d=128 max=40960 max_window_layers=36 eps=1e-6
+        no_rope_scaling theta=1000000 window=None untied use_sliding_window=False v=151936""",
+    "Qwen/Qwen3-8B with YaRN": """Qwen3 silu no_bias h=4096 i=12288 l=36 q=32 kv=8 d=128 max=40960 max_window_layers=36
+        eps=1e-6 yarn_4 theta=1000000 window=None untied use_sliding_window=False v=151936""",
+    "Qwen/Qwen3-30B-A3B": """Qwen3Moe silu no_bias qwen_experts h=2048 i=6144 l=48 q=32 kv=4 d=128 max=40960 eps=1e-6
+        max_window_layers=48 moe=768 num_experts=128 no_rope_scaling theta=1000000.0 window=None untied
+        use_sliding_window=False v=151936""",
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": """Qwen3Moe silu no_bias qwen_experts h=4096 i=12288 l=94 q=64 kv=4 d=128
+        max=262144 eps=1e-6 max_window_layers=94 moe=1536 num_experts=128 no_rope_scaling theta=5000000 window=None
+        untied use_sliding_window=False v=151936""",
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": """Qwen3Moe silu qwen_experts h=6144 i=8192 l=62 q=96 kv=8 d=128 max=262144
+        eps=1e-6 max_window_layers=62 moe=2560 num_experts=160 qkv_bias=False no_rope_scaling theta=10000000 shared=0
+        window=None untied use_qk_norm=True use_sliding_window=False v=151936""",
+    # Gemma
+    "google/gemma-2-2b-it": "Gemma2 gemma2 h=2304 i=9216 l=26 q=8 kv=4 d=256 query_pre_attn_scalar=256",
+    "google/gemma-2-9b-it": """Gemma2 gemma2 h=3584 i=14336 l=42 q=16 kv=8 d=256 query_pre_attn_scalar=256
+        sliding_window_size=4096""",
+    "google/gemma-2-27b-it": """Gemma2 gemma2 h=4608 i=36864 l=46 q=32 kv=16 d=128 query_pre_attn_scalar=144
+        sliding_window_size=4096""",
+    "google/gemma-3-270m-it": """Gemma3 gemma3 h=640 i=2048 l=18 _sliding_window_pattern=6 five_of_six_slide_18
+        use_bidirectional_attention=False""",
+    "google/gemma-3-1b-it": "Gemma3 gemma3 h=1152 i=6912 l=26 sliding_window_pattern=6 cache_implementation='hybrid'",
+    "google/gemma-3-4b-it": "Gemma3:gemma3_text h=2560 i=10240 l=34 linear_8 window=1024",
+    "google/gemma-3-12b-it": "Gemma3:gemma3_text h=3840 i=15360 l=48 q=16 kv=8 linear_8 window=1024",
+    "google/gemma-3-27b-it": """Gemma3:gemma3_text h=5376 i=21504 l=62 q=32 kv=16 d=128 query_pre_attn_scalar=168
+        linear_8 window=1024""",
+    "google/gemma-4-E2B-it": """Gemma4:gemma4_text gemma4 h=1536 i=6144 l=35 q=8 kv=1 max=131072 window=512 tied
+        attention_k_eq_v=False enable_moe_block=False hidden_size_per_layer_input=256 num_kv_shared_layers=20
+        num_global_key_value_heads=None use_double_wide_mlp=True use_bidirectional_attention=None
+        four_of_five_slide_35""",
+    "google/gemma-4-E4B-it": """Gemma4:gemma4_text gemma4 h=2560 i=10240 l=42 q=8 kv=2 max=131072 window=512 tied
+        attention_k_eq_v=False enable_moe_block=False hidden_size_per_layer_input=256 num_kv_shared_layers=18
+        num_global_key_value_heads=None use_double_wide_mlp=False use_bidirectional_attention=None
+        five_of_six_slide_42""",
+    "google/gemma-4-31B-it": """Gemma4:gemma4_text gemma4 h=5376 i=21504 l=60 q=32 kv=16 max=262144 window=1024 tied
+        attention_k_eq_v=True enable_moe_block=False hidden_size_per_layer_input=0 num_kv_shared_layers=0
+        num_global_key_value_heads=4 use_bidirectional_attention='vision' five_of_six_slide_60""",
+    "google/gemma-4-26B-A4B-it": """Gemma4:gemma4_text gemma4 h=2816 i=2112 l=30 q=16 kv=8 max=262144 window=1024 tied
+        attention_k_eq_v=True enable_moe_block=True moe=704 num_experts=128 top_k_experts=8 num_kv_shared_layers=0
+        hidden_size_per_layer_input=0 num_global_key_value_heads=2 use_bidirectional_attention='vision'
+        five_of_six_slide_30""",
+    # gpt-oss, in 16 bits
+    "unsloth/gpt-oss-20b-BF16": """GptOss silu bias experts_per_token=4 h=2880 i=2880 l=24 q=64 kv=8 d=64 top=4
+        experts=32 initial_context_length=4096 max=131072 eps=1e-5 gpt_oss_rope theta=150000 window=128 untied
+        router_aux_loss_coef=0.9 swiglu_limit=7.0 every_second_slides_24 v=201088""",
+    "unsloth/gpt-oss-120b-BF16": """GptOss silu bias experts_per_token=4 h=2880 i=2880 l=36 q=64 kv=8 d=64 top=4
+        experts=128 initial_context_length=4096 max=131072 eps=1e-5 gpt_oss_rope theta=150000 window=128 untied
+        router_aux_loss_coef=0.9 swiglu_limit=7.0 every_second_slides_36 v=201088""",
+    # GLM and MiniMax
+    "zai-org/glm-4-9b-chat-hf": """Glm silu bias h=4096 i=13696 l=40 q=32 kv=2 d=128 max=131072 eps=1.5625e-7
+        partial_rotary_factor=0.5 theta=10000.0 untied v=151552""",
+    "zai-org/GLM-4-9B-0414": """Glm4 silu bias h=4096 i=13696 l=40 q=32 kv=2 d=128 max=32768 eps=1e-5
+        partial_rotary_factor=0.5 theta=10000.0 untied v=151552""",
+    "zai-org/GLM-4-32B-0414": """Glm4 silu no_bias h=6144 i=23040 l=61 q=48 kv=8 d=128 max=32768 eps=1e-5
+        partial_rotary_factor=0.5 theta=10000.0 untied v=151552""",
+    "zai-org/GLM-4.5-Air": """Glm4Moe glm45 h=4096 i=10944 l=46 max=131072 moe=1408 n_routed_experts=128
+        first_k_dense_replace=1 routed_scaling_factor=1.0 use_qk_norm=False""",
+    "zai-org/GLM-4.6": """Glm4Moe glm45 h=5120 i=12288 l=92 max=202752 moe=1536 n_routed_experts=160
+        first_k_dense_replace=3 routed_scaling_factor=2.5 use_qk_norm=True""",
+    "MiniMaxAI/MiniMax-M2": """MiniMaxM2 silu minimax h=3072 i=1536 l=62 q=48 kv=8 d=128 max=196608 experts=256 top=8
+        eps=1e-6 theta=5000000 window=None untied output_router_logits=False v=200064""",
+    # Llama 4
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": """Llama4:llama4_text llama4 experts=16 interleave_moe_layer_step=1
+        max=10485760 no_rope_layers=[] use_qk_norm=True scout_rope cache_implementation='hybrid'""",
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": """Llama4:llama4_text llama4 experts=128 max=1048576
+        interleave_moe_layer_step=2 no_rope_layers=[] use_qk_norm=False no_rope_scaling""",
+    # Phi
+    "microsoft/Phi-3-mini-4k-instruct": """Phi3 silu no_bias h=3072 i=8192 l=32 q=32 kv=32 max=4096 eps=1e-5 untied
+        original_max_position_embeddings=4096 embd_pdrop=0.0 resid_pdrop=0.0 no_rope_scaling theta=10000.0 window=2047
+        v=32064""",
+    "microsoft/Phi-3.5-mini-instruct": """Phi3 silu no_bias h=3072 i=8192 l=32 q=32 kv=32 max=131072 eps=1e-5 untied
+        original_max_position_embeddings=4096 embd_pdrop=0.0 resid_pdrop=0.0 factors_48 theta=10000.0 window=262144
+        v=32064""",
+    "microsoft/phi-4": """Phi3 silu no_bias h=5120 i=17920 l=40 q=40 kv=10 max=16384 eps=1e-5 untied theta=250000
+        original_max_position_embeddings=16384 embd_pdrop=0.0 resid_pdrop=0.0 no_rope_scaling window=None v=100352""",
+    "microsoft/Phi-4-mini-instruct": """Phi3 silu no_bias h=3072 i=8192 l=32 q=24 kv=8 max=131072 eps=1e-5 tied
+        original_max_position_embeddings=4096 partial_rotary_factor=0.75 full_attn_mod=1 interpolate_factor=1
+        lm_head_bias=False mlp_bias=False factors_48 theta=10000.0 window=262144 v=200064""",
+    # SmolLM, OLMo
+    "HuggingFaceTB/SmolLM3-3B": """SmolLM3 silu no_bias h=2048 i=11008 l=36 q=16 kv=4 max=65536 max_window_layers=28
+        mlp_bias=False no_rope_layer_interval=4 smollm3_layers pretraining_tp=2 eps=1e-6 no_rope_scaling
+        theta=5000000.0 window=None use_sliding_window=False v=128256""",
+    "allenai/OLMo-2-1124-7B-Instruct": """Olmo2 silu no_bias h=4096 i=11008 l=32 q=32 kv=32 max=4096 eps=1e-6 untied
+        no_rope_scaling theta=500000 v=100352""",
+    "allenai/OLMo-2-0325-32B-Instruct": """Olmo2 silu no_bias h=5120 i=27648 l=64 q=40 kv=8 max=4096 eps=1e-6 untied
+        no_rope_scaling theta=500000 v=100352""",
+    "allenai/Olmo-3-7B-Instruct": """Olmo3 silu no_bias h=4096 i=11008 l=32 q=32 kv=32 max=65536 eps=1e-6 untied
+        olmo3_rope theta=500000 window=4096 three_of_four_slide_32 v=100278""",
+    "allenai/Olmo-3-32B-Think": """Olmo3 silu no_bias h=5120 i=27648 l=64 q=40 kv=8 max=65536 eps=1e-6 untied
+        olmo3_rope theta=500000 window=4096 three_of_four_slide_64 v=100278""",
+    # Granite, Command
+    "ibm-granite/granite-3.1-2b-instruct": """Granite granite attention_multiplier=0.015625 h=2048 i=8192 l=40 q=32
+        logits_scaling=8.0 mlp_bias=False theta=5000000.0""",
+    "ibm-granite/granite-3.3-8b-instruct": """Granite granite attention_multiplier=0.0078125 h=4096 i=12800 l=40 q=32
+        logits_scaling=16.0 mlp_bias=False theta=10000000.0 v=49159""",
+    "ibm-granite/granite-3.1-1b-a400m-instruct": """GraniteMoe granite attention_multiplier=0.015625 h=1024 i=512 l=24
+        q=16 experts=32 top=8 logits_scaling=6.0 theta=1500000.0 output_router_logits=False router_aux_loss_coef=0.0""",
+    "ibm-granite/granite-3.1-3b-a800m-instruct": """GraniteMoe granite attention_multiplier=0.015625 h=1536 i=512 l=32
+        q=24 experts=40 top=8 logits_scaling=6.0 theta=1500000.0 output_router_logits=False router_aux_loss_coef=0.0""",
+    "ibm-research/moe-7b-1b-active-shared-experts": """GraniteMoeShared granite attention_multiplier=0.0078125 h=1536
+        i=512 l=40 q=24 experts=62 top=6 shared_intermediate_size=1024 logits_scaling=6.0 theta=10000""",
+    "CohereLabs/c4ai-command-r7b-12-2024": """Cohere2 cohere2 h=4096 i=14336 l=32 q=32 max=8192
+        use_parallel_embedding=True""",
+    "CohereLabs/c4ai-command-a-03-2025": """Cohere2 cohere2 h=12288 i=36864 l=64 q=96 max=131072
+        use_parallel_embedding=False""",
+}
+
+
+def published(name: str) -> tuple[str, str | None, dict[str, Any]]:
+    """(architecture, model_type of the text part of a model that reads more, keys and values) of a row."""
+    head, _, words = _ROWS[name].partition(" ")
+    architecture, _, text_type = head.partition(":")
+    values = {_SHORT.get(key, key): value for key, value in options(words, _WORDS).items()}
+    return f"{architecture}For{'ConditionalGeneration' if text_type else 'CausalLM'}", text_type or None, values
+
+
+PUBLISHED = tuple(_ROWS)

@@ -1,0 +1,246 @@
+"""Checkpoints with the settings of published models are inspected, load, and give transformers' logits."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
+from paged.executors.command_line.checkpoint_summary import summarize
+from paged.models.families.defaults import DEFAULTS
+from paged.models.loading.checkpoint_folder import checkpoint_folder
+from paged.models.loading.hf_config import HfConfig
+from paged.models.registry import ARCHITECTURES, WRAPPERS, load_model, model_config
+from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
+from tests.models.families import FAMILIES, VARIANTS, assert_same_logits, logits_of, options, save_checkpoint, tokens
+from tests.models.published import PUBLISHED, published
+
+PROMPT = tokens(40)
+# At most so much of each, where it is said; windows and chunks shorter than the prompt.
+_MOST = options(
+    """vocab_size=128 vocab_size_per_layer_input=128 num_hidden_layers=4 intermediate_size=96 intermediate_size_mlp=96
+    moe_intermediate_size=32 shared_expert_intermediate_size=48 shared_intermediate_size=48 num_experts=8
+    hidden_size_per_layer_input=16 num_global_key_value_heads=1 num_local_experts=8 n_routed_experts=8
+    num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
+    attention_chunk_size=8 floor_scale=8"""
+)
+
+
+def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """A model of the same settings that is made fast: what `_MOST` says, fewer heads in groups of the same size, the
+    same head size where one is said, and as many layers as show all kinds."""
+    own = {key: min(value, _MOST[key]) if key in _MOST and value else value for key, value in values.items()}
+    kinds = values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
+    layers = max([4, *(1 + kinds.index(kind) for kind in kinds)])
+    if values.get("num_kv_shared_layers"):
+        layers, own["num_kv_shared_layers"] = 2 * layers, layers
+    own["num_hidden_layers"] = layers
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == values["num_hidden_layers"]:
+            own[key] = value[:layers]
+    head_dim, heads = values.get("head_dim") or DEFAULTS[model_type]["head_dim"], values.get("num_attention_heads")
+    if heads is not None:
+        of_kv = values.get("num_key_value_heads") or heads
+        kv_heads = 1 if of_kv == 1 or heads // of_kv > 4 else 2
+        own["num_attention_heads"] = heads // of_kv * kv_heads
+        if "num_key_value_heads" in values:
+            own["num_key_value_heads"] = kv_heads
+    is_derived = head_dim is None or model_type == "cohere2"
+    own["hidden_size"] = own["num_attention_heads"] * (head_dim or values["hidden_size"] // heads) if is_derived else 64
+    return own
+
+
+def save_published(name: str, folder: Path) -> Any:
+    """A random checkpoint of a row with config.json and names of tensors as published; transformers' model of it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    architecture, text_type, values = published(name)
+    model_type = text_type or ARCHITECTURES[architecture].model_type
+    values = scaled(values, model_type)
+    tuned = {key: bool(values[key]) for key in ("attn_temperature_tuning",) if key in values}  # published as a number
+    config = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(values | tuned | {"pad_token_id": None})))
+    config.initializer_range = 1.6 * values["hidden_size"] ** -0.5  # with that of the row all logits are near 0
+    theirs = save_checkpoint(config, folder)
+    written = {"architectures": [architecture], "torch_dtype": "bfloat16"}
+    if text_type is None:
+        written |= {"model_type": model_type, **values}
+    else:
+        written |= {"text_config": {"model_type": text_type, **values}, "vision_config": {"hidden_size": 8}}
+        own = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+        written |= {"model_type": text_type.partition("_")[0], **own}
+
+        def rename(tensors: Tensors) -> None:
+            for tensor in list(tensors):
+                tensors[f"language_model.{tensor}"] = tensors.pop(tensor)
+            tensors["vision_tower.weight"] = torch.zeros(1)
+
+        edit_tensors(folder, rename)
+    (folder / "config.json").write_text(json.dumps(written))
+    return theirs
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name: str, tmp_path: Path) -> None:
+    expected = logits_of(save_published(name, tmp_path), PROMPT)
+    summary = summarize(tmp_path)
+    assert summary["reason"] is None
+    assert summary["missing"] == ["tokenizer.json"]
+    model = load_model(tmp_path, dtype=torch.float32, max_seq_len=64)
+    assert_same_logits(model.forward_verify("a", PROMPT), expected)
+
+
+def test_published_rows_are_of_all_families() -> None:
+    of_text = {family.model_type: name for name, family in ARCHITECTURES.items()}
+    rows = [published(name)[:2] for name in PUBLISHED]
+    assert {of_text[text] if text else name for name, text in rows} == set(ARCHITECTURES)
+    assert len(rows) >= 60
+
+
+def _json(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
+
+
+def _read(values: dict[str, Any]) -> Any:
+    """The configuration, or how it is refused."""
+    try:
+        return model_config(HfConfig(values, "config.json"))[1]
+    except PagedError as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_absent_and_null_keys_mean_what_they_mean_in_transformers(name: str) -> None:
+    """Each key in turn left out, and null, where transformers takes that."""
+    config = (FAMILIES | VARIANTS)[name]
+    values = _json(config)
+    values["architectures"] = [key for key, one in ARCHITECTURES.items() if one.model_type == config.model_type]
+    compared = 0
+    for key in values.keys() - {"architectures", "model_type"}:
+        for changed in ({**values, key: None}, {one: values[one] for one in values if one != key}):
+            try:
+                theirs = _json(type(config).from_dict(json.loads(json.dumps(changed))))
+            except Exception:  # it refuses the value, in ways that differ by key
+                continue
+            assert _read(changed) == _read(theirs | {"architectures": values["architectures"]}), key
+            compared += 1
+    assert compared > 30
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_empty_config_is_transformers_default(architecture: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    if own["model_type"] == "glm4_moe":
+        own["head_dim"] = 128  # its default is 42, of which half cannot rotate
+    assert _read(own) == _read(_json(CONFIG_MAPPING[own["model_type"]]()) | own)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_empty_text_config_is_transformers_default(wrapper: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text = CONFIG_MAPPING[wrapper.removesuffix("ForConditionalGeneration").lower()](text_config={}).text_config
+    found, expected = (_read({"architectures": [wrapper], "text_config": one}) for one in ({}, _json(text)))
+    assert found == expected
+    assert found.model_type == text.model_type
+
+
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    [
+        ("llama4", r"(.*\.experts)\.(gate_up|down)_proj"),
+        ("gemma4_moe", r"(.*\.experts)\.(gate_up|down)_proj"),
+        ("granite_moe_shared", r"(.*\.block_sparse_moe)\.(input|output)_linear\.weight"),
+    ],
+)
+def test_experts_one_tensor_a_projection(name: str, stacked: str, tmp_path: Path) -> None:
+    """As files are quantised: in the layout of every other family."""
+    expected = logits_of(save_checkpoint(FAMILIES[name], tmp_path), PROMPT)
+
+    def split(tensors: Tensors) -> None:
+        found = [match for match in (re.fullmatch(stacked, key) for key in list(tensors)) if match]
+        assert found
+        for match in found:
+            prefix = match[1].removesuffix(".experts") + ".experts"
+            for expert, weight in enumerate(tensors.pop(match[0])):
+                weight = weight.T if name == "llama4" else weight
+                parts = weight.chunk(2) if match[2] in ("gate_up", "input") else [weight]
+                for part, kind in zip(parts, ("gate", "up") if len(parts) == 2 else ("down",), strict=True):
+                    tensors[f"{prefix}.{expert}.{kind}_proj.weight"] = part
+
+    edit_tensors(tmp_path, split)
+    assert summarize(tmp_path)["reason"] is None
+    assert_same_logits(load_model(tmp_path, num_blocks=32).forward_verify("a", PROMPT), expected)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(next(key for key in tensors if ".experts.1." in key)))
+    assert_refused(tmp_path, r"experts\.1\.\w+\.weight: missing")
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B-Instruct"])
+def test_yarn_that_is_switched_on_by_hand_stretches_the_longest_sequence(name: str, tmp_path: Path) -> None:
+    save_published(f"{name} with YaRN", tmp_path)
+    assert summarize(tmp_path)["max_seq_len"] == 4 * 32768
+    assert load_model(tmp_path, num_blocks=8).config.max_seq_len == 4 * 32768
+    edit_config(tmp_path, "rope_scaling")
+    assert summarize(tmp_path)["max_seq_len"] == (40960 if "Qwen3" in name else 32768)
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_a_soft_cap_of_zero_is_refused(key: str, tmp_path: Path) -> None:
+    """transformers divides by it: the scores are all alike, the logits all 0, or NaN."""
+    save_checkpoint(FAMILIES["gemma2"], tmp_path)
+    edit_config(tmp_path, **{key: 0.0})
+    message = f"{key} = 0.0 is not supported: transformers divides by it; null is no cap"
+    assert message in assert_refused(tmp_path, message, UnsupportedError)
+    assert summarize(tmp_path)["reason"] == message
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "; its keys are a Llama's: what differs is in the architecture's code alone"),
+        ({"residual_dropout": 0.1, "attention_out_bias": False, "use_cache": True}, "code alone"),
+        (
+            {"residual_connection": "hyper", "qkv_bias": True},
+            "beyond a Llama: qkv_bias = True; not known here: residual_",
+        ),
+    ],
+)
+def test_an_unknown_architecture_is_told_by_its_keys(changed: dict[str, Any], message: str, folder: Path) -> None:
+    edit_config(folder, architectures=["SomeForCausalLM"], **changed)
+    assert_refused(folder, re.escape(message), UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        (["model-Q4_K_M.gguf", "tokenizer.json"], "GGUF, the format of llama.cpp: give the folder"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"],
+            "an adapter, no model: load the model",
+        ),
+        (["tokenizer.json", "tokenizer_config.json"], "a tokenizer alone: give the folder of the model"),
+        (["params.json", "consolidated.00.pth"], "the authors' own layout"),
+    ],
+)
+def test_folders_that_hold_something_else(present: list[str], message: str, tmp_path: Path) -> None:
+    for name in present:
+        (tmp_path / name).touch()
+    assert_refused(tmp_path, f"config.json: missing; this is {message}")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint_folder(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        summarize(tmp_path)
+
+
+def test_files_in_place_of_folders(folder: Path) -> None:
+    weights = (folder / "model.safetensors").rename(folder / "model.gguf")
+    assert_refused(folder, "neither is there; this is GGUF")
+    assert_refused(weights, "missing; this is GGUF")
+    assert_refused(folder / "config.json", "missing; this is a file: give the folder")
+    with pytest.raises(InvalidInputError, match=r"a file, expected a folder .*; this is GGUF"):
+        checkpoint_folder(weights)
