@@ -15,6 +15,7 @@ from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.weights import (
+    Read,
     StoredTensors,
     check_weights,
     load_kv_scales,
@@ -74,8 +75,7 @@ def load_network(
     whole = meta_network(network_class, config, dtype)
     stored = without_zero_biases(stored, whole.weight_slots())
     check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
-    network = whole if share.size == 1 else _rank_network(whole, config, dtype, share)
-    parts = share.parts(config, whole.weight_slots(), network.weight_slots())
+    network, parts = rank_network(whole, config, dtype, share)
     network = network.to_empty(device=device)
     network.join(ranks)
     if network is not whole:
@@ -85,6 +85,14 @@ def load_network(
         scales = load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device)
         network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])
     return network
+
+
+def our_name(network_class: type[Llama], name: str) -> str:
+    """Under which the family knows a tensor of a checkpoint."""
+    name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
+    for theirs, ours in network_class.renames.items():
+        name = re.sub(theirs, ours, name)
+    return name
 
 
 def meta_network(
@@ -107,12 +115,16 @@ def meta_network(
     return network
 
 
-def _rank_network(whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share) -> Llama:
-    """A rank's part of a network without memory.
+def rank_network(
+    whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
+) -> tuple[Llama, dict[str, Read]]:
+    """A rank's part of a network without memory, and what it reads of which tensors.
 
     Raises:
         UnsupportedError: it cannot be shared by so many.
     """
+    if share.size == 1:
+        return whole, {}
     try:
         network = meta_network(type(whole), config, dtype, share)
     except CheckpointError as error:
@@ -126,7 +138,7 @@ def _rank_network(whole: Llama, config: DecoderConfig, dtype: torch.dtype, share
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")
             if layout.has_order and own.in_features != packed.in_features:
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has columns in an order of its own")
-    return network
+    return network, share.parts(config, whole.weight_slots(), network.weight_slots())
 
 
 def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:
@@ -146,9 +158,7 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
         if has_other_parts and name.removeprefix("model.").startswith(_OTHER_PARTS):
             left.add(name)
             continue
-        name = _TEXT_PART.sub(lambda prefix: "" if prefix[0] == "language_model." else "model.", name)
-        for theirs, ours in network_class.renames.items():
-            name = re.sub(theirs, ours, name)
+        name = our_name(network_class, name)
         if _is_unused(name, config):
             left.add(tensor.name)
             continue

@@ -83,6 +83,10 @@ class SparseMoe(nn.Module):
             if layout is None:
                 continue
             if moe.stacked:
+                # A parameter is no module of the class that a configuration means, unless its tensor says so.
+                stacked = f"{prefix}.experts.{'gate_up_proj' if attribute == 'w1' else 'down_proj'}"
+                if quantization.plain is None or stacked in quantization.plain:
+                    continue
                 raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one a projection")
             columns = getattr(self, attribute).shape[2]
             layout.check(first, rows, columns)
