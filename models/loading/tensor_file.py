@@ -88,7 +88,7 @@ class TensorFile:
         row_bytes, skipped = shape[dim] * inner * part.itemsize, start * inner * part.itemsize
         if rows > 1 and part.nbytes // rows < _LEAST_RUN:
             return self.get_tensor(name).narrow(dim, start, stop - start).contiguous()
-        for row, run in enumerate(part.view(rows, -1)):
+        for row, run in enumerate(part.view(rows, part.numel() // max(rows, 1))):
             self._read(name, run, row * row_bytes + skipped)
         return part
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from re import _parser as sre  # type: ignore[attr-defined] # the syntax tree, which has no public name
+from re._compiler import compile as compile_tree  # type: ignore[import-not-found]
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
@@ -16,37 +18,21 @@ from paged.kernels.common.scalars import shown
 _MAX_PATTERN = 1000
 # Characters of all expressions of a configuration, times 64 for each repetition that others stand within.
 _MAX_COST, _ROUNDS = 1 << 18, 64
-_CATEGORIES = {
-    getattr(sre, f"CATEGORY_{negated}{name}"): re.compile(letter.upper() if negated else letter)
-    for name, letter in (("DIGIT", r"\d"), ("SPACE", r"\s"), ("WORD", r"\w"))
-    for negated in ("", "NOT_")
-}
-_DOT = ((sre.LITERAL, ord(".")),)
-_WORD = ((sre.CATEGORY, sre.CATEGORY_WORD),)
+_CHARACTERS = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
+_DOT = re.compile(r"\.")
 
 
 class _Name:
     """A name, and sets of its positions: bit i is set for position i, before character i."""
 
     def __init__(self, text: str) -> None:
-        self.text, self._before = text, dict[Any, int]()
+        self.text, self._places = text, dict[re.Pattern[str], int]()
 
-    def before(self, characters: tuple[Any, ...]) -> int:
-        """Positions before these."""
-        if characters not in self._before:
-            found = (1 << place for place, one in enumerate(self.text) if _belongs(one, characters))
-            self._before[characters] = sum(found)
-        return self._before[characters]
-
-    def at(self, where: Any) -> int:
-        """Positions that an anchor stands for."""
-        if where in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
-            return 1
-        if where in (sre.AT_END, sre.AT_END_STRING):
-            return 1 << len(self.text)
-        word = self.before(_WORD)
-        boundaries = word ^ word << 1
-        return boundaries if where == sre.AT_BOUNDARY else ~boundaries
+    def before(self, one: re.Pattern[str]) -> int:
+        """Positions where a character, or an anchor, is that an expression of one node stands for."""
+        if one not in self._places:
+            self._places[one] = sum(1 << at for at in range(len(self.text) + 1) if one.match(self.text, at))
+        return self._places[one]
 
 
 # One name meets all patterns of a configuration.
@@ -72,7 +58,8 @@ class NamePattern:
     @property
     def cost(self) -> int:
         """Characters, times the rounds that each may take."""
-        return len(self.expression) * _ROUNDS ** _compiled(self.expression)[1]
+        rounds: int = _ROUNDS ** _compiled(self.expression)[1]
+        return len(self.expression) * rounds
 
     def check(self, source: str) -> None:
         """Raise CheckpointError where it is no regular expression, UnsupportedError where it needs another engine."""
@@ -108,26 +95,23 @@ def check_cost(patterns: list[NamePattern], source: str) -> None:
         )
 
 
-def _belongs(character: str, characters: tuple[Any, ...]) -> bool:
-    is_negated = characters[0][0] == sre.NEGATE
-    for kind, value in characters[is_negated:]:
-        low, high = value if kind == sre.RANGE else (value, value)
-        if _CATEGORIES[value].match(character) if kind == sre.CATEGORY else low <= ord(character) <= high:
-            return not is_negated
-    return is_negated
-
-
 @lru_cache(4096)
 def _compiled(expression: str) -> tuple[_Step, int]:
     """What it does, and how many repetitions stand within each other at the most."""
-    tree = sre.parse(expression)
-    if tree.state.flags & ~re.UNICODE.value:
-        raise NotImplementedError("a flag")
-    return _sequence(tree)
+    return _sequence(sre.parse(expression))
+
+
+@lru_cache(1024)
+def _one(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
+    """An expression of one node."""
+    tree = sre.SubPattern(sre.State(), [(kind, value)])
+    tree.state.flags = flags
+    compiled: re.Pattern[str] = compile_tree(tree)
+    return compiled
 
 
 def _sequence(tree: Any) -> tuple[_Step, int]:
-    nodes = [_node(kind, value) for kind, value in tree]
+    nodes = [_node(kind, value, tree.state.flags) for kind, value in tree]
     steps = [step for step, _ in nodes]
 
     def run(name: _Name, starts: int) -> int:
@@ -140,21 +124,20 @@ def _sequence(tree: Any) -> tuple[_Step, int]:
     return run, max((depth for _, depth in nodes), default=0)
 
 
-def _node(kind: Any, value: Any) -> tuple[_Step, int]:
+def _node(kind: Any, value: Any, flags: int) -> tuple[_Step, int]:
     """One node of a syntax tree.
 
     Raises:
         NotImplementedError: it is of a kind that takes more than positions.
     """
-    if (characters := _characters(kind, value)) is not None:
-        return lambda name, starts: (starts & name.before(characters)) << 1, 0
-    if kind == sre.AT:
-        return lambda name, starts: starts & name.at(value), 0
+    if kind in _CHARACTERS or kind == sre.AT:
+        one, width = _one(kind, tuple(value) if kind == sre.IN else value, flags), int(kind != sre.AT)
+        return lambda name, starts: (starts & name.before(one)) << width, 0
     if kind == sre.SUBPATTERN and not any(value[1:3]):
         return _sequence(value[3])
     if kind == sre.BRANCH:
         steps, depths = zip(*map(_sequence, value[1]), strict=True)
-        return lambda name, starts: _union(step(name, starts) for step in steps), max(depths)
+        return lambda name, starts: reduce(or_, (step(name, starts) for step in steps)), max(depths)
     if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
         return _repeat(*value)
     if kind in (sre.ASSERT, sre.ASSERT_NOT):
@@ -162,30 +145,13 @@ def _node(kind: Any, value: Any) -> tuple[_Step, int]:
     raise NotImplementedError(str(kind).lower())
 
 
-def _union(sets: Any) -> int:
-    found = 0
-    for one in sets:
-        found |= one
-    return found
-
-
-def _characters(kind: Any, value: Any) -> tuple[Any, ...] | None:
-    """What a node that takes one character takes; None for others."""
-    if kind == sre.ANY:
-        return (sre.NEGATE, None), (sre.LITERAL, ord("\n"))
-    if kind == sre.NOT_LITERAL:
-        return (sre.NEGATE, None), (sre.LITERAL, value)
-    return tuple(value) if kind == sre.IN else ((kind, value),) if kind == sre.LITERAL else None
-
-
 def _repeat(least: int, most: int, tree: Any) -> tuple[_Step, int]:
     step, depth = _sequence(tree)
-    characters = _characters(*tree[0]) if len(tree) == 1 else None
-    if characters is not None and least <= 1 and most == sre.MAXREPEAT:
+    if len(tree) == 1 and tree[0][0] in _CHARACTERS and least <= 1 and most == sre.MAXREPEAT:
 
         def star(name: _Name, starts: int) -> int:
-            taken = name.before(characters)
-            starts = starts if least == 0 else (starts & taken) << 1
+            taken = step(name, -1) >> 1
+            starts = starts if least == 0 else step(name, starts)
             return (((starts & taken) + taken) ^ taken) | starts
 
         return star, 0

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paged.errors import UnsupportedError
 from paged.executors.command_line.checkpoint_summary import summarize
 from paged.models.parallel.share import Share
-from tests.models.edits import edit_config
+from tests.models.edits import WEIGHTS, Tensors, edit_config, edit_tensors
 from tests.models.families import PACKABLE, Families, logits_of, save_checkpoint
 from tests.models.parallel.parts import load_part
 from tests.models.published_quantized import BASES, PUBLISHED
-from tests.models.quantization.checkpoints import PROMPT, load, packed_weights, write
+from tests.models.quantization.checkpoints import PROMPT, Folders, assert_as_unpacked, load, packed_weights, write
 from tests.models.quantization.packers import FORMATS, rounded
 
 
@@ -68,3 +69,20 @@ def test_published(source: str, bases: dict[str, Path], tmp_path: Path, monkeypa
 
 
 _PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
+@pytest.mark.parametrize("folders", ["float-quantized rows", "modelopt FP8", "awq"], indirect=True)
+def test_what_is_stored_plain_is_plain(folders: Folders) -> None:
+    """Whatever the configuration packs: the head of ModelOpt's files, or all but a class of modules."""
+    changed = load_file(folders.plain / WEIGHTS)
+    plain = {name: one for name, one in changed.items() if "self_attn.o_proj" in name or "down_proj" in name}
+    assert len(plain) == 2
+
+    def edit(tensors: Tensors) -> None:
+        for name in plain:
+            for stored in [one for one in tensors if one.startswith(name.removesuffix("weight"))]:
+                del tensors[stored]
+        tensors.update(plain)
+
+    edit_tensors(folders.packed, edit)
+    assert summarize(folders.packed)["weight_bytes"] == assert_as_unpacked(folders).parameter_bytes()
