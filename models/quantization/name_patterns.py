@@ -67,9 +67,9 @@ class NamePattern:
             if len(self.expression) > _MAX_PATTERN:
                 raise ValueError(f"longer than {_MAX_PATTERN} characters")
             if self.cost > _MAX_COST:
-                raise UnsupportedError(f"{source} has {shown(self.expression)}: repetitions within repetitions")
+                raise NotImplementedError("so many repetitions within repetitions")
         except NotImplementedError as error:
-            raise UnsupportedError(f"{source} has {shown(self.expression)}: {error} is not supported") from None
+            raise UnsupportedError(f"{source} has {shown(self.expression)}: not supported is {error}") from None
         except (re.error, ValueError, OverflowError, RecursionError) as error:
             message = f"{source} has {shown(self.expression)}, which is no pattern ({error})"
             raise CheckpointError(message) from error
