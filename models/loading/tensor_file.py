@@ -77,14 +77,13 @@ class TensorFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """All of a tensor, in memory of its own."""
-        dtype, shape, _ = self.tensors[name]
-        return self._read(name, torch.empty(shape, dtype=_DTYPES[dtype]), 0)
+        return self._read(name, torch.empty(self.tensors[name][1], dtype=self._dtype(name)), 0)
 
     def get_part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Entries start to stop of a dimension."""
-        dtype, shape, _ = self.tensors[name]
+        dtype, shape = self._dtype(name), self.tensors[name][1]
         rows, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-        part = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=_DTYPES[dtype])
+        part = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=dtype)
         row_bytes, skipped = shape[dim] * inner * part.itemsize, start * inner * part.itemsize
         if rows > 1 and part.nbytes // rows < _LEAST_RUN:
             return self.get_tensor(name).narrow(dim, start, stop - start).contiguous()
@@ -94,23 +93,29 @@ class TensorFile:
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Read a tensor into one of its shape: into place, or piece by piece through a buffer."""
-        dtype, shape, _ = self.tensors[name]
-        if out.dtype == _DTYPES[dtype] and out.is_cpu and out.is_contiguous():
+        dtype, shape = self._dtype(name), self.tensors[name][1]
+        if out.dtype == dtype and out.is_cpu and out.is_contiguous():
             self._read(name, out.detach(), 0)
             return
         rows = out.detach().unsqueeze(0) if not shape else out.detach()
-        row_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
         count = min(max(_PIECE_BYTES // max(row_bytes, 1), 1), len(rows))
-        buffer = torch.empty((count, *shape[1:]), dtype=_DTYPES[dtype])
+        buffer = torch.empty((count, *shape[1:]), dtype=dtype)
         for row in range(0, len(rows), max(count, 1)):
             piece = buffer[: len(rows) - row]
             rows[row : row + count].copy_(self._read(name, piece, row * row_bytes))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self.tensors[name][0]
+        if stored not in _DTYPES:
+            raise self.wrong(f"a tensor of {one_line(stored, 20)}, known are {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
 
     def _read(self, name: str, out: torch.Tensor, offset: int) -> torch.Tensor:
         """Fill contiguous memory with what begins at a byte of a tensor."""
         offset += self._start + self.tensors[name][2]
         if out.nbytes:
-            data = memoryview(out.view(-1).view(torch.uint8).numpy())
+            data = out.view(-1).view(torch.uint8).numpy().data
             # In as many parts as torch has threads: one reads half as fast as two copy from a memory map.
             count = min(torch.get_num_threads(), -(-out.nbytes // _LEAST_SHARE))
             each = -(-out.nbytes // count)

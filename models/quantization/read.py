@@ -89,7 +89,7 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
         layout = layout if dtype is None else replace(layout, scale_dtype=dtype)
         if not isinstance(layout, EightBit):
             return layout
-        found = {key: name for key, names in _SCALE_NAMES.items() for name in names if name in ends}
+        found: dict[str, Any] = {key: name for key, names in _SCALE_NAMES.items() for name in names if name in ends}
         return replace(layout, **found)
 
     plain = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype in FLOATING}

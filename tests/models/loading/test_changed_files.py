@@ -92,6 +92,13 @@ def test_values(weights: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> N
     opened.close()
 
 
+def test_a_type_that_torch_has_not(tmp_path: Path) -> None:
+    text = json.dumps({"a": _entry(0, 8, [2], "C32")}).encode()
+    (tmp_path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match=rf"{WEIGHTS}: .*C32"):
+        read_tensor(read_headers(tmp_path), "a")
+
+
 def _entry(start: int, stop: int, shape: object = (2,), dtype: str = "F32") -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
