@@ -160,11 +160,11 @@ def load_weights(
         with open_tensors(file, stored[names[0]].stamp) as tensors:
             for name in names:
                 source, slot, part = stored[name].name, slots[name], parts.get(name)
-                if part is None and isinstance(slot, torch.Tensor):
-                    tensors.fill(source, slot)
-                    continue
                 try:
-                    slot.copy_(tensors.get_tensor(source) if part is None else part(tensors, source, slot))
+                    if part is None and isinstance(slot, torch.Tensor):
+                        tensors.fill(source, slot)
+                    else:
+                        slot.copy_(tensors.get_tensor(source) if part is None else part(tensors, source, slot))
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
 
