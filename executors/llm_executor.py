@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +20,17 @@ from paged.executors.parallel.driver import Driver
 from paged.executors.parallel.follower import follow, load_adapter
 from paged.executors.parallel.messages import Kind
 from paged.executors.progress import tracked
+from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.forward_step import PreparedStep
 from paged.kernels.common.compilation import warming_up
+from paged.kernels.common.scalars import as_bool
 from paged.models.base import DecoderOnlyLLM
-from paged.models.loading.hf_config import read_eos_token_ids
+from paged.models.loading.checkpoint_folder import local_folder, model_name
+from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
+from paged.models.loading.load_options import as_folder
+from paged.models.loading.weights import untracked
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
@@ -70,34 +76,38 @@ class LlmExecutor(UnifiedExecutor):
         super().__init__(info, sequences, memory)
         self._ranks = self._lm.ranks
         self._driver: Driver | None = None
+        self._generation = HfConfig({}, "generation_config.json")
         if self._ranks.size > 1 and self._ranks.rank == 0:
             self._driver = Driver(cast(PagedCausalLM, model))
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, parallel: ParallelConfig | None = None, **options: Any
+        cls, path: str | Path, *, parallel: ParallelConfig | None = None, progress: bool = True, **options: Any
     ) -> LlmExecutor:
-        """Load a Hugging Face checkpoint folder.
+        """Load a Hugging Face checkpoint: a folder, or OWNER/NAME on the Hub if huggingface_hub is installed.
 
         CUDA graphs are captured by `warmup`. On a CPU, models of 8 MiB or more are packed when they are loaded, smaller
         ones by `warmup`; see `PagedCausalLM.pack`.
 
         Args:
             parallel: how to spread the model over processes, each of which makes this call.
+            progress: whether bars show loading and packing, on a terminal where tqdm is installed.
             options: fields of `paged.models.loading.load_options.LoadOptions`.
 
         Raises:
-            CheckpointError: files are missing or malformed.
-            UnsupportedError: the architecture, or one of its options, is not supported.
+            CheckpointError: files are missing or malformed, or the Hub does not have the model.
+            UnsupportedError: the architecture or an option is not supported, or huggingface_hub is not installed.
             InvalidInputError: an argument has another type or is out of range.
             RankFailedError: another process could not load its part, or has ended.
         """
-        model = load_model(path, parallel=parallel, **options)
+        track = partial(tracked, shown=as_bool("progress", progress))
+        folder = local_folder(as_folder("path", path))
+        model = load_model(folder, parallel=parallel, track=track, **options)
         if model.device.type == "cpu" and model.parameter_bytes() >= _PACKED_BYTES:
-            model.pack()
+            model.pack(untracked if model.ranks.rank else track)
         config = model.config
         info = ModelInfo(
-            model_id=Path(path).name,
+            model_id=model_name(folder),
             model_type=model.model_type,
             num_parameters=model.num_parameters(),
             hidden_size=config.hidden_size,
@@ -109,9 +119,20 @@ class LlmExecutor(UnifiedExecutor):
             max_sequence_length=config.max_seq_len,
             dtype=model.dtype,
             device=model.device,
-            eos_token_ids=read_eos_token_ids(Path(path)),
+            eos_token_ids=read_eos_token_ids(folder),
         )
-        return cls(model, info)
+        executor = cls(model, info)
+        executor._generation = HfConfig.read(folder, "generation_config.json", may_lack=True)
+        return executor
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """How the checkpoint's generation_config.json samples; where it says nothing, the defaults of SamplingParams.
+
+        Raises:
+            CheckpointError: a value there has another type or is out of range.
+        """
+        return SamplingParams(**sampling_defaults(self._generation))
 
     def serve(self) -> None:
         """Take part in everything that rank 0 runs, until it shuts down. For ranks other than 0.
@@ -198,10 +219,11 @@ class LlmExecutor(UnifiedExecutor):
         """Return the names of the loaded adapters, none if the model takes none."""
         return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
 
-    def warmup(self) -> None:
-        """Compile kernels and capture CUDA graphs, with progress bars; on a CPU, pack the weights. Sequences stay."""
+    def warmup(self, *, progress: bool = True) -> None:
+        """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
+        progress: whether bars show it, on a terminal."""
         with self._call(), warming_up(), self._alike(Kind.PREPARE):
-            self._lm.prepare(tracked)
+            self._lm.prepare(partial(tracked, shown=as_bool("progress", progress)))
         super().warmup()
 
     def status(self) -> ExecutorStatus:

@@ -1,9 +1,9 @@
-"""A progress bar where tqdm is installed, and nothing where it is not."""
+"""Progress bars: on a terminal where tqdm is installed, else nothing."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import TypeVar
 
@@ -19,19 +19,23 @@ class ProgressBar:
 
 
 def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
-    """A bar over `total` units of work, on stderr."""
-    if shown and sys.stderr is not None:  # None where the process was started without one
-        with suppress(ImportError):
+    """A bar over `total` units of work, on stderr if that is a terminal: in a log it would be lines of noise."""
+    stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
+    with suppress(ImportError, ValueError):  # closed
+        if shown and stream is not None and stream.isatty():  # None where the process was started without one
             from tqdm import tqdm
 
-            stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
-            return tqdm(total=total, unit=unit, desc=desc, file=stream)  # type: ignore[no-any-return]
+            is_scaled = unit == "B"
+            return tqdm(total=total, unit=unit, unit_scale=is_scaled, desc=desc, file=stream)  # type: ignore[no-any-return]
     return ProgressBar()
 
 
-def tracked(items: Sequence[T], *, desc: str, unit: str) -> Iterator[T]:
-    """Yield the items and move a bar along."""
-    with closing(progress_bar(len(items), desc=desc, unit=unit)) as bar:
+def tracked(
+    items: Sequence[T], *, desc: str, unit: str, size: Callable[[T], int] = lambda _: 1, shown: bool = True
+) -> Iterator[T]:
+    """Yield the items one by one, with a bar that counts the size of each: one, or bytes, of which the unit is "B"."""
+    with closing(progress_bar(sum(map(size, items)), desc=desc, unit=unit, shown=shown and bool(items))) as bar:
         for item in items:
+            count = size(item)  # before it is packed, or what else the caller does with it
             yield item
-            bar.update(1)
+            bar.update(count)

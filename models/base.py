@@ -1,4 +1,4 @@
-"""What an executor asks of a language model: one sequence at a time is enough, batches and rollback are extras."""
+"""The interface between an executor and a language model; batches and rollback are optional."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from paged.seq_id import SeqId
 
 @dataclass(frozen=True)
 class LlmRuntimeConfig:
-    """The sizes an executor plans with; max_seq_len counts tokens, prompt and output together."""
+    """Model sizes that an executor plans with.
+
+    Attributes:
+        max_seq_len: longest sequence in tokens, prompt and output together.
+    """
 
     hidden_size: int
     num_layers: int
@@ -29,11 +33,13 @@ class LlmRuntimeConfig:
 
 
 class DecoderOnlyLLM(ABC):
-    """A causal language model that keeps the KV cache of each sequence itself, under the caller's `cache_id`.
+    """A causal language model that keeps the KV cache of each sequence itself, by `cache_id`.
 
-    Logits are float32. The four abstract methods are enough for a model to be run; the defaults of the others say so
-    where a capability is missing. Of a class without a `forward_verify` of its own, what changes a sequence's length is
-    counted along, so that the default knows where it ends.
+    Only `config`, `prefill`, `decode` and `release` are required. Defaults of the other methods run them one by one, or
+    raise UnsupportedError. Logits are float32.
+
+    If a class does not override `forward_verify`, calls that change a sequence's length are counted, so that the
+    default knows its end.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -46,33 +52,33 @@ class DecoderOnlyLLM(ABC):
     @property
     @abstractmethod
     def config(self) -> LlmRuntimeConfig:
-        """The model's sizes."""
+        """Sizes of the model."""
 
     @abstractmethod
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
-        """Run tokens at the end of the sequence, which begins here if it is new; the last token's logits, [V]."""
+        """Append tokens to a sequence, which begins here if it is new, and return the last token's logits, [V]."""
 
     @abstractmethod
     def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
-        """Run one token at position `pos`, the sequence's length; its logits, [V]."""
+        """Append one token at position `pos`, the sequence's length, and return its logits, [V]."""
 
     @abstractmethod
     def release(self, cache_id: SeqId) -> None:
-        """Forget a sequence; one that does not exist is no error."""
+        """Forget a sequence; an unknown one is no error."""
 
     def cache_metrics_snapshot(self) -> Any | None:
-        """What the KV cache measured so far, or None."""
+        """Return metrics of the KV cache, or None."""
         return None
 
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
-        """What the adapters measured so far, or None."""
+        """Return metrics of the adapters, or None."""
         return None
 
     def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
-        """Run the sequence with a loaded adapter, or with none.
+        """Choose a loaded adapter for a sequence, or None for the base model.
 
         Raises:
-            UnsupportedError: an adapter was named, and this model takes none.
+            UnsupportedError: an adapter is named, and this model takes none.
         """
         if adapter is not None:
             raise UnsupportedError(
@@ -80,26 +86,28 @@ class DecoderOnlyLLM(ABC):
             )
 
     def prepare(self) -> None:  # noqa: B027
-        """Do now what would otherwise slow the first request."""
+        """Warm up: do now what would slow the first request."""
 
     def kv_capacity(self) -> int:
-        """Tokens that fit into the KV cache, over all sequences."""
+        """Return the number of tokens that the KV cache can hold, over all sequences."""
         return self.config.max_seq_len
 
     def decode_batch(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
-        """`decode` for each (cache_id, token, pos): logits [n, V]."""
+        """Run `decode` for each (cache_id, token, pos); return logits [n, V]."""
         return self.decode_batch_with_full_logits(items)
 
     def decode_batch_with_full_logits(self, items: Sequence[tuple[SeqId, int, int]]) -> torch.Tensor:
-        """As `decode_batch`, for callers that need the logits even where a model answers that one with less."""
+        """Run `decode_batch` for callers that need all logits, even if a model's `decode_batch` returns less."""
         rows = [self.decode(cache_id, token, pos) for cache_id, token, pos in items]
         return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size)
 
     def forward_verify(self, cache_id: SeqId, tokens: Sequence[int], *, start_pos: int | None = None) -> torch.Tensor:
-        """Run tokens at the end of the sequence; logits after each of them, [n, V].
+        """Append tokens to a sequence and return the logits after each of them, [n, V].
 
-        The default is a loop over `decode` from the end that was counted along. start_pos: the sequence's length, for
-        callers that know it better, as after a call that failed half-way.
+        The default calls `decode` in a loop.
+
+        Args:
+            start_pos: the sequence's length; None takes the counted one, which may be wrong after a failed call.
 
         Raises:
             InvalidInputError: tokens is empty.
@@ -110,10 +118,11 @@ class DecoderOnlyLLM(ABC):
         return torch.stack([self.decode(cache_id, token, end + i) for i, token in enumerate(tokens)])
 
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-        """Any mix of prefill chunks and decode steps in one forward.
+        """Run any mix of prefill chunks and decode steps in one forward.
 
-        One entry an item, in order: None where the chunk is not final; else the last token's logits [V], or under
-        GreedyArgmax the token id, an int64 scalar.
+        Returns:
+            One entry for each item, in order. None if the chunk is not final, else the last token's logits [V], or with
+            GreedyArgmax the token id, an int64 scalar.
 
         Raises:
             UnsupportedError: this model runs one sequence at a time.
@@ -121,10 +130,10 @@ class DecoderOnlyLLM(ABC):
         raise UnsupportedError(f"{type(self).__name__} has no unified forward ({len(items)} items given)")
 
     def truncate_kv(self, cache_id: SeqId, new_len: int) -> None:
-        """Roll the sequence back to its first `new_len` tokens.
+        """Roll a sequence back to its first `new_len` tokens.
 
         Raises:
-            UnsupportedError: this model cannot.
+            UnsupportedError: this model cannot roll back.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot truncate cache {cache_id!r} to {new_len} tokens")
 
@@ -133,7 +142,7 @@ class DecoderOnlyLLM(ABC):
 
 
 def _lengths(model: object) -> dict[SeqId, int]:
-    """Tokens of each sequence that a model runs whose class is counted along."""
+    """Return the counted length of each sequence of a model."""
     lengths: dict[SeqId, int] = vars(model).setdefault("_counted_lengths", {})
     return lengths
 

@@ -1,4 +1,4 @@
-"""Keys of config.json that change what some decoder computes, each with the values that leave it as it is."""
+"""Keys of config.json that change what a decoder computes, with their neutral values."""
 
 from __future__ import annotations
 
@@ -97,19 +97,19 @@ COMPUTATION_KEYS = frozenset(_NEUTRAL)
 
 
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
-    """See that no key which the family left unread changes what is computed.
+    """Check that no key which the family did not read changes what is computed.
 
     hf: after the family has read it as `config`.
 
     Raises:
-        UnsupportedError: one is there, and its value is no neutral one.
+        UnsupportedError: there is such a key, and its value is not neutral.
     """
     for key in unread_keys(hf, config):
         raise UnsupportedError(f"{hf.source}: {key} = {shown(hf.values[key])} is not supported for this architecture")
 
 
 def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
-    """The keys that change what is computed, and were left unread; hf as in `refuse_unread`."""
+    """Return the unread keys that change what is computed; hf as in `refuse_unread`."""
     keys = sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys)
     return [key for key in keys if not _is_neutral(key, hf.values[key], config, hf)]
 

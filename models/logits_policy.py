@@ -1,4 +1,4 @@
-"""From logits to what each item asked for."""
+"""From logits to the answer that each item asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALL = int(np.iinfo(np.int64).max)
 
 
 class Draws(NamedTuple):
-    """Of rows whose tokens alone are wanted what `sample_tokens` takes, whose shapes and dtypes these are."""
+    """Arguments of `sample_tokens` for rows of which only tokens are wanted, with its shapes and dtypes."""
 
     keys: NDArray[np.int64]
     temperature: NDArray[np.float32]
@@ -30,7 +30,7 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[DrawToken]) -> Draws:
-        """What policies ask for."""
+        """Return the draws that policies ask for."""
         return cls(
             np.array([row.key for row in rows], np.int64).reshape(-1, 2),
             np.array([row.temperature for row in rows], np.float32),
@@ -41,26 +41,26 @@ class Draws(NamedTuple):
 
     @property
     def num_candidates(self) -> int:
-        """How many of the best tokens of a row say which of all the filters keep; 0 without filters."""
+        """Number of best tokens of a row that decide what the filters keep; 0 without filters."""
         needed = np.where(self.top_k < _ALL, self.top_k, np.where(self.top_p < 1, _ALL, self.min_p > 0))
         return int(needed[self.temperature > 0].max(initial=0))
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """A token for each row of logits [n, V], int64 [n]."""
+        """Return a token for each row of logits [n, V], int64 [n]."""
         keys, temperature, *filters = to_device(self, logits.device)
         top_k, top_p, min_p = filters if self.num_candidates else (None, None, None)
         return sample_tokens(logits, keys, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
-    """What to draw where every policy wants a token and has no other rules; else None."""
+    """Return the draws if every policy wants only a token and has no other rules; else None."""
     given = (DrawToken(0.0, (0, 0)) if policy == GreedyArgmax() else policy for policy in policies)
     draws = [draw for draw in given if isinstance(draw, DrawToken)]
     return Draws.of(draws) if len(draws) == len(policies) else None
 
 
 def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
-    """One entry an item, from the logits of the rows that were wanted: None where the chunk is not final."""
+    """Return one answer for each item, from the logits of the wanted rows; None if its chunk is not final."""
     final = [item for item in items if item.is_final_chunk]
     policies = [item.logits_policy for item in final]
     if VerifyLogits not in map(type, policies):
@@ -75,7 +75,7 @@ def answer_items(logits: torch.Tensor, items: Sequence[UnifiedBatchItem]) -> lis
 
 
 def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:
-    """One entry a policy: its row of `logits` [n, V], or its token, those of a kind chosen in one call.
+    """Return for each policy its row of `logits` [n, V], or its token; policies of a kind run in one call.
 
     Raises:
         InvalidInputError: a token mask or repetition penalty does not fit.
@@ -102,7 +102,7 @@ def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> li
 
 
 def _stacked(name: str, rows: Sequence[torch.Tensor | None], neutral: torch.Tensor) -> torch.Tensor | None:
-    """[n, V], `neutral` for rows that are None; None where all are."""
+    """Stack rows to [n, V], with `neutral` for None; return None if all are None."""
     given = [row for row in rows if row is not None]
     for row in given:
         check_tensor(name, row, neutral.shape, (neutral.dtype,), neutral.device)

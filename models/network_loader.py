@@ -1,4 +1,4 @@
-"""From a checkpoint's configuration and headers to a network that holds its weights."""
+"""Make a network with weights from a checkpoint's configuration and headers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.weights import (
     Read,
     StoredTensors,
+    Track,
     check_weights,
     load_kv_scales,
     load_weights,
     num_weights,
     read_headers,
     read_tensor,
+    untracked,
 )
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
@@ -52,14 +54,16 @@ def load_network(
     device: torch.device,
     has_fp8_cache: bool,
     ranks: Ranks,
+    track: Track = untracked,
 ) -> Llama:
-    """A network with the weights of a folder, of several ranks this one's part. Its headers are compared with the
-    configuration first: until they agree, no memory is taken that either of them asks for.
+    """Load a network with the weights of a folder; with several ranks, this rank's part.
+
+    Headers are compared with the configuration first. Until they agree, no memory is allocated by their sizes.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, there twice, misshapen or of another dtype, or a file is
+        CheckpointError: a tensor is missing, unexpected, there twice, or of another shape or dtype; or a file is
             missing, unreadable, truncated or outside of the folder.
-        UnsupportedError: the network cannot be shared by so many ranks.
+        UnsupportedError: the network cannot be spread over this number of ranks.
     """
     share = ranks.share
     stored = _tensors_of(network_class, config, folder)
@@ -76,11 +80,12 @@ def load_network(
     stored = without_zero_biases(stored, whole.weight_slots())
     check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
     network, parts = rank_network(whole, config, dtype, share)
-    network = network.to_empty(device=device)
+    # As to_empty, whose empty_like of a meta tensor imports sympy: 0.25 s.
+    network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
     network.join(ranks)
     if network is not whole:
         network.num_weights = num_weights(whole)
-    load_weights(stored, network.weight_slots(), parts)
+    load_weights(stored, network.weight_slots(), parts, track, ranks.tick)
     if has_fp8_cache:
         scales = load_kv_scales(stored, [one.num_kv_heads for one in config.attention], device)
         network.scale_caches([share.scales(*pair) for pair in zip(config.attention, scales, strict=True)])
@@ -98,10 +103,10 @@ def our_name(network_class: type[Llama], name: str) -> str:
 def meta_network(
     network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share | None = None
 ) -> Llama:
-    """A network without memory, or the part of it that is one rank's.
+    """Return a network without memory, or one rank's part of it.
 
     Raises:
-        CheckpointError: a weight would have more bytes than can be counted, or is no whole number of groups or words.
+        CheckpointError: a weight has too many bytes to count, or no whole number of groups or words.
         UnsupportedError: projections of the same input are packed in several ways.
     """
     try:
@@ -118,10 +123,10 @@ def meta_network(
 def rank_network(
     whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
 ) -> tuple[Llama, dict[str, Read]]:
-    """A rank's part of a network without memory, and what it reads of which tensors.
+    """Return a rank's part of a network without memory, and what it reads of which tensors.
 
     Raises:
-        UnsupportedError: it cannot be shared by so many.
+        UnsupportedError: it cannot be spread over this number of ranks.
     """
     if share.size == 1:
         return whole, {}
@@ -142,10 +147,10 @@ def rank_network(
 
 
 def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:
-    """What a folder holds for the network, by the names that the family has for it.
+    """Return the tensors of a folder that the network uses, by the family's names.
 
-    Of a model that reads more than text, tensors of its other parts are left, and of any those of layers that predict
-    tokens further ahead, and of keys and values where a layer reads another's.
+    Dropped are parts of multimodal models that are not text, layers that predict tokens further ahead, and keys and
+    values of layers that read another layer's.
 
     Raises:
         CheckpointError: two tensors have one name, or a header cannot be read.
@@ -173,7 +178,7 @@ def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path)
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor is of a layer that predicts further ahead, or of keys and values that no layer has."""
+    """Return whether a tensor belongs to a multi-token-prediction layer, or to keys and values that are not used."""
     match = _LAYER.match(name)
     if match is None:
         return False
@@ -184,7 +189,7 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
 
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: Path) -> None:
-    """See that there are as many layers and experts: before a network is made of them one by one."""
+    """Check the numbers of layers and experts before modules are made for each of them."""
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
     if config.num_layers > len(layers):
         first = next(layer for layer in range(config.num_layers) if layer not in layers)

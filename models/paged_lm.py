@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,12 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.forward_step import ForwardStep, PreparedStep, StepPreparer, validate_items
-from paged.kernels.common.compilation import run_compiled
+from paged.kernels.common.compilation import compile_all
 from paged.kernels.common.device import LOOP_DTYPES, use_triton
 from paged.kernels.common.torch_ops.linear import bound_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.families.llama import Llama
-from paged.models.loading.weights import num_weights
+from paged.models.loading.weights import Track, num_weights, untracked
 from paged.models.logits_policy import Draws, answer_items, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
@@ -32,22 +32,24 @@ from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps
 from paged.seq_id import SeqId
 from paged.staging import to_device
 
-Track = Callable[..., Iterable[Any]]
 # Around a step: lets the other ranks run theirs. The step, its rows' adapters, and what is drawn from its logits.
 Lead = Callable[[ForwardStep, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
 
 
 class PagedCausalLM(DecoderOnlyLLM):
-    """A network with the KV caches of its sequences in one manager, each under its cache_id.
+    """A network and the KV caches of its sequences, in one manager, by cache_id.
 
-    A forward that fails leaves every sequence as it was; one that began with it does not exist. Logits are float32, on
-    the network's device. lead: set where other ranks run each step, too. num_graph_replays: forwards that ran as one of
-    `graphs`.
+    If a forward fails, every sequence is as before; one that began with it does not exist. Logits are float32, on the
+    network's device.
+
+    Attributes:
+        lead: called around each step if other ranks run it, too; None on one rank.
+        num_graph_replays: number of forwards that ran as one of `graphs`.
 
     Raises, in every method that runs tokens:
         InvalidInputError: no tokens, ids outside of the vocabulary, a position that is not the sequence's length, or a
             sequence that is twice in a batch.
-        OutOfBlocksError, SequenceTooLongError: the cache has no room, or a sequence grows too long; nothing was run.
+        OutOfBlocksError, SequenceTooLongError: the cache is full, or a sequence grows too long; nothing was run.
     """
 
     def __init__(
@@ -99,11 +101,11 @@ class PagedCausalLM(DecoderOnlyLLM):
         return self._config
 
     def num_parameters(self) -> int:
-        """Weights and biases, a tied head once."""
+        """Return the number of weights and biases; a tied head counts once."""
         return self.network.num_weights or num_weights(self.network)
 
     def parameter_bytes(self) -> int:
-        """Device memory of the weights, packed ones with their scales; of several ranks this one's."""
+        """Return the device memory of this rank's weights, packed ones with their scales."""
         return sum(parameter.nbytes for parameter in self.network.parameters())
 
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
@@ -141,10 +143,10 @@ class PagedCausalLM(DecoderOnlyLLM):
             return answer_items(logits, items)
 
     def prepare_step(self, handles: Sequence[KvCacheHandle]) -> PreparedStep | None:
-        """Do what can be done before their tokens are known for a forward over one more token of each sequence.
+        """Prepare a forward over one more token of each sequence before the tokens are known.
 
-        The next forward uses it if it is that one, and otherwise cancels it first, as `PreparedStep.cancel` does. None
-        where there is no room for it.
+        The next forward uses it if it is that one; otherwise it cancels it first, see `PreparedStep.cancel`. Returns
+        None if the cache has no capacity for it.
         """
         prepared = self._preparer.prepare(handles)
         if prepared is not None:
@@ -156,43 +158,51 @@ class PagedCausalLM(DecoderOnlyLLM):
                 step.upload()
         return prepared
 
-    def prepare(self, track: Track = lambda items, **_: items) -> None:
-        """Compile and launch every kernel that a step can, so that no request waits for that, and capture `graphs`; on
-        a CPU, `pack` first.
+    def prepare(self, track: Track = untracked) -> None:
+        """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
 
-        track: iterates over what is compiled and over the shapes that are captured, each named by `desc` and `unit`,
-            and may show how far it has come.
+        track: iterates over what is packed, compiled and captured, and may show progress.
         """
         self.graphs.clear()
-        self.pack()
+        self.pack(track)
         self._launch_all(run_steps, track)
         if self.adapters.num_layers:
             self.prepare_adapters(track)
-        self.graphs.capture(partial(track, desc="CUDA graphs", unit="graph"))
+        self.graphs.capture(self._track_graphs(track))
 
-    def pack(self) -> None:
-        """On a CPU, put the weights in the order in which it multiplies them fastest, in the same memory, and load the
-        loops that numba compiles, where it is installed: once on a machine that takes seconds. No compiler can look
-        into a network that is packed."""
+    def pack(self, track: Track = untracked) -> None:
+        """On a CPU, reorder the weights in place to multiply faster, and load numba kernels if numba is installed.
+
+        The first time on a machine this takes seconds. torch.compile cannot trace a packed network.
+        """
         bound_products()
         keep_freed_memory()
         if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
-            load_loops(self.network, self.dtype)
-        self.network.pack()
+            load_loops(self.network, self.dtype, track)
+        if self.device.type == "cpu":
+            self.network.pack(track)
 
-    def prepare_adapters(self, track: Track = lambda items, **_: items) -> None:
-        """The same for what loaded adapters add to a step; where there are graphs, those of steps with adapters."""
+    def prepare_adapters(self, track: Track = untracked) -> None:
+        """Warm up steps with adapters, once an adapter is loaded; capture their graphs if there are graphs."""
         self._launch_all(run_adapted_steps, track)
-        self.graphs.capture_adapted(partial(track, desc="CUDA graphs", unit="graph"))
+        self.graphs.capture_adapted(self._track_graphs(track))
+
+    def _track_graphs(self, track: Track) -> Track:
+        on_gpu = self.device.type == "cuda"
+        return partial(track, desc="CUDA graphs" if on_gpu else "recorded steps", unit="graph" if on_gpu else "step")
 
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
         if self.device.type == "cuda":  # nothing else is compiled
 
-            def steps() -> None:
-                self.ranks.wait_for_all()  # another may have more to compile
-                run(self.network, self.kv_manager, longest=self.graphs.longest)
+            def ticking(kernels: Sequence[Any]) -> Iterator[Any]:
+                for kernel in track(kernels, desc="kernels", unit="kernel"):
+                    yield kernel
+                    self.ranks.tick()
 
-            run_compiled(steps, partial(track, desc="kernels", unit="kernel"))
+            steps = partial(run, self.network, self.kv_manager, longest=self.graphs.longest)
+            with self.ranks.apart():  # another may have more to compile
+                compile_all(steps, ticking)
+            steps()
 
     def kv_capacity(self) -> int:
         return self.kv_manager.config.capacity_tokens
@@ -204,7 +214,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return self.adapters.metrics_snapshot()
 
     def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
-        """Run the sequence with a loaded adapter, or with none; before its first token, as its K/V depend on it.
+        """Choose a loaded adapter for a sequence, or None; before its first token, because its K/V depend on it.
 
         Raises:
             InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
@@ -228,8 +238,10 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     @contextmanager
     def _logits(self, items: Sequence[UnifiedBatchItem], draws: Draws | None = None) -> Iterator[torch.Tensor]:
-        """One forward; logits of the rows that are wanted, or what is drawn from them. The sequences grow once the body
-        ends well."""
+        """Run one forward and yield the logits of the wanted rows, or tokens drawn from them.
+
+        The sequences grow if the body succeeds.
+        """
         if not self._preparer.expects(items):
             validate_items(
                 items,
@@ -250,10 +262,12 @@ class PagedCausalLM(DecoderOnlyLLM):
     def run_step(
         self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None, draws: Draws | None
     ) -> torch.Tensor:
-        """One forward: logits of the rows that are wanted, float32 [num_rows, vocab_size], or what is drawn from them,
-        int64 [num_rows]. On another rank than the first, no more than its part in it.
+        """Run one forward and return the logits of the wanted rows, float32 [num_rows, vocab_size].
 
-        shape: that of the graph which runs it. row_slots: as `LoraAdapters.row_slots` has them.
+        With `draws` return the drawn tokens, int64 [num_rows]. On a rank other than the first, only its part is
+        computed.
+
+        shape: that of the graph that runs it. row_slots: as `LoraAdapters.row_slots` returns them.
         """
         if shape is not None:
             logits = self.graphs.logits(step, shape, row_slots)
@@ -280,7 +294,7 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     @property
     def _rows_of_ranks(self) -> int:
-        """Rows of the vocabulary that every rank has but the last, which may have fewer."""
+        """Rows of the vocabulary that every rank has; the last may have fewer."""
         return -(-self._config.vocab_size // self.ranks.size)
 
     def _num_candidates(self, draws: Draws) -> int | None:

@@ -1,4 +1,4 @@
-"""From a folder with a Hugging Face checkpoint to a model that runs."""
+"""Load the model of a Hugging Face checkpoint folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions, as_folder
+from paged.models.loading.weights import Track, read_headers, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.parallel.fingerprint import checkpoint_parts, program_parts
 from paged.models.parallel.ranks import ParallelConfig, Ranks
 from paged.models.quantization.read import read_config
 
@@ -58,43 +60,52 @@ GPU_FRACTION = 0.9
 
 
 def load_model(
-    path: str | os.PathLike[str], *, parallel: ParallelConfig | None = None, **options: Any
+    path: str | os.PathLike[str],
+    *,
+    parallel: ParallelConfig | None = None,
+    track: Track = untracked,
+    **options: Any,
 ) -> PagedCausalLM:
     """Load the model of a checkpoint folder (config.json and safetensors), with a KV cache.
 
     Args:
         path: the folder.
-        parallel: how it is spread over processes, each of which makes this call; they run it as `LlmExecutor.serve`
-            says. Each reads its part of the weights alone.
-        options: the fields of `LoadOptions`.
+        parallel: how to spread the model over processes; None for this process alone. Each process makes this call,
+            reads only its part of the weights, and then runs the model as `LlmExecutor.serve` describes.
+        track: iterates over the weights, and may show progress; on rank 0 alone.
+        options: fields of `LoadOptions`.
 
     Raises:
         CheckpointError: the folder is incomplete, malformed or unsafe.
-        UnsupportedError: the architecture, or an option of it, is not known here.
-        InvalidInputError: an argument is of another kind or out of range, max_seq_len is beyond the model's own limit,
-            or the cache's dtype is neither the weights' nor one of 8 bits, or not all processes were given the same.
-        RankFailedError: another process could not load its part, or has ended.
+        UnsupportedError: the architecture, or one of its options, is not supported.
+        InvalidInputError: an argument has another type or is out of range, max_seq_len exceeds the model's own limit,
+            the cache's dtype is neither the weights' nor an 8-bit one, or processes differ in options, versions,
+            configuration or tensors.
+        RankFailedError: another process could not load its part, has ended, or stood still for `timeout_s`.
     """
     folder = as_folder("path", path)
     if not isinstance(parallel, ParallelConfig | None):
         raise InvalidInputError(f"parallel: {shown(parallel)}, expected a ParallelConfig or None")
     if parallel is None:
-        return _load(folder, LoadOptions(**options), Ranks())
+        return _load(folder, LoadOptions(**options), Ranks(), track)
     if options.get("device") is None and torch.cuda.is_available():
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     given = LoadOptions(**options)
-    ranks = Ranks.join(parallel, given.device)
+    ranks = Ranks.join(parallel)
     try:
-        ranks.see_that_same(repr((parallel.expert_parallel, vars(given) | {"device": given.device.type})))
-        model = _load(folder, given, ranks)
-        ranks.wait_for_all()
-        return model
+        options = {"expert_parallel": parallel.expert_parallel, **vars(given), "device": given.device.type}
+        ranks.see_that_same({"options": options, **program_parts()})
+        with ranks.apart():
+            parts = checkpoint_parts(read_config(folder).values, read_headers(folder), ranks.tick)
+        ranks.see_that_same(parts)
+        ranks.connect(given.device)
+        return _load(folder, given, ranks, untracked if ranks.rank else track)
     except BaseException as error:
         ranks.fail(f"it could not load the model ({type(error).__name__}: {error})")
         raise
 
 
-def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
+def _load(folder: Path, given: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
     network_class, config = read_model_config(folder)
     known_positions = config.max_position_embeddings
     max_seq_len = known_positions if given.max_seq_len is None else given.max_seq_len
@@ -107,9 +118,17 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}")
 
     has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    network = load_network(
-        network_class, config, folder, dtype=dtype, device=given.device, has_fp8_cache=has_fp8_cache, ranks=ranks
-    )
+    with ranks.apart():
+        network = load_network(
+            network_class,
+            config,
+            folder,
+            dtype=dtype,
+            device=given.device,
+            has_fp8_cache=has_fp8_cache,
+            ranks=ranks,
+            track=track,
+        )
     block_size = given.block_size or default_block_size(device_of(given.device).arch)
     kv_config = cache_config(
         network.own_config,
@@ -123,18 +142,22 @@ def _load(folder: Path, given: LoadOptions, ranks: Ranks) -> PagedCausalLM:
     num_blocks = (given.num_blocks or 0) * num_tables
     num_blocks = num_blocks or ranks.least(_num_blocks(kv_config, kv_cache_dtype, given.device, max_seq_len))
     kv_config = replace(kv_config, num_blocks=num_blocks, num_swap_blocks=given.num_swap_blocks * num_tables)
-    return PagedCausalLM(
-        network,
-        PagedKvCacheManager(kv_config),
-        max_loras=given.max_loras,
-        max_lora_rank=given.max_lora_rank,
-        cuda_graphs=given.cuda_graphs,
-    )
+    ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
+    with ranks.apart():
+        return PagedCausalLM(
+            network,
+            PagedKvCacheManager(kv_config),
+            max_loras=given.max_loras,
+            max_lora_rank=given.max_lora_rank,
+            cuda_graphs=given.cuda_graphs,
+        )
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """The cache of a model, its layers grouped by the shape of their K/V and what they see; `fields` are others of
-    PagedKvCacheConfig."""
+    """Return the cache configuration of a model; layers are grouped by the shape of their K/V and their window.
+
+    fields: other fields of PagedKvCacheConfig.
+    """
     kinds: dict[tuple[int, int, int, int | None], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None:
@@ -148,7 +171,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
 
 
 def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
-    """`model_config` of a checkpoint folder.
+    """Return `model_config` of a checkpoint folder.
 
     Raises:
         CheckpointError, UnsupportedError: as there; or config.json is missing.
@@ -157,12 +180,12 @@ def read_model_config(folder: Path) -> tuple[type[Llama], DecoderConfig]:
 
 
 def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
-    """The class that runs a checkpoint, or the text part of one that reads more, and its configuration, once no other
-    key of `hf` is seen to change what it computes.
+    """Return the class that runs a checkpoint and its configuration; of multimodal checkpoints, of their text part.
 
     Raises:
         CheckpointError: a value is malformed.
-        UnsupportedError: the architecture, or an option of it, is not known here, or model_type names another family.
+        UnsupportedError: the architecture is not supported, a key of `hf` asks for something unsupported, or model_type
+            names another family.
     """
     hf = _text_part(hf)
     names, known_types = hf.items("architectures", str), {one.model_type for one in ARCHITECTURES.values()}
@@ -179,7 +202,7 @@ def model_config(hf: HfConfig) -> tuple[type[Llama], DecoderConfig]:
 
 
 def _text_part(hf: HfConfig) -> HfConfig:
-    """What a config.json says of a model that reads text alone, or of the part of another that does."""
+    """Return config.json of a text model, or the part of a multimodal one that describes its text model."""
     names = hf.items("architectures", str)
     if not set(names) & set(WRAPPERS):
         return hf
@@ -195,7 +218,7 @@ def _text_part(hf: HfConfig) -> HfConfig:
 
 
 def _lacking(hf: HfConfig) -> str:
-    """What of a config.json, or of its text_config, goes beyond a Llama, for a message."""
+    """Return the keys of a config.json, or of its text_config, that differ from Llama, for a message."""
     hf = hf.section("text_config") or hf
     try:
         keys = unread_keys(hf, Llama.read_config(hf))

@@ -1,5 +1,7 @@
-"""Steps as CUDA graphs: one launch in place of some ten a layer, for batches padded up to a few shapes; on a CPU as
-recordings of loops, without the Python that leads to them."""
+"""CUDA graphs of steps: one launch instead of about ten a layer, for batches padded to a few shapes.
+
+On a CPU, recordings of numba kernels take their place: steps without the Python between the kernels.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ def graph_sizes(
 ) -> tuple[int, ...]:
     """Return the numbers of tokens to capture, rising; none above the number of sequences that `num_blocks` can hold.
 
-    choice: the sizes, or True for DEFAULT_SIZES, False for none, None for the default on a GPU and for RECORDED_SIZES
-    on a CPU, where weights are few. There are none on a GPU where PyTorch computes (PAGED_BACKEND=torch), whose
-    implementations wait for the device.
+    choice: the sizes; True for DEFAULT_SIZES, False for none; None for DEFAULT_SIZES on a GPU, and for RECORDED_SIZES
+    on a CPU if the weights are few. A GPU with PAGED_BACKEND=torch gets none, because PyTorch implementations wait for
+    the device.
 
     Raises:
         InvalidInputError: a size is no positive integer.
@@ -68,8 +70,12 @@ def graph_sizes(
 
 @dataclass(frozen=True, order=True)
 class GraphShape:
-    """The steps that one graph runs: queries at most so long, and so many tokens, which may be as many sequences; with
-    adapters, or without. Of two that fit a step the lesser is faster.
+    """Upper bounds of the steps that one graph runs; of two that fit a step the lesser is faster.
+
+    Attributes:
+        longest_query: most tokens of one sequence.
+        num_tokens: most tokens, which is also the most sequences.
+        is_adapted: whether steps have adapters.
     """
 
     longest_query: int
@@ -78,10 +84,12 @@ class GraphShape:
 
 
 def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
-    """The graphs to capture, the largest first: decode steps of all sizes; of sizes at least twice as large as the next
-    one drafts that are verified, and queries of any length, such as short prompts beside decodes.
+    """Return the graphs to capture, the largest first.
 
-    sizes: rising. is_adapted: the graphs of adapters, which have the fewer sizes for decode steps too.
+    Every size has a graph of decode steps. Sizes at least twice as large as the next one also have graphs of draft
+    verification (up to 8 tokens a sequence) and of queries of any length, such as short prompts beside decodes.
+
+    sizes: rising. is_adapted: graphs of steps with adapters, which have the fewer sizes for decode steps, too.
     """
     coarse: list[int] = []
     for size in reversed(sizes):
@@ -95,17 +103,17 @@ def graph_shapes(sizes: Sequence[int], *, is_adapted: bool) -> list[GraphShape]:
 
 
 class StepGraphs:
-    """Steps of few tokens, replayed from graphs over static inputs.
+    """Replays steps of few tokens from graphs over static inputs.
 
-    A graph holds the forward from token ids to the head's product, planned for the longest possible sequence, so that
+    A graph holds the forward from token ids to the head's product. It is planned for the longest possible sequence, so
     it serves all lengths. Rows beyond the batch are padding: their K/V go nowhere, and no sequence has them as queries.
 
-    A graph knows the weights and caches by their addresses: after replacing one of those, capture again. Adapters lie
-    elsewhere. Graphs of steps with adapters know the memory of all that can be loaded, and which of them a row takes is
-    an input; they are there once `capture_adapted` has been called with a first adapter loaded, and are left aside when
-    another one has changed more layers, until it is called again.
+    A graph knows weights and caches by their addresses: capture again after one is replaced. Graphs of steps with
+    adapters hold the memory of all adapters that can be loaded, and the adapter of each row is an input.
+    `capture_adapted` makes them once a first adapter is loaded. If another adapter then changes more layers, they are
+    unused until it is called again.
 
-    num_unrecorded: shapes that the last `capture` could not record on a CPU.
+    num_unrecorded: number of shapes that the last `capture` could not record on a CPU.
     """
 
     def __init__(
@@ -118,8 +126,10 @@ class StepGraphs:
         sizes: Sequence[int],
         recorded_only: bool = False,
     ) -> None:
-        """sizes: numbers of tokens, rising. Nothing is captured, and no memory taken, before `capture`. recorded_only:
-        there are graphs of decode steps alone, and none where a `Recording` cannot repeat them.
+        """Store the options; `capture` captures and allocates.
+
+        sizes: numbers of tokens, rising. recorded_only: keep only graphs of decode steps, and only if a `Recording` can
+        repeat them.
         """
         self._network = network
         self._adapters = adapters
@@ -144,9 +154,9 @@ class StepGraphs:
         self.num_unrecorded = 0
 
     def capture(self, track: Callable[[Sequence[GraphShape]], Iterable[GraphShape]] = iter) -> None:
-        """Capture a graph for every shape, the largest first; where that fails there are none. Needs no cache blocks.
+        """Capture a graph for every shape, the largest first; on an error there are none. Needs no cache blocks.
 
-        track: iterates over the shapes, and may show how far it has come.
+        track: iterates over the shapes, and may show progress.
         """
         self.clear()
         if not self._sizes or (self._recorded_only and not records_loops(self._device)):
@@ -177,7 +187,7 @@ class StepGraphs:
         self._num_adapted_layers = self._adapters.num_layers
 
     def shape_of(self, step: ForwardStep, *, is_adapted: bool) -> GraphShape | None:
-        """The graph that runs a step, if there is one and logits are wanted."""
+        """Return the graph that runs a step, or None if there is none or no logits are wanted."""
         num_tokens, longest = len(step.token_ids), step.host.max_seqlen_q
         is_stale = is_adapted and self._num_adapted_layers != self._adapters.num_layers
         if is_stale or not self._replays or num_tokens > self._sizes[-1] or not len(step.row_ids):
@@ -190,9 +200,9 @@ class StepGraphs:
         return next(fitting, None)
 
     def load(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> None:
-        """Fill the static inputs for a step that the graph of `shape` runs; for its `logits` its tokens may be others.
+        """Fill the static inputs for a step on the graph of `shape`; the tokens may change before `logits`.
 
-        adapters: as `LoraAdapters.row_slots` has them.
+        adapters: as `LoraAdapters.row_slots` returns them.
         """
         tables = step.host.block_tables[:, :, : self._table_width]
         # Of the table's rows as much goes as the batch has: all of 256 rows for 40,000 tokens are 2.6 MB a step.
@@ -202,7 +212,7 @@ class StepGraphs:
         self._loaded = step, shape
 
     def logits(self, step: ForwardStep, shape: GraphShape, adapters: NDArray[np.int32] | None) -> torch.Tensor:
-        """Run a step on the graph of `shape`: the rows of `step.row_ids`, float32 [num_rows, num_logits]."""
+        """Run a step on the graph of `shape`; return the rows of `step.row_ids`, float32 [num_rows, num_logits]."""
         if self._loaded != (step, shape):
             self.load(step, shape, adapters)
         elif step.device_ids is None:
@@ -231,7 +241,7 @@ class StepGraphs:
         self._replays = dict(sorted(self._replays.items()))  # where `shape_of` comes to the least one first
 
     def _forward(self, shape: GraphShape) -> Begin:
-        """The forward of one shape over the static inputs, all of them padding as yet; it is planned, then run."""
+        """Return the planned forward of one shape over the static inputs, which are padding so far."""
         padding = self._padded(self._no_sequences, shape, None)
         input_ids, *rest = to_device(padding, self._device, out=self._inputs)
         tensors, lora = (*rest[:4], self._table[:, : shape.num_tokens]), rest[4:]
@@ -251,8 +261,9 @@ class StepGraphs:
     def _padded(
         self, arrays: Sequence[NDArray[Any]], shape: GraphShape, adapters: NDArray[np.int32] | None
     ) -> list[NDArray[Any]]:
-        """Token ids, positions, slots, lengths and query offsets for as many tokens and sequences as the graph has:
-        those beyond the given ones have no query, no key, and no slot for K/V. Then the rows that adapters change.
+        """Pad token ids, positions, slots, lengths and query offsets to the graph's tokens and sequences.
+
+        Padding has no query, no key and no slot for K/V. For adapters, the rows they change follow.
         """
         *rows, offsets = arrays
         size = shape.num_tokens
@@ -272,10 +283,10 @@ def _extended(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
 
 
 class CudaGraphRecorder:
-    """Every function becomes a CUDA graph; all of them share one pool of memory, since they run one after the other.
+    """Makes CUDA graphs of functions; all share one memory pool, because they run one after the other.
 
-    The largest function comes first, so that the others find their memory there. What a function returns or keeps of
-    its own is overwritten by the next graph: results go to tensors that were made outside.
+    Record the largest function first, so that the others find their memory there. The next graph overwrites anything
+    that a function returns or keeps: write results to tensors made outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -301,15 +312,14 @@ class CudaGraphRecorder:
 
 
 def graph_recorder(device: torch.device) -> Record:
-    """The one for tensors on `device`. On a CPU without numba kernels steps are run anew, as are those that do
-    what a `Recording` does not know."""
+    """Return the recorder for a device; on a CPU it records only steps of numba kernels, and runs others as usual."""
     if device.type == "cuda":
         return CudaGraphRecorder(device).record
     return _record if records_loops(device) else _call
 
 
 def records_loops(device: torch.device) -> bool:
-    """Whether numba's loops compute on a device, which may be recorded."""
+    """Return whether numba kernels compute on a device, so that steps may be recorded."""
     return device.type == "cpu" and wants_loops() and not use_triton(device)
 
 

@@ -1,5 +1,7 @@
-"""Forwards over nothing but padding that launch, between them, every kernel that a model's steps can: one that is not
-compiled yet takes seconds, in which no sequence gets a token."""
+"""Warm-up: forwards over padding that launch every kernel a model's steps can need.
+
+A kernel that is not compiled yet takes seconds, in which no sequence gets a token.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from paged.metadata import AttentionMetadata
 from paged.models.families.llama import Llama
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
+from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.draw import CANDIDATES
 from paged.staging import to_device
 
@@ -44,14 +47,15 @@ _LARGEST_FREED = (32 << 20) - (64 << 10)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB that tensors on a CPU have left, as it does once one of nearly 32 MiB is freed: the
-    pages of those that a step leaves else go back to the system and come anew, 4 % of the time of prompts through a
-    mixture of experts."""
+    """Let glibc keep up to 64 MiB of freed CPU memory, by freeing one piece of nearly 32 MiB.
+
+    Otherwise pages go back to the system after each step: 4 % of the time of prompts through a mixture of experts.
+    """
     torch.empty(_LARGEST_FREED, dtype=torch.uint8)
 
 
-def load_loops(network: Llama, dtype: torch.dtype) -> None:
-    """Let operations on a CPU take the loops that numba compiles, where it is, and compile or read them now."""
+def load_loops(network: Llama, dtype: torch.dtype, track: Track = untracked) -> None:
+    """Let operations on a CPU use numba kernels, if numba is installed, and compile or load them now."""
     if not load_numba():
         return
 
@@ -67,13 +71,15 @@ def load_loops(network: Llama, dtype: torch.dtype) -> None:
     kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
     if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
         kernels.append(tiles.kernel_of(dtype))
-    for kernel in kernels:
+    late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # is kept once it is known
+    for kernel in track(late, desc="numba kernels", unit="kernel"):
         _ = kernel.address
 
 
 def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
-    """Run a step of every size that a sequence of `longest` tokens can have and that tiles depend on, choose tokens in
-    every way, and copy a block. Needs no block of the cache, changes none, and waits for no result.
+    """Run padding steps of every size that selects tiles, choose tokens in every way, and copy a block.
+
+    longest: tokens of the longest sequence. Needs and changes no cache block, and waits for no result.
     """
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
@@ -85,8 +91,9 @@ def run_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) 
 
 
 def run_packed(network: Llama, longest: int) -> None:
-    """Multiply with packed weights of every kind in every way that up to `longest` rows take: the steps are too few, as
-    in small layers tiles depend on many more rows.
+    """Multiply with packed weights of every kind by every tile for up to `longest` rows.
+
+    The steps of `run_steps` are not enough: in small layers tiles depend on many more rows.
     """
     dtype = next(network.parameters()).dtype
     kinds = {}
@@ -102,7 +109,7 @@ def run_packed(network: Llama, longest: int) -> None:
 
 
 def run_adapted_steps(network: Llama, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
-    """The same for what loaded adapters add to a step."""
+    """Run padding steps of every size that adapters add."""
     for num_blocks, size in product(ROW_COUNTS, (FEW_ROWS, MANY_ROWS)):
         if num_blocks <= _MOST_BLOCKS:
             rows = torch.full((num_blocks, size), -1, dtype=torch.int32, device=kv_manager.device)
@@ -127,7 +134,7 @@ def _run(
     longest: int,
     lora: LoraBatch | None = None,
 ) -> None:
-    """A forward of as many tokens as if they were one sequence's, whose tiles are found for `longest` keys."""
+    """Run a forward of padding as if the tokens were one sequence's, with tiles for `longest` keys."""
     num_tables = len(kv_manager.config.tables)
     ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
     none = np.zeros(2, np.int32)  # offsets: there is no query, so that all rows are padding

@@ -6,7 +6,11 @@ Every public name is exported here and loaded on first use, so `import paged` ta
 from __future__ import annotations
 
 import importlib
-from typing import Any
+
+# What `typing` takes to load is half of the time before the command line can be interrupted without a traceback.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

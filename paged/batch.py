@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,7 +88,7 @@ class UnifiedBatchItem:
     kv_cache: KvCacheHandle | None = None
     pos_offset: int = 0
     is_final_chunk: bool = True
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     logits_policy: LogitsPolicy = FullLogits()
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class PrefillInput:
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     kv_caches: Sequence[KvCacheHandle] | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class DecodeInput:
     input_ids: torch.Tensor
     kv_cache: KvCacheHandle | Sequence[KvCacheHandle]
     position_ids: torch.Tensor | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     logits_policy: LogitsPolicy = FullLogits()
 
 

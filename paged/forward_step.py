@@ -22,6 +22,7 @@ from paged.cache.slot_reservation import KvSlotReservation
 from paged.errors import InvalidInputError, PagedError, SequenceTooLongError
 from paged.kernels.attention.plan import AttentionPlan
 from paged.metadata import AttentionMetadata, HostMetadata, OutputRows
+from paged.seq_id import SeqId
 from paged.staging import to_device
 
 
@@ -163,17 +164,18 @@ def forward_step(
         SequenceTooLongError: a sequence would exceed the cache's `max_seq_len`.
         OutOfBlocksError: the pool has too few free blocks.
     """
-    made: list[KvCacheHandle | None] = [None] * len(items)  # assigning to it cannot fail
+    new_ids: list[SeqId] = []  # noted before they are made, so that an interrupt between the two loses none
     reservation: KvSlotReservation | None = None
     try:
         if prepared is not None:
             step, reservation = prepared.take(items)
         else:
             handles = []
-            for i, item in enumerate(items):
+            for item in items:
                 handle = item.kv_cache or manager.get_handle(item.seq_id)
                 if handle is None:
-                    made[i] = handle = manager.allocate(item.seq_id)
+                    new_ids.append(item.seq_id)
+                    handle = manager.allocate(item.seq_id)
                 handles.append(handle)
             counts = [len(item.q_tokens) for item in items]
             tokens = np.fromiter(chain.from_iterable(item.q_tokens for item in items), np.int64, sum(counts))
@@ -184,9 +186,9 @@ def forward_step(
     except BaseException:
         if reservation is not None:
             reservation.rollback()
-        for new in made:
-            if new is not None:
-                manager.free(new)
+        for seq_id in new_ids:
+            if (made := manager.get_handle(seq_id)) is not None:
+                manager.free(made)
         raise
 
 
@@ -200,12 +202,14 @@ def _reserve(
     requests = [
         KvSlotRequest(handle.cache_id, handle.num_tokens + count) for handle, count in zip(handles, counts, strict=True)
     ]
-    reservation = manager.reserve(requests)
+    reservation: KvSlotReservation | None = None
     try:
+        reservation = manager.reserve(requests)
         host = manager.host_metadata(zip(handles, counts, strict=True))
         return ForwardStep(token_ids, host, row_ids, tuple(handles), manager.device), reservation
     except BaseException:
-        reservation.rollback()
+        if reservation is not None:
+            reservation.rollback()
         raise
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import triton
-from tqdm import tqdm
 
 from paged.bench.benchmark import INTERPRETING, option_parser, save
 from paged.bench.compilation.cases.moe import gemm_case
@@ -35,6 +34,7 @@ from paged.bench.compilation.compile import SHARED_LIMIT, compile_case, problems
 from paged.bench.moe.cases import GPT_OSS, MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.moe.formats import MXFP4, NVFP4, Format
 from paged.bench.timing import take
+from paged.executors.progress import tracked
 from paged.kernels.common.compat import interpreting
 from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
 from paged.kernels.common.packed.packing import num_words
@@ -101,7 +101,7 @@ def pruned(candidates: Sequence[Candidate], shape: MoeShape, arch: str) -> list[
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
         good = pool.map(compiles_well, candidates, itertools.repeat(shape), itertools.repeat(arch))
-        return list(itertools.compress(candidates, tqdm(good, "compile", len(candidates))))
+        return list(itertools.compress(tracked(candidates, desc="compile", unit="kernel"), good))
 
 
 def tune(
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
             break
         batch = MoeCase(model, tokens, "balanced").batch(device, torch.bfloat16)
         candidates = [candidate for candidate in spaces[tokens] if candidate in good]
-        tiles, times = tune(tqdm(candidates, f"{tokens} tokens"), timer(layer, batch, device))
+        tiles, times = tune(tracked(candidates, desc=f"{tokens} tokens", unit="tile"), timer(layer, batch, device))
         row = {name: asdict(tile) for name, tile in tiles.items()}
         table["tiles"][str(tokens)] = {**row, "microseconds": times}
         path.parent.mkdir(parents=True, exist_ok=True)

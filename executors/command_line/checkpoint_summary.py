@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, PagedError
-from paged.executors.command_line.checkpoint_folder import missing_files
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
+from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, num_weights, read_header
 from paged.models.network_loader import meta_network, our_name, rank_network

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.errors import InvalidInputError, PagedError
-from paged.executors.command_line.checkpoint_folder import checkpoint_folder
 from paged.executors.command_line.cli import RECALL
 from paged.executors.command_line.safe_output import native_stderr_dropped, print_json
 from paged.executors.progress import progress_bar
+from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.printable import one_line
 
 if TYPE_CHECKING:
@@ -79,17 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompts.add_argument("--count", type=int, default=16, help="recall prompts to make when none are given")
 
-    sampling = parser.add_argument_group("sampling")
+    sampling, said = parser.add_argument_group("sampling"), "default: what generation_config.json says"
     sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
     sampling.add_argument("--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the best token")
-    sampling.add_argument("--top-k", type=int, default=0, help="0 for all")
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--min-p", type=float, default=0.0, help="share of the best token's probability")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
+    sampling.add_argument("--temperature", type=float, help=f"0 takes the best token; {said}, else 0")
+    sampling.add_argument("--top-k", type=int, help=f"0 for all; {said}, else 0")
+    sampling.add_argument("--top-p", type=float, help=f"{said}, else 1")
+    sampling.add_argument("--min-p", type=float, help=f"share of the best token's probability; {said}, else 0")
+    sampling.add_argument("--repetition-penalty", type=float, help=f"{said}, else 1")
     sampling.add_argument("--presence-penalty", type=float, default=0.0)
     sampling.add_argument("--frequency-penalty", type=float, default=0.0)
     sampling.add_argument("--seed", type=int, default=0, help="of sampling, and of the recall prompts")
+    sampling.add_argument("--verbose", action="store_true", help="say on stderr where each value is from")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on beyond the model's end tokens")
 
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--warmup",
         action="store_true",
-        help="first compile kernels and capture CUDA graphs; on a CPU, pack the weights",
+        help="first compile kernels and capture CUDA graphs; on a CPU, record decode steps",
     )
     engine.add_argument("--speculate", type=int, metavar="N", help="N drafts a step, looked up in the text itself")
     engine.add_argument("--draft", metavar="MODEL", help="a smaller checkpoint makes the drafts, 4 unless --speculate")
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     with native_stderr_dropped():
         tokenizer = ChatTokenizer.from_folder(folder)
         ids = [_encode(tokenizer, prompt, args) for prompt in prompts]
-    params = _sampling_params(args)
+    params = _sampling_params(folder, args)
     executor = _executor(folder, args)
     for name, adapter in folders.items():
         executor.load_lora(name, adapter)
@@ -226,11 +227,22 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt, args: argparse.Namespace) 
     return tokenizer.encode_chat(messages, parse_special=args.parse_special)
 
 
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    from paged.executors.requests.sampling_params import SamplingParams
+def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
+    """What was given, else what the checkpoint says, else the command's own; with --verbose a table of these."""
+    from paged.executors.requests.sampling_params import CHECKPOINT_PARAMS, SamplingParams, sampling_defaults
+    from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
 
+    file = "generation_config.json"
+    said = sampling_defaults(HfConfig.read(folder, file, may_lack=True))
     names = vars(args).keys() & {one.name for one in fields(SamplingParams)}
-    return SamplingParams(**{name: vars(args)[name] for name in names})
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    params = SamplingParams(**{"temperature": 0.0} | said | given)
+    if args.verbose:
+        for name in CHECKPOINT_PARAMS:
+            source = "command line" if name in given else file if name in said else "default"
+            print(f"{name:20} {getattr(params, name)!s:>16}  {source}", file=sys.stderr)
+        print(f"{'end tokens':20} {', '.join(map(str, read_eos_token_ids(folder))):>16}  checkpoint", file=sys.stderr)
+    return params
 
 
 def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:

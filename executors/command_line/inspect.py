@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged.errors import InvalidInputError
-from paged.executors.command_line.checkpoint_folder import checkpoint_folder
 from paged.executors.command_line.generate import add_model_arguments
 from paged.executors.command_line.safe_output import print_json
+from paged.models.loading.checkpoint_folder import checkpoint_folder
 from paged.printable import one_line
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -28,8 +29,9 @@ class EngineStoppedError(PagedError):
 class _Stream:
     """The newest state of a request that its reader has not taken, and an error to raise after it."""
 
-    def __init__(self, output: RequestOutput) -> None:
+    def __init__(self, output: RequestOutput, loop: asyncio.AbstractEventLoop) -> None:
         self.output = output
+        self._loop = loop
         self._newest: RequestOutput | None = None
         self._error: BaseException | None = None
         self._has_news = asyncio.Event()
@@ -46,6 +48,8 @@ class _Stream:
 
     async def newest(self) -> RequestOutput:
         """Return the newest state once there is one that was not taken; else raise the error."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineStoppedError(f"request {self.output.request_id!r}: its stream belongs to another event loop")
         await self._has_news.wait()
         newest, self._newest = self._newest, None
         if newest is None:
@@ -59,10 +63,11 @@ class _Stream:
 class AsyncEngine:
     """Streams the outputs of a synchronous `Engine` without blocking the event loop.
 
-    Steps run as long as there are requests; calls wait for the step in progress. Use it from one event loop at a time.
-    Leaving a stream by `aclose`, an exception or a cancelled task aborts its request. A stream that is read slowly, or
-    never, holds only its newest state. `async with` shuts down at its end. After `shutdown`, all other methods raise
-    EngineStoppedError.
+    Steps run as long as there are requests; calls wait for the step in progress. Use it from one event loop at a time:
+    calls from another loop raise InvalidInputError and do nothing until the former loop is closed. The first call after
+    that aborts what the closed loop left. Leaving a stream by `aclose`, an exception or a cancelled task aborts its
+    request. A stream that is read slowly, or never, holds only its newest state. `async with` shuts down at its end.
+    After `shutdown`, all other methods raise EngineStoppedError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -102,9 +107,9 @@ class AsyncEngine:
             InvalidInputError, UnsupportedError, SequenceTooLongError, QueueFullError: as `Engine.add_request`.
             EngineStoppedError: the engine has stopped.
         """
-        stream = await self._open(prompt_token_ids, params, options)
-        marks = [Mark()] * len(stream.output.outputs)
+        stream, streams = await self._open(prompt_token_ids, params, options), self._streams
         try:
+            marks = [Mark()] * len(stream.output.outputs)
             while True:
                 newest = await stream.newest()
                 yield newest.since(marks) if deltas else newest
@@ -112,7 +117,7 @@ class AsyncEngine:
                     return
                 marks = [one.mark for one in newest.outputs]
         finally:
-            del self._streams[stream.output]
+            streams.pop(stream.output, None)
             if not self._is_stopped:
                 self._worker.submit(self.engine.discard, stream.output)
 
@@ -160,6 +165,7 @@ class AsyncEngine:
         Requests are accepted and wait, and can be aborted; their timeouts take effect when steps run again.
         """
         self._check_accepting()
+        self._check_loop()
         was_running = self._may_run.is_set()
         self._may_run.clear()
         try:
@@ -172,6 +178,7 @@ class AsyncEngine:
     async def resume(self) -> None:
         """Run steps again; does nothing if they run."""
         self._check_accepting()
+        self._check_loop()
         self._may_run.set()
 
     async def shutdown(self, *, drain: bool = False) -> None:
@@ -183,10 +190,11 @@ class AsyncEngine:
             drain: whether requests run to their ends first, which resumes a paused engine. Otherwise they are aborted,
                 and their streams raise EngineStoppedError after their last output.
         """
-        self._is_accepting = False
-        self._may_run.set()
         if self._is_stopped:
             return
+        self._check_loop()
+        self._is_accepting = False
+        self._may_run.set()
         await self._call(lambda: None)  # behind the requests that are being added: from here on there come no others
         if drain:
             await self._steps_end()
@@ -194,7 +202,7 @@ class AsyncEngine:
             if not output.finished:
                 stream.fail(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
         if not self._is_stopped:
-            await self._call(self._discard_all)
+            await self._call(self._discard, self._streams)
             await self._steps_end()
         self._is_stopped = True
         self._worker.shutdown()
@@ -206,18 +214,23 @@ class AsyncEngine:
 
         def add() -> _Stream:  # before the next step, whose output may be the last
             self._check_accepting()
-            stream = _Stream(self.engine.add_request(prompt_token_ids, params, **options))
-            self._streams[stream.output] = stream
-            return stream
+            output = self.engine.add_request(prompt_token_ids, params, **options)
+            try:
+                streams[output] = stream = _Stream(output, loop)
+                return stream
+            except BaseException:
+                self.engine.discard(output)
+                raise
 
         def leave(added: Future[_Stream]) -> None:
             if not added.cancelled() and added.exception() is None:
                 output = added.result().output
-                del self._streams[output]
+                streams.pop(output, None)
                 self.engine.discard(output)
 
         self._check_accepting()
         self._check_loop()
+        streams, loop = self._streams, asyncio.get_running_loop()
         added = self._worker.submit(for_future, add)
         try:
             stream = await asyncio.wrap_future(added)
@@ -235,22 +248,25 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
 
     def _check_loop(self) -> None:
-        """Refuse another event loop while the former one, whose streams would not wake, is open."""
+        """Refuse another event loop while the former one is open; abort the streams of one that is closed."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
-                raise InvalidInputError("AsyncEngine: called from another event loop than before, which still runs")
+                raise InvalidInputError("AsyncEngine: called from another event loop than before, which is not closed")
             may_run, self._may_run = self._may_run, asyncio.Event()
             if may_run.is_set():
                 self._may_run.set()
+            gone, self._streams = self._streams, {}
             self._loop, self._steps = loop, None
+            if not self._is_stopped:
+                self._worker.submit(self._discard, gone)  # behind those that are still being added to it
 
     def _check_accepting(self) -> None:
         if not self._is_accepting:
             raise EngineStoppedError("the engine was shut down")
 
-    def _discard_all(self) -> None:
-        for output in list(self._streams):
+    def _discard(self, streams: Mapping[RequestOutput, _Stream]) -> None:
+        for output in list(streams):
             self.engine.discard(output)
 
     def _step(self) -> list[tuple[_Stream, RequestOutput]]:
@@ -268,16 +284,16 @@ class AsyncEngine:
     def _start_steps(self) -> asyncio.Task[None]:
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._run_steps())
-            self._steps.add_done_callback(self._note_failure)
+            self._steps.add_done_callback(partial(self._note_failure, self._streams))
         return self._steps
 
-    def _note_failure(self, steps: asyncio.Task[None]) -> None:
+    def _note_failure(self, streams: Mapping[RequestOutput, _Stream], steps: asyncio.Task[None]) -> None:
         """Fail all open streams if the task that runs steps raised or was cancelled, as at the end of an event loop."""
         cancelled = asyncio.CancelledError("the task that runs steps was cancelled")
         error = cancelled if steps.cancelled() else steps.exception()
         if error is None:
             return
-        for stream in self._streams.values():
+        for stream in streams.values():
             stopped = EngineStoppedError(f"request {stream.output.request_id!r}: {describe(error)}")
             stopped.__cause__ = error
             stream.fail(stopped)

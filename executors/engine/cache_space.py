@@ -43,7 +43,8 @@ class BlockSpace:
 
     def release(self, completion: Completion) -> None:
         """Free what a completion holds, if anything, through the executor, which may hold more for it."""
-        if completion.handle is not None:
+        # By its id: an interrupt may have come before the completion noted its handle.
+        if self._manager.get_handle(completion.seq_id) is not None:
             self._executor.release_cache(completion.seq_id)
 
     def swap_out(self, completion: Completion) -> bool:
@@ -107,6 +108,7 @@ class TokenSpace:
         if completion.cached:
             handle = completion.handle
             self._executor.release_cache(completion.seq_id if handle is None else handle.cache_id)
+            completion.cached = 0
 
     def swap_out(self, completion: Completion) -> bool:
         return False

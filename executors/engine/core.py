@@ -85,25 +85,29 @@ class EngineCore:
         if self._is_stepping:
             raise UnsupportedError("step: called within a step")
         self._changed = {}
-        self._is_stepping = True
         try:
+            self._is_stepping = True
             self._step()
+            self._is_stepping = False  # here, too: an interrupt may come before the last line below
         except BaseException as error:  # not of one request: those of its own end it
             for request in list(self._requests.values()):
                 self._end(request, "error", describe(error))
             raise
         finally:
             self._is_stepping = False
-            while self._aborted:
-                self._end(self._aborted.pop(), "abort")
+            self._end_aborted()
         return list(self._changed)
 
     def _abort(self, request: Request) -> None:
         """End a request; within a step, after it, because a stream that is garbage-collected may ask at any time."""
-        if self._is_stepping:
-            self._aborted.append(request)
-        else:
-            self._end(request, "abort")
+        self._aborted.append(request)  # first: the next step ends one whose abort was interrupted
+        if not self._is_stepping:
+            self._end_aborted()
+
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            self._end(self._aborted[-1], "abort")
+            self._aborted.pop()
 
     def _step(self) -> None:
         started = perf_counter()
@@ -239,18 +243,18 @@ class EngineCore:
 
     def _add(self, request: Request) -> None:
         """Queue a request's completions; if the cache can fork, only the first one, whose prompt serves them all."""
+        self.metrics.requests += 1
         self._requests[request.request_id] = request
         if request.deadline < inf:
             insort(self._timed, request, key=_deadline)
         request.num_begun = 1 if isinstance(self._space, BlockSpace) else len(request.completions)
         for completion in request.completions[: request.num_begun]:
             self._scheduler.add(completion)
-        self.metrics.requests += 1
 
     def _expire(self, now: float) -> None:
         """End the requests whose deadline has passed at `now`, in seconds of `perf_counter`."""
         while self._timed and self._timed[0].deadline <= now:
-            request = self._timed.pop(0)
+            request = self._timed[0]
             self._end(request, "timeout", f"not done after {now - request.arrived:.3f} s")
 
     def _begin(self, completions: Iterable[Completion]) -> None:
@@ -309,31 +313,34 @@ class EngineCore:
             self._finish(completion, "error")
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End the remaining completions of a request, with an error if there is one."""
+        """End the remaining completions of a request, with an error if there is one; repeatable after an interrupt."""
         request.output.error = error or request.output.error
-        for completion in request.completions:
-            if completion.state is not State.FINISHED:
-                self._finish(completion, reason)
+        for completion in list(request.left):
+            self._finish(completion, reason)
+        self._close_if_done(request, reason)
 
     def _finish(self, completion: Completion, reason: str) -> None:
-        """End a completion and free everything it holds, even if something raises."""
-        request, output = completion.request, completion.request.output
+        """End a completion and free everything it holds, even if something raises; repeatable after an interrupt."""
+        request = completion.request
         completion.output.finish_reason = reason
         for listener in self._on_finish:
             quietly(listener, completion)
         self._scheduler.remove(completion)
         if request.first_token is not None and completion.token_ids:
             request.generating_s += self._sampled - request.first_token
-        self._changed[output] = None
-        request.num_left -= 1
-        output.finished = request.num_left == 0
-        if output.finished:
-            self._requests.pop(request.request_id, None)
+        self._changed[request.output] = None
+        request.left.pop(completion, None)
+        self._close_if_done(request, reason)
+
+    def _close_if_done(self, request: Request, reason: str) -> None:
+        if not request.left and self._requests.get(request.request_id) is request:
+            request.output.finished = True
             index = bisect_left(self._timed, _deadline(request), key=_deadline)
             if self._timed[index : index + 1] == [request]:
                 del self._timed[index]
-            self.metrics.finished[reason] += 1
             quietly(self._measure_mean_token, request)
+            self.metrics.finished[reason] += 1
+            del self._requests[request.request_id]
 
     def _advance_by_several(
         self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -140,23 +141,24 @@ class Engine(EngineCore):
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
         request_id = None if request_id is None else as_seq_id("request_id", request_id)
-        if request_id in self._requests:
-            raise InvalidInputError(f"request {request_id!r}: its id is in use")
         params = _DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
         params = replace(params)  # checked again, and out of the caller's reach
         if not isinstance(metadata, Mapping | None) or not all(isinstance(key, str) for key in metadata or ()):
             raise InvalidInputError(f"metadata: {shown(metadata)}, expected values by text")
-        metadata = dict(metadata or {})
+        metadata = MappingProxyType(dict(metadata or {}))  # of all its completions' items
         check_adapter(self.executor, metadata.get("lora_adapter"))
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
         priority = as_int("priority", priority, low=-_MAX_PRIORITY, high=_MAX_PRIORITY)
         timeout_s = math.inf if timeout_s is None else as_float("timeout_s", timeout_s, 0.0, math.inf)
-        now, prompt = perf_counter(), list(as_token_ids("prompt_token_ids", prompt_token_ids))
+        now, prompt = perf_counter(), tuple(as_token_ids("prompt_token_ids", prompt_token_ids))
         named = "prompt_token_ids" if request_id is None else f"request {request_id!r}"
         max_tokens = self._max_tokens(named, prompt, params)
+        # Here, as what was given may have added requests when it was read.
+        if request_id in self._requests:
+            raise InvalidInputError(f"request {request_id!r}: its id is in use")
         arrival, waiting = next(self._arrivals), len(self._scheduler.waiting)
         if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
@@ -173,19 +175,23 @@ class Engine(EngineCore):
             metadata=metadata,
             max_tokens=max_tokens,
             end_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
-            output=RequestOutput(request_id, prompt.copy(), outputs),
+            output=RequestOutput(request_id, prompt, outputs),
             arrived=now,
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
             deadline=now + timeout_s,
-            num_left=params.n,
         )
         seed = self._seed + arrival if params.seed is None else params.seed
         hashed = hash_seeds(np.array([seed & _MASK], np.uint64))
         seeds = noise_keys(hashed, np.arange(params.n), Stream.TOKEN).tolist()
         request.completions = [Completion(request, index, seed, self._tokenizer) for index, seed in enumerate(seeds)]
-        self._add(request)
-        return request.output
+        request.left = dict.fromkeys(request.completions)
+        try:
+            self._add(request)
+            return request.output
+        except BaseException:  # nobody would know of it
+            self._abort(request)
+            raise
 
     def abort(self, request_id: SeqId) -> bool:
         """End a request and free what it holds; return False if no unfinished request has this id.
@@ -217,9 +223,10 @@ class Engine(EngineCore):
         Leaving the iterator aborts the request. Several streams may be read in turns. `options` are those of
         `add_request`.
         """
-        output = self.add_request(prompt_token_ids, params, **options)
+        output: RequestOutput | None = None
         seen = 0
         try:
+            output = self.add_request(prompt_token_ids, params, **options)
             while True:
                 length = sum(one.mark.token_ids for one in output.outputs)
                 if length > seen or output.finished:
@@ -229,7 +236,8 @@ class Engine(EngineCore):
                     return
                 self.step()
         finally:
-            self.discard(output)
+            if output is not None:
+                self.discard(output)
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load an adapter between two steps, for requests with metadata {"lora_adapter": name}.

@@ -132,7 +132,8 @@ class Scheduler:
         self._leave(completion)
         completion.state = State.FINISHED
         self._is_full = False
-        quietly(self._space.release, completion)
+        for _ in range(2):  # again where it failed halfway, as by a lack of memory; else there is nothing left
+            quietly(self._space.release, completion)
 
     def preempt(self, spared: Collection[Completion] = ()) -> Completion | None:
         """Preempt the running completion that ranks last, except those spared, and queue it again.

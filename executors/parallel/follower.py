@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from paged.errors import CheckpointError, PagedError, RankFailedError
 from paged.executors.parallel.driver import compare_states
 from paged.executors.parallel.messages import Channel, Kind, StepMessage
+from paged.models.lora.checkpoint import adapter_files
 from paged.models.paged_lm import PagedCausalLM
+from paged.models.parallel.fingerprint import checkpoint_parts
 
 # Calls that rank 0's cache tells of.
 _MOVES = ("clear", "copy", "swap_in", "swap_out")
@@ -37,20 +39,27 @@ def follow(model: PagedCausalLM) -> None:
 
 
 def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception | None:
-    """Load an adapter on all ranks or on none; return the error in the latter case."""
+    """Load the same adapter on all ranks or on none; return the error in the latter case."""
     failure: Exception | None = None
-    is_first = False
+    is_first, is_loaded = False, False
     try:
         is_first = model.adapters.load(name, path)
+        is_loaded = True
+        parts = checkpoint_parts(*adapter_files(Path(path))) if model.ranks.size > 1 else {}
     except (PagedError, OSError) as error:
         failure = error
     failed = [rank for rank, flag in enumerate(model.ranks.compare(torch.tensor([int(failure is not None)]))) if flag]
-    if failure is None and failed:
-        model.adapters.unload(name)
-        failure = CheckpointError(f"adapter {name!r}: ranks {failed} cannot load it from {path}")
-    elif is_first:
+    try:
+        if failed:
+            raise failure or CheckpointError(f"adapter {name!r}: ranks {failed} cannot load it from {path}")
+        model.ranks.see_that_same(parts)
+    except (PagedError, OSError) as error:
+        if is_loaded:
+            model.adapters.unload(name)
+        return error
+    if is_first:
         model.prepare_adapters()
-    return failure
+    return None
 
 
 def _obey(model: PagedCausalLM, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]) -> bool:

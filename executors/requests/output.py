@@ -31,7 +31,7 @@ _START = Mark()
 class CompletionOutput:
     """One completion so far. A copy keeps the moment, at the same cost for any length.
 
-    Lists that it returns are the reader's own: changing one changes no output.
+    Lists and dictionaries that it returns are the reader's own: changing one changes no output.
 
     Attributes:
         index: number of the completion within its request, from 0.
@@ -61,7 +61,7 @@ class CompletionOutput:
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
         found = self.growth.logprobs
-        return None if found is None else found[self.begin.token_ids : self.mark.token_ids]
+        return None if found is None else [one.copy() for one in found[self.begin.token_ids : self.mark.token_ids]]
 
     @property
     def mark(self) -> Mark:
@@ -93,18 +93,23 @@ class RequestOutput:
     """A request so far; the same object grows from step to step.
 
     Attributes:
+        prompt: token ids of the prompt, which copies share; `prompt_token_ids` is the reader's own list.
         finished: whether all completions have ended.
         num_cached_tokens: prompt tokens whose K/V were found in the cache.
         error: reason of a failure.
     """
 
     request_id: SeqId
-    prompt_token_ids: Sequence[int]
+    prompt: tuple[int, ...]
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self.prompt)
 
     def copy(self) -> RequestOutput:
         """Return a copy of this moment, at the same cost for any length."""
@@ -114,4 +119,4 @@ class RequestOutput:
         """Return a copy of this moment, with the part of each completion after its mark."""
         outputs = [one.since(begin) for one, begin in zip(self.outputs, begins, strict=True)]
         fields = self.finished, self.num_cached_tokens, self.error, self.metrics
-        return RequestOutput(self.request_id, self.prompt_token_ids, outputs, *fields)
+        return RequestOutput(self.request_id, self.prompt, outputs, *fields)

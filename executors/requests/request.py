@@ -55,12 +55,12 @@ class Request:
         cache_salt: requests of another salt share no K/V with it.
         num_begun: completions that were queued; the others fork when the first one's prompt is done.
         has_begun: whether one has run.
-        num_left: unfinished completions.
+        left: unfinished completions.
         generating_s: sum over ended completions of the time from the first token to their last.
     """
 
     request_id: SeqId
-    prompt: list[int]
+    prompt: tuple[int, ...]
     params: SamplingParams
     rank: tuple[int, int]
     metadata: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     num_begun: int = 0
     has_begun: bool = False
-    num_left: int = 0
+    left: dict[Completion, None] = field(default_factory=dict)
     num_cached_tokens: int = 0
     first_token: float | None = None
     generating_s: float = 0.0
@@ -89,6 +89,11 @@ class Request:
         """The tokens with a bias, and their biases."""
         biases = self.params.logit_bias or {}
         return np.fromiter(biases, np.int64, len(biases)), np.fromiter(biases.values(), np.float32, len(biases))
+
+    @cached_property
+    def ending_ids(self) -> frozenset[int]:
+        """What sampling may give that ends it."""
+        return self.end_token_ids | {NO_TOKEN}
 
     @cached_property
     def end_ids(self) -> NDArray[np.int64]:
@@ -131,15 +136,15 @@ class Completion:
         self.state = State.WAITING
         self.handle: KvCacheHandle | None = None
         self.is_swapped = False
-        self.tokens: list[int] = request.prompt
+        self.tokens: Sequence[int] = request.prompt
         self.cached = 0
-        self.item = RunningItem(self.seq_id, (), metadata=dict(request.metadata))
+        self.item = RunningItem(self.seq_id, (), metadata=request.metadata)
         self._item_fields = self.item.__dict__
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops: StopReader | None = None
         self._last_of_prompt = len(request.prompt) - 1
         self._max_tokens = request.max_tokens
-        self._end_token_ids = request.end_token_ids | {NO_TOKEN}
+        self._end_token_ids = request.ending_ids
 
     def __repr__(self) -> str:
         return f"Completion({self.request.request_id!r}, {self.index}, {self.state.name}, {self.num_tokens} tokens)"
@@ -182,7 +187,7 @@ class Completion:
     def tokens_from(self, start: int) -> list[int]:
         """Return the tokens from that position on."""
         beyond = start - len(self.request.prompt)
-        return self.token_ids[beyond:] if beyond >= 0 else self.request.prompt[start:] + self.token_ids
+        return self.token_ids[beyond:] if beyond >= 0 else [*self.request.prompt[start:], *self.token_ids]
 
     def hold(self, handle: KvCacheHandle | None) -> None:
         """Set its sequence in the cache, or None; tokens that it holds already are not run."""
@@ -204,7 +209,8 @@ class Completion:
         """Set the item to the next `count` tokens to prefill."""
         end = self.cached + count
         is_final = end == len(self.tokens)
-        self.item.move(self.tokens[self.cached : end], self.cached, is_final_chunk=is_final, logits_policy=FullLogits())
+        chunk = list(self.tokens[self.cached : end])
+        self.item.move(chunk, self.cached, is_final_chunk=is_final, logits_policy=FullLogits())
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
         """Set the item to the newest token, followed by drafts."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paged.errors import InvalidInputError
+from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.models.loading.hf_config import HfConfig
 from paged.token_ids import as_token_ids
 
 # A completion takes 60 us to make; so many take a quarter of a second.
@@ -112,6 +113,27 @@ class SamplingParams:
     def token_ids(self) -> list[int]:
         """All token ids in these parameters, for a check against the vocabulary."""
         return [*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.stop_token_ids]
+
+
+# What a generation_config.json may say of them.
+CHECKPOINT_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(generation_config: HfConfig) -> dict[str, Any]:
+    """Which of CHECKPOINT_PARAMS a generation_config.json names. `do_sample: false` is a temperature of 0.
+
+    Raises:
+        CheckpointError: a value has another type or is out of range.
+    """
+    values = generation_config.values
+    named = {name: values[name] for name in CHECKPOINT_PARAMS if values.get(name) is not None}
+    if values.get("do_sample") is False:
+        named["temperature"] = 0.0
+    try:
+        SamplingParams(**named)
+    except InvalidInputError as error:
+        raise CheckpointError(f"{generation_config.source}: {error}") from error
+    return named
 
 
 _MOST = (1 << 63) - 1

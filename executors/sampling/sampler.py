@@ -49,7 +49,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._counts = TokenCounts(vocab_size, device)
+        self._counts: TokenCounts | None = None
         self._last: SamplingRows | None = None
 
     def sample(
@@ -121,11 +121,12 @@ class Sampler:
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a finished completion."""
-        self._counts.forget(completion)
+        if self._counts is not None:
+            self._counts.forget(completion)
 
     def reset(self) -> None:
         """Drop all state, which an error may have left half done; it is built again."""
-        self._counts, self._last = TokenCounts(self._vocab_size, self._device), None
+        self._counts = self._last = None  # built when it is needed, as there may be no memory now
 
     def _rows(self, completions: list[Completion]) -> SamplingRows:
         if self._last is None or self._last.completions != completions:
@@ -174,8 +175,9 @@ class Sampler:
         if not rows.penalised:
             return None
         index = rows.penalised_rows
-        counted = self._counts.rows([rows.completions[row] for row in rows.penalised])
-        outputs, seen = self._counts.outputs, self._counts.seen
+        counts = self._counts = self._counts or TokenCounts(self._vocab_size, self._device)
+        counted = counts.rows([rows.completions[row] for row in rows.penalised])
+        outputs, seen = counts.outputs, counts.seen
         if row_drafts is not None:
             outputs, seen = outputs[counted], seen[counted]
             counted, drafted = torch.arange(len(counted), device=self._device), row_drafts.token_ids[index]

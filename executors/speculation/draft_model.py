@@ -122,7 +122,8 @@ class DraftModel:
         return known
 
     def forget(self, completion: Completion) -> None:
-        if self._sequences.pop(completion.seq_id, None) is not None:
+        self._sequences.pop(completion.seq_id, None)
+        if self._manager.get_handle(_draft_id(completion.seq_id)) is not None:  # also one that was not noted yet
             self._executor.release_cache(_draft_id(completion.seq_id))
         self._sampler.forget(completion)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, PagedError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -24,11 +24,12 @@ class CharacterEscapes:
     every character of a user's that could be of one is known, whatever the template does to it: trims, splits, joins.
     """
 
-    def __init__(self, pattern: re.Pattern[str], taken: Iterable[str]) -> None:
+    def __init__(self, pattern: re.Pattern[str], taken: Iterable[str], spared: Iterable[str] = ()) -> None:
         """pattern: what is escaped, by its first character; but for what its group `kept` matches. taken: characters
-        that stand for themselves.
+        that stand for themselves. spared: texts that are not touched.
         """
         self._pattern = pattern
+        self._spared = frozenset(spared)
         self._stand_ins: dict[str, str] = {}
         used = set(taken)
         self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
@@ -36,7 +37,7 @@ class CharacterEscapes:
     def escape(self, value: Any) -> Any:
         """A JSON value with the characters of all its texts replaced."""
         if isinstance(value, str):
-            return self._pattern.sub(self._stand_in, value)
+            return value if value in self._spared else self._pattern.sub(self._stand_in, value)
         if isinstance(value, dict):
             return {self.escape(key): self.escape(item) for key, item in value.items()}
         return [self.escape(item) for item in value] if isinstance(value, list) else value
@@ -130,11 +131,23 @@ class SpecialTokens:
         if not spans:
             return list(encoding.ids)
         characters = {*map(chr, range(32)), *json.dumps(given, ensure_ascii=False)}  # JSON escapes the first 32
-        escapes = CharacterEscapes(self._pattern(characters, literals), characters | set(text))
-        if escapes.escape(given) == given:
-            return list(encoding.ids)
-        other = escapes.undo_json(render(escapes.escape))
-        revealed = escapes.restore(other)
+        literals = list(literals)
+        # Words among those found, of which users' texts may be parts: by letters, if that is nothing to the template.
+        words = {content for _, _, one in spans if not any(map(_is_sign, content := self._contents[one]))}
+        for letters in [{char for word in words for char in word if not char.isspace()}, set[str]()][not words :]:
+            pattern = self._pattern(characters, literals, letters)
+            escapes = CharacterEscapes(pattern, characters | set(text), literals if letters else ())
+            if escapes.escape(given) == given:
+                return list(encoding.ids)
+            try:
+                other = escapes.undo_json(render(escapes.escape))
+            except PagedError:
+                if not letters:
+                    raise
+                continue
+            revealed = escapes.restore(other)
+            if revealed == text:
+                break
         if revealed == text and all(other[begin:end] == text[begin:end] for begin, end, _ in spans):
             return list(encoding.ids)
         # Where the template decides by such characters, it may have written another text.
@@ -156,12 +169,13 @@ class SpecialTokens:
         strict.encode_special_tokens = True
         return strict
 
-    def _pattern(self, characters: Iterable[str], literals: Iterable[str]) -> re.Pattern[str]:
+    def _pattern(self, characters: Iterable[str], literals: Iterable[str], letters: set[str]) -> re.Pattern[str]:
         """What is escaped: every character that is no letter, digit, underscore or space and stands in a special
-        token, since parts of one may come from several texts; a special token without any as a whole. Texts that
-        templates look for, `</think>` as an example, are kept, unless they could be a part of a special token.
+        token, since parts of one may come from several texts; a special token without any as a whole, and `letters`.
+        Texts that templates look for, `</think>` as an example, are kept, unless they could be a part of a special
+        token.
         """
-        signs = {char for content in self._contents.values() for char in content if _is_sign(char)}
+        signs = letters | {char for content in self._contents.values() for char in content if _is_sign(char)}
         words = {
             content.strip()
             for content in self._contents.values()
@@ -176,9 +190,9 @@ class SpecialTokens:
             if text and not any(_touch(text, content) for content in self._contents.values())
         }
         kept = "|".join(re.escape(text) for text in sorted(wanted, key=len, reverse=True)) or "(?!)"
-        parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
+        parts = [f"(?i:{re.escape(word)})" for word in sorted(words, key=len, reverse=True)]
         parts += [f"[{''.join(map(re.escape, sorted(signs)))}]"] if signs else []
-        return re.compile(f"(?P<kept>{kept})|{'|'.join(parts) or '(?!)'}", re.IGNORECASE if words else 0)
+        return re.compile(f"(?P<kept>{kept})|{'|'.join(parts) or '(?!)'}")
 
 
 def _touch(text: str, special: str) -> bool:

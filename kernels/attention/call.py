@@ -19,11 +19,12 @@ TENSORS = (
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Arguments of `kernels.attention.paged_attention.paged_attention`, checked and with their defaults filled in.
+    """Arguments of `kernels.attention.paged_attention.paged_attention`, checked, with defaults filled in.
 
-    window: how many positions left and right of its own a query sees; NO_LIMIT sees all, causal is right 0.
-    chunk_size: see `attention_chunk_size`, 0 sees all.
-    is_causal: bool [num_seqs]; where set, right is 0 for that sequence.
+    Attributes:
+        window: positions that a query sees left and right of its own; NO_LIMIT for all. Causal is 0 on the right.
+        chunk_size: `attention_chunk_size`; 0 for no limit.
+        is_causal: bool [num_seqs]; True sets the right window of that sequence to 0.
     """
 
     q: torch.Tensor
@@ -49,24 +50,23 @@ class AttentionCall:
 
     @property
     def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """k_scale and v_scale as factors of heads, [] or [1] or [num_kv_heads]; None where rows have their own."""
+        """k_scale and v_scale for each head, [], [1] or [num_kv_heads]; None if each row has its own."""
         return (None, None) if self.k_cache.dtype == torch.int8 else (self.k_scale, self.v_scale)
 
     @property
     def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """k_scale and v_scale as those of rows, [num_blocks, block_size, num_kv_heads]; None where heads have one."""
+        """k_scale and v_scale for each row, [num_blocks, block_size, num_kv_heads]; None unless the cache is int8."""
         return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.int8 else (None, None)
 
     @property
     def shares_cache(self) -> bool:
-        """Whether a key's first elements are its value: v_cache is a view of k_cache's memory from the same element."""
+        """Whether the first elements of a key are its value: v_cache is a view of k_cache from its first element on."""
         k_cache, v_cache = self.k_cache, self.v_cache
         is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
         return is_view and v_cache.shape[3] <= k_cache.shape[3]
 
     @property
     def num_products(self) -> Callable[[Mapping[str, Any]], int]:
-        """A function of the tensors that says how many products of numbers there are for a query of each sequence, of
-        the lengths that are in `seq_lens` by then, on the host."""
+        """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
         of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
         return lambda given: int(given["seq_lens"].sum()) * of_a_key

@@ -1,4 +1,4 @@
-"""Attention of sequences that begin with the same cached tokens, whose keys are read once for all of them."""
+"""Attention of sequences that share a cached prefix, whose keys are read once for all of them."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ def cascade_attention(
     prefix_plan: AttentionPlan | None = None,
     return_lse: bool = False,
 ) -> Run[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """Causal `paged_attention` over sequences whose first `shared_prefix_len` tokens lie in the same blocks.
+    """Compute causal `paged_attention` over sequences that share their first `shared_prefix_len` tokens.
 
-    All queries attend to the prefix as one sequence, then each sequence to what follows it, and the two parts are
-    merged by their log-sum-exps (Juravsky et al., "Hydragen", 2024): K and V of the prefix are read once a tile of
-    queries, not once a sequence. Pays where the prefix is long and shared by many: B sequences over P shared and S own
-    tokens read P + B S instead of B (P + S).
+    All queries attend to the prefix as one sequence, then each sequence to its own tokens. The two parts are merged by
+    their log-sum-exps (Juravsky et al., "Hydragen", 2024). B sequences over P shared and S own tokens read P + B S
+    tokens instead of B (P + S), so it pays if many sequences share a long prefix.
 
     Args:
-        shared_prefix_len: a multiple of the block size. The first shared_prefix_len / block_size entries of all rows of
-            `block_table` are the same, and every sequence with a query holds the prefix before its queries.
-        plan, prefix_plan: what `cascade_plans` made for this step, shared by its layers; made for this call when not
-            given.
+        shared_prefix_len: length of the prefix, a multiple of the block size. The first shared_prefix_len / block_size
+            entries of all rows of `block_table` are the same. All queries stand behind the prefix.
+        plan, prefix_plan: result of `cascade_plans` for this step, to share between layers; None makes them for this
+            call.
 
-    The other arguments, results and errors are those of `paged_attention`. Windows and ALiBi, which depend on the
-    distance between query and key, are not among them.
+    The other arguments, the result and the errors are those of `paged_attention`. Windows, chunks and ALiBi are not
+    supported: they depend on the distance between query and key.
 
     Raises:
-        InvalidInputError: also when shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU
-            also when a sequence with a query does not hold the prefix.
+        InvalidInputError: shared_prefix_len is no multiple of the block size or exceeds the table; on a CPU also if a
+            sequence with a query does not hold the prefix.
     """
     check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     shared_prefix_len, return_lse = as_int("shared_prefix_len", shared_prefix_len), as_bool("return_lse", return_lse)
@@ -94,8 +93,7 @@ def cascade_attention(
 def _check_prefix(
     block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, length: int, num_blocks: int
 ) -> None:
-    """Raise InvalidInputError unless all sequences with queries hold `length` tokens before them, in the blocks that
-    row 0 of the table names."""
+    """Raise InvalidInputError unless the prefix precedes all queries, in the same blocks as in row 0 of the table."""
     q_lens = cu_seqlens_q.diff()
     contexts = torch.where(q_lens > 0, seq_lens.long() - q_lens, length)
     if len(contexts) and int(contexts.min()) < length:
@@ -122,9 +120,13 @@ def cascade_plans(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> tuple[AttentionPlan, AttentionPlan]:
-    """The plans of `cascade_attention`: of what follows the prefix, and of the prefix.
+    """Return the plans of `cascade_attention`: for the tokens behind the prefix, and for the prefix.
 
-    cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; num_tokens: rows of q; the maxima are upper bounds.
+    Args:
+        cu_seqlens_q: int32 [num_seqs + 1].
+        seq_lens: int32 [num_seqs], prefix included.
+        num_tokens: rows of q.
+        max_seqlen_q, max_seqlen_k: upper bounds known to the host.
     """
     shared_prefix_len = as_int("shared_prefix_len", shared_prefix_len)
     max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, shared_prefix_len)

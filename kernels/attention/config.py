@@ -1,7 +1,7 @@
 """Tile sizes of paged attention: shape and device in, configuration out.
 
-box: the result of `box_keys` for the caches. more_scores: softcap, ALiBi or a mask is given, which take registers for
-each score. kind: what the caches hold, of `cache_kinds`.
+box: the result of `box_keys` for the caches. more_scores: whether softcap, ALiBi or a mask is given; they take
+registers for each score. kind: dtype of the caches, as `cache_kinds` names it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ MAX_KEYS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """One program's shape: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
+    """Shape of one program: BLOCK_M query rows (tokens times GQA group) against BLOCK_N keys at a time.
 
-    programs_per_sm: how many an SM holds at once, at least; registers and shared memory decide (`make compile`).
-    by_tma: the chip's copy engine fetches the keys, which lie in one cache block, as one box.
+    Attributes:
+        programs_per_sm: least number of programs that an SM holds at once, limited by registers and shared memory
+            (`make compile`).
+        by_tma: whether the copy engine fetches the keys as one box; they lie in one cache block.
     """
 
     block_m: int
@@ -41,30 +43,32 @@ class AttentionTile:
 
 
 def query_lengths(group: int) -> tuple[int, ...]:
-    """Longest queries that between them lead to every tile there is for `group` query heads to a KV head, rising."""
+    """Return longest query lengths, rising, that select every tile for `group` query heads to a KV head."""
     return tuple(sorted({max(rows // group, 1) for rows in (16, 32, DECODE_MAX_ROWS, DECODE_MAX_ROWS + group)}))
 
 
 def step_sizes(groups: Iterable[int], longest: int) -> list[int]:
-    """Numbers of tokens, rising to `longest`, that lead to every tile of rows, and to those of queries of `groups`."""
+    """Return numbers of tokens, rising to `longest`, that select every tile of rows and of queries of `groups`."""
     sizes = {*ROW_COUNTS, *(length for group in groups for length in query_lengths(group))}
     return sorted(size for size in sizes if size <= longest)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The tile's width: the next power of two, and 16 at least, the smallest operand of a matrix instruction."""
+    """Return the tile's width: the next power of two, at least 16, the smallest operand of a matrix instruction."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def default_block_size(arch: str) -> int:
-    """Tokens of a cache block where nobody says how many: 64 where the copy engine then fetches a block's keys as one
-    box, which saves the threads their copies (see `prefill_tile`); else 16, to share prefixes in finer steps.
+    """Return the default tokens of a cache block: 64 on server GPUs with TMA (sm_90, sm_100, sm_103), else 16.
+
+    With 64, the copy engine fetches a block's keys as one box, which saves the threads their copies (see
+    `prefill_tile`). With 16, prefixes are shared in finer steps.
     """
     return 64 if arch in LARGE_SHARED_MEMORY and arch.startswith("sm_") else 16
 
 
 def box_keys(cache: torch.Tensor, arch: str) -> int:
-    """Keys of one head that the copy engine can fetch from one block of `cache` at once: a power of two, 0 without it.
+    """Return how many keys of a head the copy engine can fetch from one block of `cache`: a power of two, or 0.
 
     It needs addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
     """
@@ -87,15 +91,15 @@ def decode_tile(
     more_scores: bool = False,
     kind: str = "",
 ) -> AttentionTile:
-    """Tile of sequences of at most DECODE_MAX_ROWS rows: the smallest that tensor cores take, as the time is K and V's.
+    """Return the tile of sequences with at most DECODE_MAX_ROWS rows: as small as tensor cores allow.
 
-    rows: the most that any sequence of the batch has. Where those are verify rows beyond 16, one tile of 32 or 64 reads
-    K and V once; a batch with prompts has 16-row tiles.
+    Reading K and V takes the time there. rows: most rows of any sequence of the batch. For verify rows beyond 16, one
+    tile of 32 or 64 reads K and V once. A batch with prompts has 16-row tiles.
 
-    BLOCK_N rows of K are 16 KB, as many of V again. Gathered ones take two stages for each tile ahead, as a load of the
-    table comes before theirs: 5 stages, two tiles ahead. At head_dim 128 Triton 3.7.1 makes of it 168 registers and 72
-    KB of shared memory on sm_90 (158 and 55 KB with boxes at 3 stages), so that three programs share an SM; of 32 rows
-    216 registers, of 64 rows 238, two programs.
+    BLOCK_N rows of K take 16 KB, and V as much. Gathered keys take two stages for each tile ahead, as the block table
+    is loaded before them: 5 stages for two tiles. At head_dim 128 on sm_90, Triton 3.7.1 then takes 168 registers and
+    72 KB of shared memory (158 and 55 KB with boxes at 3 stages), so three programs share an SM. Tiles of 32 rows take
+    216 registers, of 64 rows 238: two programs.
     """
     width = padded_head_dim(max(head_dim, v_head_dim)) * element_size
     if element_size == 4:  # full float32 runs outside the tensor cores; 4 warps spill 286 registers at head_dim 128
@@ -155,10 +159,10 @@ def prefill_tile(
     more_scores: bool = False,
     kind: str = "",
 ) -> AttentionTile:
-    """Tile of longer queries: 128 rows, so that each of two warp groups issues 64-row wgmma, where registers allow.
+    """Return the tile of longer queries: 128 rows if registers allow, 64-row wgmma for each of two warp groups.
 
-    Instructions a warp and 64 keys on sm_90 at head_dim 128 (the matrix unit needs 982 cycles, eight warps share four
-    schedulers): 392 with 64 gathered keys, 361 with boxes of 64, 248 with boxes of 128.
+    Instructions of a warp for 64 keys on sm_90 at head_dim 128: 391 with 64 gathered keys, 355 with boxes of 64, 248
+    with boxes of 128. The matrix unit needs 982 cycles for them, and eight warps share four schedulers.
     """
     widest = padded_head_dim(max(head_dim, v_head_dim))
     width = widest * element_size
@@ -184,7 +188,8 @@ def prefill_tile(
         if box >= 128 and not more_scores and not arch.startswith("sm_10") and kind != "e5m2":
             # 239 registers, 160 KB. A softcap would spill 16, tcgen05's copies of the accumulator 70, e5m2 20.
             return AttentionTile(128, 128, 8, 2, by_tma=True)
-        return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)  # 219 registers, 96 KB
+        # 223 registers with gathered keys, 204 with boxes; 96 KB.
+        return AttentionTile(128, 64, 8, 3, by_tma=box >= 64)
     # Without wgmma the operands pass through registers: 128 x 64 spills 24 of them at head_dim 128, 64 x 64 spills 28
     # at 256. These stay under the 99 KB of the consumer chips, too.
     if width <= 128:
@@ -195,7 +200,7 @@ def prefill_tile(
 
 
 def _int8_prefill_tile(width: int, element_size: int, arch: str, box: int, *, more_scores: bool) -> AttentionTile:
-    """Tile over caches of int8, whose scales and conversions take registers: the tiles of others spill."""
+    """Return the tile over int8 caches: scales and conversions take registers, so the tiles of other dtypes spill."""
     if element_size == 4:  # 32 x 16 spills 244
         return AttentionTile(16, 16, 8, 2)
     if arch.startswith("gfx"):  # 128 x 64 with all options 35
@@ -211,10 +216,10 @@ def _int8_prefill_tile(width: int, element_size: int, arch: str, box: int, *, mo
 
 
 def _widest_prefill_tile(element_size: int, arch: str, kind: str, *, more_scores: bool) -> AttentionTile:
-    """Tile of heads above 256: what limits it are the sums, 64 x 512 in 8 warps 128 of a thread's 255 registers.
+    """Return the tile of heads above 256: sums of 64 x 512 in 8 warps take 128 of a thread's 255 registers.
 
-    Beside these, 64 x 32 on sm_90 needs 16 pointers of gathered rows and spills 53 registers, in boxes 8; 16 warps may
-    have 128 registers each and spill 215. Two programs with half of the values each would compute all scores twice.
+    Beside them, 64 x 32 on sm_90 needs 16 pointers of gathered rows and spills 53 registers, with boxes 8. 16 warps may
+    use 128 registers each and spill 215. Two programs with half of the values each would compute all scores twice.
     """
     if element_size == 4:  # 112 registers, 97 KB
         return AttentionTile(16, 16, 4, 1) if arch.startswith("gfx") else AttentionTile(16, 16, 8, 2)

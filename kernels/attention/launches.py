@@ -20,8 +20,10 @@ _MERGE_M = 16
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
-    """What fills `out` and, where given, `lse` of calls like this over the plan's work lists, of their tensors by the
-    names of the call's fields."""
+    """Return a function that fills `out`, and `lse` if given, for calls like this one.
+
+    It takes the call's tensors by the names of its fields and runs the plan's work lists.
+    """
     numbers = (
         len(call.q), *call.k_cache.shape[:2], call.max_seqlen_q, call.window[0], MAX_KEYS_AT_ONCE,
         call.chunk_size or NO_LIMIT,
@@ -87,7 +89,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
 def _shared(
     call: AttentionCall, shape: AttentionShape, plan: AttentionPlan, schedule: AttentionSchedule
 ) -> dict[str, Any]:
-    """The arguments that both kernels take."""
+    """Return the arguments that both kernels take."""
     return {
         "cu_seqlens_q_ptr": plan.cu_seqlens_q,
         "counts_ptr": schedule.counts,

@@ -65,8 +65,10 @@ def _pack_mask_kernel(
 def pack_mask(
     mask: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int
 ) -> torch.Tensor:
-    """int64 [num_tokens, num_words] of `mask`, bool [num_tokens, longest query]: bit b of a query's word w is its key
-    (context_len // 64 + w) * 64 + b. What lies beyond a sequence's keys is not written.
+    """Pack `mask`, bool [num_tokens, longest query], into int64 [num_tokens, num_words].
+
+    Bit b of word w of a query is its key (context_len // 64 + w) * 64 + b. Words beyond a sequence's keys are not
+    written.
     """
     num_words = triton.cdiv(max_seqlen_q, WORD_KEYS.value) + 1  # the first new key may fall anywhere in its word
     words = torch.empty(mask.shape[0], num_words, dtype=torch.int64, device=mask.device)

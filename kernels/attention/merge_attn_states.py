@@ -77,23 +77,22 @@ def _new(out_a: torch.Tensor, lse_a: torch.Tensor, **_: object) -> tuple[torch.T
 def merge_attn_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> Run[tuple[torch.Tensor, torch.Tensor]]:
-    """Attention over the union of two disjoint key sets, from the outputs and log-sum-exps over each.
+    """Merge attention over two disjoint key sets into attention over their union.
 
-    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and Gimelshein,
-    2018), in float32, out rounded once. A side with lse -inf, or inf as in FlashAttention, is empty and adds
-    nothing, whatever its output holds; both empty give 0 and -inf.
+    lse = log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b (Milakov and
+    Gimelshein, 2018), in float32; out is rounded once. A side with lse -inf, or inf as FlashAttention writes it, is
+    empty: it adds nothing, even if its output holds NaN. If both are empty, the result is 0 and -inf.
 
     Args:
-        out_a, out_b: [num_tokens, num_heads, head_dim], one dtype of float32, float16 and bfloat16, last dimension
-            contiguous.
+        out_a, out_b: [num_tokens, num_heads, head_dim], both float32, float16 or bfloat16, last dimension contiguous.
         lse_a, lse_b: float32 [num_heads, num_tokens], natural log, any strides.
 
     Returns:
-        out like out_a and lse like lse_a, both new and contiguous.
+        out like out_a and lse like lse_a, new and contiguous.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit.
+        UnsupportedError: an argument requires a gradient.
     """
     check_tensor("out_a", out_a, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)
     check_tensor("out_b", out_b, out_a.shape, (out_a.dtype,), out_a.device)

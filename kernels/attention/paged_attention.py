@@ -34,7 +34,7 @@ def _encode(given: Arguments) -> None:
 
 
 def decode_causal(given: Arguments) -> None:
-    """An op's arguments to the operation's."""
+    """Turn the custom op's arguments back into those of the operation."""
     given["return_lse"] = True
     if (flags := given.pop("is_causal", None)) is not None:
         given["causal"] = flags
@@ -43,7 +43,7 @@ def decode_causal(given: Arguments) -> None:
 def new_output(
     q: torch.Tensor, v_cache: torch.Tensor, device: Any = None, **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for out and lse."""
+    """Return empty tensors for out and lse."""
     device = device or q.device
     out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=device)
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=device)
@@ -86,54 +86,58 @@ def paged_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Run[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """softmax(softmax_scale * q k^T) v over each sequence's cached keys, float32 inside.
+    """Compute attention over a paged KV cache, for prompts, chunks, decode steps and verify rows in one call.
 
-    The queries of a sequence are its last positions: query i of n has position seq_len - n + i, so a decode step
-    is a sequence with one query and a prompt one with as many queries as keys. A row that sees no key gives 0 and lse
-    -inf (the sink, where there is one).
+    Returns softmax(scores) @ v for every query. Scores, softmax and sums are float32. The queries of a sequence are its
+    last positions: query i of n has position seq_len - n + i. A decode step is a sequence with one query, a prompt one
+    with as many queries as keys. A row that sees no key gives 0 and a log-sum-exp of -inf, or with sinks that of the
+    sink.
 
     The score of a query at position i and a key at position j is softcap(softmax_scale * q k) - slope * |i - j|.
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
-            cu_seqlens_q[-1] are padding and give 0 and lse -inf. head_dim is 1 to 512, as is v_head_dim.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q, float8_e4m3fn, float8_e5m2 or int8,
-            last dimension contiguous. num_q_heads is a multiple of num_kv_heads; query head h reads KV head
-            h // (num_q_heads // num_kv_heads).
-        v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], likewise. May be a view of k_cache, such as its
-            first columns: of one width in powers of two they are then read once.
-        block_table: int32 [num_seqs, max_blocks_per_seq]; entries beyond a sequence's last block are never read.
-        cu_seqlens_q: int32 [num_seqs + 1], rising from 0.
-        seq_lens: int32 [num_seqs], KV lengths with this step's tokens included.
-        max_seqlen_q: at least the longest query. On a GPU, where lengths are not checked, a longer one and those after
-            it give 0 and lse -inf.
-        softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
-        causal: position i sees positions <= i; a bool tensor [num_seqs] tells it for each sequence.
-        window_size: (left, right) positions seen on each side besides the own one; -1 is no limit.
-        softcap: 1e-6 to 1000, or 0 for none: scores become softcap * tanh(score / softcap) (Gemma 2, 2024), up to an
-            error of softcap * 1e-7.
-        sinks: [num_q_heads], any float dtype: the score of one more key for every row of the head, whose value is 0
-            (Xiao et al., 2023; as in gpt-oss, not scaled). The log-sum-exp counts it.
+        q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. head_dim and
+            v_head_dim are 1 to 512. Rows beyond cu_seqlens_q[-1] are padding and give 0 and -inf.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q, float8_e4m3fn, float8_e5m2 or int8, last
+            dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h reads KV head h //
+            (num_q_heads // num_kv_heads).
+        v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], same dtype, last dimension contiguous. May be a
+            view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K and V
+            are read once.
+        block_table: int32 [num_seqs, max_blocks_per_seq]. Entries beyond a sequence's last block are never read.
+        cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
+        seq_lens: int32 [num_seqs], KV lengths, new tokens included.
+        max_seqlen_q: upper bound of the longest query. On a GPU lengths are not checked: a sequence with more queries,
+            and all after it, give 0 and -inf.
+        softmax_scale: 0 to 1e30; None for 1 / sqrt(head_dim).
+        causal: whether position i sees only positions <= i; a bool tensor [num_seqs] chooses for each sequence.
+        window_size: (left, right), positions seen on each side besides the own one; -1 for no limit.
+        softcap: 1e-6 to 1000, or 0 for none. Scores become softcap * tanh(score / softcap) (Gemma 2, 2024), with an
+            error up to softcap * 1e-7.
+        sinks: [num_q_heads], any float dtype: for each row of a head the score of one more key with value 0 (Xiao et
+            al., 2023). Not scaled, as in gpt-oss. The log-sum-exp includes it.
         alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
-        k_scale, v_scale: float32, one value or [num_kv_heads]: K is k_cache * k_scale, V likewise. int8 caches need
-            those of their rows, [num_blocks, block_size, num_kv_heads], any strides; see `reshape_and_cache`.
-        mask: bool [num_tokens, at least the longest query]: whether a query also sees new key j of its own sequence,
-            besides all else that limits it; keys before the new ones are not concerned. The ancestors of a node, for
-            a tree of draft tokens.
-        attention_chunk_size: position i sees a position j only where j // attention_chunk_size is
-            i // attention_chunk_size (Llama 4, 2025), besides all else that limits it; 0 is no limit.
-        deterministic: a sequence's results have the same bits whatever else is in the batch; costs speed where few long
-            sequences share the device with many short ones.
-        plan: this step's `AttentionPlan`, shared by its layers; made for this call when not given.
-        out: [num_tokens, num_q_heads, v_head_dim], dtype of q; made when not given.
-        return_lse: also return the log-sum-exp of the scores, float32 [num_q_heads, num_tokens], natural log.
+        k_scale, v_scale: float32, one value or [num_kv_heads]; K is k_cache * k_scale, V likewise. int8 caches need a
+            scale for each row, [num_blocks, block_size, num_kv_heads], any strides; see `reshape_and_cache`.
+        mask: bool [num_tokens, at least the longest query]. False at column j hides new key j of the same sequence, for
+            example the branches of a tree of draft tokens. Older keys are not masked; all other limits still apply.
+        attention_chunk_size: position i sees position j only if j // attention_chunk_size equals i //
+            attention_chunk_size (Llama 4, 2025); 0 for no limit.
+        deterministic: whether a sequence's results have the same bits in every batch. Slower if few long sequences run
+            beside many short ones.
+        plan: the step's `AttentionPlan`, to share between layers; None makes one for this call.
+        out: [num_tokens, num_q_heads, v_head_dim], dtype of q, last dimension contiguous; None makes one.
+        return_lse: whether to also return the log-sum-exp.
 
-    Numbers may be NumPy's, or tensors without dimensions. Lengths, offsets and the blocks that queries read are checked
-    on a CPU, and on a GPU where PAGED_CHECK=1, see `id_checks`.
+    Returns:
+        out; with return_lse (out, lse), lse float32 [num_q_heads, num_tokens], the natural log-sum-exp of the scores.
+
+    Numbers may be NumPy's, or tensors without dimensions. Lengths, offsets and the block ids that queries read are
+    checked on a CPU, and on a GPU with PAGED_CHECK=1; see `check_ids`.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or values do not fit.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or value does not fit.
+        UnsupportedError: an argument requires a gradient.
     """
     if isinstance(causal, torch.Tensor) and causal.dim() == 0:
         causal = as_bool("causal", causal)

@@ -1,10 +1,10 @@
-"""How one step's attention is cut into work items of equal size, on the device, without the host knowing the lengths.
+"""The attention plan: one step's work, cut into equal items on the device; the host does not know the lengths.
 
-A tile is BLOCK_M query rows of one sequence; its work is the keys it sees, counted in blocks of BLOCK_N. Short
-sequences (decode, verify) and long ones (prefill) are two kinds with tiles of their own size and a schedule each.
-Within a kind tiles are split along their keys so that all items fill whole waves of the programs the device runs at
-once, whatever else is in the batch; merging the partial results is the only extra work. Sizes depend on host-known
-upper bounds alone, so a captured step can be replayed with other lengths.
+A tile is BLOCK_M query rows of one sequence. Its work is the keys it sees, in blocks of BLOCK_N. Short sequences
+(decode, verify) and long ones (prefill) are two kinds, each with its own tile size and schedule. Tiles of a kind are
+split along their keys, so that all items fill whole waves of the programs that the device runs at once. The only extra
+work is to merge partial results. Sizes depend on upper bounds known to the host, so a captured step can be replayed
+with other lengths.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ _DETERMINISTIC_SPLITS = {"decode": 8, "prefill": 1}
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """One kind's work list on the device, and the upper bounds its launches use.
+    """The work list of one kind of tile on the device, and the upper bounds of its launches.
 
-    items int32 [max_items, 5]: sequence, tile within it, first and one past the last block of BLOCK_N keys, slot of the
-    partial result, -1 where the tile is not split. split_tiles int32 [max_split_tiles, 4]: sequence, tile, first slot,
-    number of slots. counts int32 [2]: how many of each are filled. first_padding
-    int32 [1]: the row behind the last one that tiles cover, the first of a sequence with more queries than the upper
-    bound, if there is one. partial_out float32 [max_slots, num_kv_heads,
-    BLOCK_M, v_head_dim] and partial_lse float32 [max_slots, num_kv_heads, BLOCK_M] (base 2) are workspace that layers
-    share.
+    Attributes:
+        items: int32 [max_items, 5]: sequence, tile in it, first and one past the last block of BLOCK_N keys, slot of
+            the partial result or -1 if the tile is not split.
+        split_tiles: int32 [max_split_tiles, 4]: sequence, tile, first slot, number of slots.
+        counts: int32 [2], how many items and split tiles are filled.
+        first_padding: int32 [1], the row behind the last one that tiles cover: the first of a sequence with more
+            queries than the upper bound, if there is one.
+        partial_out: float32 [max_slots, num_kv_heads, BLOCK_M, v_head_dim], workspace that layers share.
+        partial_lse: float32 [max_slots, num_kv_heads, BLOCK_M], base 2, likewise.
     """
 
     tile: AttentionTile
@@ -63,11 +65,14 @@ class AttentionSchedule:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a schedule depends on besides the lengths.
+    """Everything besides the lengths that a schedule depends on.
 
-    head_dim, v_head_dim: of keys and values. element_size: of the queries, in bytes. window, chunk_size: see
-    `AttentionCall`. box, more_scores, kind: see `config.py`. deterministic: a sequence is cut up by its own length
-    alone, so that its results have the same bits whatever else is in the batch.
+    Attributes:
+        group: query heads for each KV head.
+        element_size: bytes of an element of q.
+        window, chunk_size: see `AttentionCall`.
+        box, more_scores, kind: see `config.py`.
+        deterministic: a sequence is split by its own length alone, so that its results have the same bits in any batch.
     """
 
     num_tokens: int
@@ -85,16 +90,23 @@ class AttentionShape:
 
 
 class AttentionPlan:
-    """One step's schedules, made on first use and shared by all layers with the same heads and window."""
+    """Work split of one step, made once and shared by all layers.
+
+    Schedules are made on first use, one set for each head layout and window.
+
+    Args:
+        cu_seqlens_q: int32 [num_seqs + 1], query offsets.
+        seq_lens: int32 [num_seqs], KV lengths, on the same device.
+        max_seqlen_q, max_seqlen_k: upper bounds of the longest query and KV length, known to the host.
+
+    Raises:
+        InvalidInputError: a shape, dtype or device does not fit, or a maximum is no integer from 0 to 2^31 - 1.
+    """
 
     def __init__(
         self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *, max_seqlen_q: int, max_seqlen_k: int
     ) -> None:
-        """cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs]; the two maxima are host-known upper bounds.
-
-        Raises:
-            InvalidInputError: a shape, dtype or device does not fit, or a maximum is no number from 0 to 2^31 - 1.
-        """
+        """Check the lengths and keep them; nothing is launched yet."""
         check_tensor("seq_lens", seq_lens, ("num_seqs",), (torch.int32,), seq_lens.device)
         check_tensor("cu_seqlens_q", cu_seqlens_q, (len(seq_lens) + 1,), (torch.int32,), seq_lens.device)
         self.cu_seqlens_q = cu_seqlens_q.contiguous()
@@ -110,9 +122,9 @@ class AttentionPlan:
         self._schedules: dict[tuple[AttentionShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
     def schedules(self, shape: AttentionShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:
-        """The schedules that cover the batch: of short sequences, and of long ones where there may be any.
+        """Return the schedules that cover the batch: for short sequences, and for long ones if there may be any.
 
-        is_causal: bool [num_seqs]; where set, nothing right of a query's own position is seen.
+        is_causal: bool [num_seqs]; a query of a sequence with True sees nothing right of its own position.
         """
         key = shape, id(is_causal)
         if key not in self._schedules:
@@ -133,11 +145,11 @@ class AttentionPlan:
         return self._schedules[key][0]
 
     def most_rows(self, shape: AttentionShape) -> int:
-        """Rows (queries times heads of a group) of a sequence up to which there are tiles for it."""
+        """Return the upper bound of a sequence's rows, queries times heads of a group."""
         return min(self.max_seqlen_q, shape.num_tokens) * shape.group
 
     def mask_words(self, mask: torch.Tensor) -> torch.Tensor:
-        """`pack_mask` of a mask over the new keys, done once a step."""
+        """Return `pack_mask` of a mask over the new keys, packed once a step."""
         if id(mask) not in self._masks:
             self._masks[id(mask)] = pack_mask(mask, self.cu_seqlens_q, self.seq_lens, self.max_seqlen_q), mask
         return self._masks[id(mask)][0]

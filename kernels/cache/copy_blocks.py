@@ -1,4 +1,4 @@
-"""Copy blocks over one another inside every layer's caches, for copy-on-write, or into other memory, for swap."""
+"""Copy blocks within every layer's caches (copy-on-write), or to other memory (swap)."""
 
 from __future__ import annotations
 
@@ -60,15 +60,17 @@ def _words(address, ALIGNMENT: tl.constexpr):
 
 
 class BlockCopy:
-    """Copies of blocks between the same caches, again and again: one launch each, which a CUDA graph may capture.
+    """Block copies between fixed caches: one launch each, which a CUDA graph may capture.
 
-    The host never waits, and nothing but the pairs goes to the device. It keeps the caches alive.
+    The host never waits, and only the pairs go to the device. It keeps the caches alive.
+
+    Args:
+        sources, targets: equally many tensors [num_blocks, ...], as `copy_blocks` takes them, with blocks of one size
+            and dtype on one device. Not checked.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """sources, targets: as many, [num_blocks, ...] each, as `copy_blocks` takes them, with blocks of one size and
-        dtype on one device; taken as they are given. Their addresses go to the device here, on the current stream.
-        """
+        """Send the caches' addresses to the device, on the current stream."""
         self._sources, self._targets = sources, targets
         first = sources[0]
         block_bytes = math.prod(first.shape[1:]) * first.element_size()
@@ -81,8 +83,10 @@ class BlockCopy:
         self._addresses = _send(torch.tensor(addresses), first.device)
 
     def __call__(self, block_pairs: torch.Tensor) -> None:
-        """Copy block source over block destination in every cache; block_pairs: int64 [num_pairs, 2] on the caches'
-        device, trusted. No destination is a source of the same cache, or appears twice.
+        """Copy block source over block destination in every cache.
+
+        block_pairs: int64 [num_pairs, 2] on the caches' device, not checked. No destination is a source of the same
+        cache or appears twice.
         """
         if not use_triton(self._sources[0]):
             from_blocks, to_blocks = block_pairs.unbind(1)
@@ -117,12 +121,12 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     Args:
         caches: tensors [num_blocks, ...] of one shape, dtype, device and strides, contiguous within a block.
         block_pairs: (source, destination) block ids, int64 [num_pairs, 2] or a sequence of pairs. No destination is a
-            source or appears twice, so that the order does not matter. Pairs on the host are checked; pairs on a device
-            are trusted, since reading them would wait for it, but for their range where PAGED_CHECK=1.
+            source or appears twice, so their order does not matter. Pairs on the host are checked. Pairs on a device
+            are trusted, because reading them would wait; PAGED_CHECK=1 checks their range.
 
     Raises:
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
-        UnsupportedError: in the capture of a CUDA graph, for which there is `BlockCopy`.
+        UnsupportedError: a CUDA graph is being captured; make a `BlockCopy` before, and capture that.
     """
     if not isinstance(caches, list | tuple):
         raise InvalidInputError(f"caches: {shown(caches)}, expected a sequence of tensors")

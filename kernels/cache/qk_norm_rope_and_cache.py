@@ -138,23 +138,23 @@ def qk_norm_rope_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> Run[torch.Tensor]:
-    """`rms_norm` of every head of q and k, `rotary_embedding`, then `reshape_and_cache`, in one pass over memory.
+    """Apply `rms_norm` to every head of q and k, then `rotary_embedding` and `reshape_and_cache`, in one pass.
 
-    q changes in place and is returned; the rotated k and the plain v go to the caches, divided by their scales; k and v
-    themselves stay. float32 inside; every result is rounded once.
+    q changes in place and is returned. The rotated k and the plain v are divided by their scales and go to the caches;
+    k and v themselves do not change. All is computed in float32 and rounded once.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
-        k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous; v's head_dim may be another.
+        k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous; v may have another head_dim.
         k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`.
         positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
-        q_weight, k_weight: [head_dim] of the norms; both None for models without them.
-        eps: added to the mean square of a head.
+        q_weight, k_weight: [head_dim], of the norms; both None for models without these norms.
+        eps: added to the mean square of a head; at least 0.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, one weight of the two was given, or a slot
-            or position is out of range; on a GPU, where they are trusted, the last only with PAGED_CHECK=1.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, only one weight is given, or a slot or
+            position is out of range. On a GPU slots and positions are checked only with PAGED_CHECK=1.
+        UnsupportedError: an argument requires a gradient.
     """
     write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)

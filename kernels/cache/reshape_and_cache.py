@@ -92,29 +92,30 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> Run[None]:
-    """Write row t of key and value, divided by their scales, to slot slot_mapping[t] of the caches, in their dtype.
+    """Write row t of key and value to slot slot_mapping[t] of the caches, in the caches' dtype.
 
-    Values round to nearest, ties to even; what lies beyond the largest number of an 8-bit float, 448 of e4m3fn and
-    57344 of e5m2, is stored as that, infinity included. The division is a product with the reciprocal in float32.
+    Rows are divided by their scales; the division is a float32 product with the reciprocal. Values round to nearest,
+    ties to even. In an 8-bit float cache, values beyond the largest number (448 of e4m3fn, 57344 of e5m2), infinity
+    included, are stored as that number.
 
-    A row of an int8 cache, one head of one token, has a scale of its own, which is written beside it: its largest
-    magnitude / 127, NaN where the row holds NaN or infinity. Magnitudes below 2^-100 may read back as less.
+    Each row of an int8 cache, one head of one token, gets its own scale: its largest magnitude / 127, or NaN if the row
+    holds NaN or infinity. Magnitudes below 2^-100 may read back as less.
 
     Args:
-        key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; of
-            one head_dim or of two.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the same, one dtype (float32, float16,
-            bfloat16, float8_e4m3fn, float8_e5m2 or int8), any strides with the last dimension contiguous.
-        slot_mapping: int64 [num_tokens], block_id * block_size + offset inside the caches; negative skips the token.
-            Slots are distinct.
-        k_scale, v_scale: what a stored value is multiplied by when it is read: float32, above 0, [] or [1] for all
-            heads, or [num_kv_heads]. None stands for 1. With int8 they are written: float32 [num_blocks, block_size,
+        key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Their
+            head_dim may differ.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of key and value, both float32, float16,
+            bfloat16, float8_e4m3fn, float8_e5m2 or int8; any strides with the last dimension contiguous.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
+            distinct.
+        k_scale, v_scale: factor from a stored value to its own: float32, above 0, [] or [1] for all heads, or
+            [num_kv_heads]; None for 1. With int8 they are required and written: float32 [num_blocks, block_size,
             num_kv_heads], any strides.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a slot lies beyond the caches; on a GPU,
-            where slots are trusted, the last only with PAGED_CHECK=1.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, or a slot lies beyond the caches. On a GPU
+            slots are checked only with PAGED_CHECK=1.
+        UnsupportedError: an argument requires a gradient.
     """
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     write.check()

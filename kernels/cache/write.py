@@ -1,4 +1,4 @@
-"""Keys and values on their way into the paged cache: the arguments, checks and device functions of every writer."""
+"""Shared by all operations that write keys and values to the paged cache: arguments, checks and device functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCALE_CACHES = ("k_scale_cache", "v_scale_cache")
 
 
 class CacheWrite(NamedTuple):
-    """Keys and values, the caches, and where in them they go; see `reshape_and_cache`."""
+    """Keys, values, the caches and their slots; see `reshape_and_cache`."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -57,7 +57,7 @@ class CacheWrite(NamedTuple):
     v_scale: torch.Tensor | None
 
     def check(self, k_name: str = "key", v_name: str = "value") -> None:
-        """Raise InvalidInputError unless all of it fits together; the names are those of the caller's arguments."""
+        """Raise InvalidInputError unless everything fits together; the names are those of the caller's arguments."""
         key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale = self
         check_tensor(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"), FLOAT_DTYPES)
         check_tensor(v_name, value, (*key.shape[:2], "v_head_dim"), (key.dtype,), key.device)
@@ -82,7 +82,7 @@ class CacheWrite(NamedTuple):
         return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """The tensors that a kernel takes which writes: all that concerns the caches."""
+        """Return the cache tensors that a writing kernel takes."""
         return {
             "k_cache_ptr": as_kernel_argument(self.k_cache),
             "v_cache_ptr": as_kernel_argument(self.v_cache),
@@ -92,7 +92,7 @@ class CacheWrite(NamedTuple):
         }
 
     def arguments(self) -> dict[str, Any]:
-        """The other arguments of such a kernel."""
+        """Return the other arguments of a writing kernel."""
         return {
             **strides("block slot head", k_cache=self.k_cache, v_cache=self.v_cache),
             **scale_strides(k_scale=self.k_scale, v_scale=self.v_scale),

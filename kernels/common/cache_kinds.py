@@ -1,6 +1,6 @@
-"""What a KV cache holds, on its way there: values as they are, 8-bit floats, or int8 with a scale for each row.
+"""Contents of a KV cache: plain values, 8-bit floats, or int8 with a scale for each row.
 
-A kind is "" for the float types, "e4m3", "e5m2" or "int8"; a row is one head of one token.
+A kind is "" for the float dtypes, "e4m3", "e5m2" or "int8"; a row is one head of one token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 beside it has steps o
 
 
 def cache_kind(dtype: torch.dtype) -> str:
-    """The kind of a cache of this dtype."""
+    """Return the kind of a cache of this dtype."""
     return KINDS.get(dtype, "")
 
 

@@ -1,4 +1,4 @@
-"""Argument checks shared by the wrappers: shapes, dtypes and devices, on the host, without a device sync."""
+"""Argument checks that wrappers share: shapes, dtypes and devices, on the host, without a device sync."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHE_DTYPES = (*FLOAT_DTYPES, *NARROW_DTYPES)
 
 
 def check_is_tensor(name: str, tensor: object) -> None:
-    """Raise InvalidInputError unless `tensor` is one whose elements lie in memory by strides, as they are."""
+    """Raise InvalidInputError unless `tensor` is strided, has memory, and is neither quantised nor lazily negated."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name}: {shown(tensor)}, expected a tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -35,7 +35,7 @@ def check_is_tensor(name: str, tensor: object) -> None:
 
 
 def refuse_gradients(operation: str, *values: object) -> None:
-    """Raise UnsupportedError where autograd would record the operation: none here has a backward."""
+    """Raise UnsupportedError if autograd would record the operation; none here has a backward."""
     if not torch.is_grad_enabled():
         return
     for value in values:
@@ -62,7 +62,7 @@ def check_tensor(
     dtypes: Sequence[torch.dtype] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """`check_shape`, `check_dtype` and `check_device` in one call, as far as what they expect is given."""
+    """Run `check_shape`, `check_dtype` and `check_device` in one call; None skips a check."""
     check_is_tensor(name, tensor)
     if expected is not None and not _fits(tensor.shape, expected):
         wanted = ", ".join(str(size) for size in expected)
@@ -87,7 +87,7 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def check_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInputError unless neighbours along the last axis are neighbours in memory."""
+    """Raise InvalidInputError unless the last axis has stride 1."""
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidInputError(f"{name}: last dimension has stride {tensor.stride(-1)}, expected 1")
 
@@ -99,7 +99,7 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidInputError where elements of a tensor that is written to may share memory, as in an expanded one."""
+    """Raise InvalidInputError if elements of a tensor to be written share memory, as in an expanded one."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return
     reach = 1
@@ -112,16 +112,17 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_out(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:
-    """Raise InvalidInputError unless `out`, where given, is contiguous, of this shape, and of dtype and device of
-    `like`."""
+    """Raise InvalidInputError unless `out` is None or contiguous, with this shape, and dtype and device of `like`."""
     if out is not None:
         check_tensor("out", out, shape, (like.dtype,), like.device)
         check_contiguous("out", out)
 
 
 def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:
-    """Raise InvalidInputError unless `scale` is what a cache [num_blocks, block_size, num_kv_heads, head_dim] takes:
-    float32 on its device, [num_blocks, block_size, num_kv_heads] for int8, else one value, [num_kv_heads] or None.
+    """Raise InvalidInputError unless `scale` fits a cache [num_blocks, block_size, num_kv_heads, head_dim].
+
+    It is float32 on the cache's device: [num_blocks, block_size, num_kv_heads] for int8; else one value, [num_kv_heads]
+    or None.
     """
     if cache.dtype == torch.int8:
         if scale is None:
@@ -138,7 +139,7 @@ def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> N
 
 
 def scale_strides(**scales: torch.Tensor | None) -> dict[str, int]:
-    """Kernel arguments `stride_<scale>_<axis>` for block, slot and head: 0 where one scale serves all along an axis."""
+    """Return kernel arguments `stride_<scale>_<axis>` for block, slot and head; 0 if the scale has no such axis."""
     found: dict[str, int] = {}
     for name, scale in scales.items():
         steps = (0,) if scale is None or scale.dim() == 0 or scale.shape == (1,) else scale.stride()
@@ -148,7 +149,7 @@ def scale_strides(**scales: torch.Tensor | None) -> dict[str, int]:
 
 
 def check_eps(eps: float) -> float:
-    """What is added to a mean square: 0, or a number that float32 holds with all its bits."""
+    """Return eps as a float; it must be 0 or a normal float32."""
     number = as_float("eps", eps, 0.0)
     if number == 0 and eps != 0:
         raise InvalidInputError(f"eps: {eps}, expected 0 or at least 1.2e-38")

@@ -1,8 +1,7 @@
-"""Compiles kernels before they are needed, and says what it is when Triton compiles one while requests are served:
-PAGED_JIT=allow (as when not set), warn or error.
+"""Compile kernels ahead of use; PAGED_JIT=allow (default), warn or error decides about compilations while serving.
 
-A compilation takes seconds in which no sequence gets a token. Serving begins with `serving_begins`, and pauses within
-`warming_up`. Kernels that Triton finds in its cache on disk count, too: they were not warmed up either.
+A compilation takes seconds, in which no sequence gets a token. Serving begins with `serving_begins` and pauses within
+`warming_up`. Kernels that Triton finds in its cache on disk count too: they were not warmed up either.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _AT_ONCE = 6 if torch.version.hip is None else 1
 
 
 class _Watch:
-    """Triton's hook before a compilation, in front of the one that was there.
+    """Triton's hook before a compilation; calls the hook that was there.
 
-    warned: the kernels that were named in a warning.
+    warned: kernels that a warning has named.
     """
 
     def __init__(self, before: Any) -> None:
@@ -53,7 +52,7 @@ class _Watch:
 
 
 def serving_begins() -> None:
-    """From here on a compilation is what PAGED_JIT says, in the whole process.
+    """Apply PAGED_JIT to every later compilation in the process.
 
     Raises:
         InvalidInputError: PAGED_JIT holds another word.
@@ -65,7 +64,7 @@ def serving_begins() -> None:
 
 @contextmanager
 def warming_up() -> Iterator[None]:
-    """What is compiled inside is expected, in a process that serves already, too."""
+    """Allow compilations inside, even in a process that serves already."""
     token = _IS_WARMING_UP.set(True)
     try:
         yield
@@ -74,10 +73,16 @@ def warming_up() -> Iterator[None]:
 
 
 def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
-    """Compile, several at once, every kernel that `run` launches, and then call it.
+    """Compile every kernel that `run` launches, see `compile_all`, then call it."""
+    compile_all(run, track)
+    run()
 
-    run: waits for nothing that kernels write, as it is called before that, too, with its launches left out. What is
-    wrong with a kernel is raised by its launch. track: iterates over the kernels, and may show how far it has come.
+
+def compile_all(run: Callable[[], object], track: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> None:
+    """Compile every kernel that `run` launches, several at once.
+
+    run: called with its launches left out, so it must not wait for results of kernels. An error in a kernel is raised
+    by its launch. track: iterates over the kernels, and may show progress.
     """
 
     def collect() -> None:
@@ -90,7 +95,6 @@ def run_compiled(run: Callable[[], object], track: Callable[[Sequence[Any]], Ite
 
     if HAS_TRITON:
         copy_context().run(collect)
-    run()
 
 
 def _choice() -> str:

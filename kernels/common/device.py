@@ -1,4 +1,4 @@
-"""The device a tensor lies on: whether Triton or PyTorch computes there, and what tile choices need to know of it."""
+"""The device of a tensor: which backend computes there, and its properties for tile choices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ _NUMBA_IS_WANTED = Event()
 
 @dataclass(frozen=True)
 class Device:
-    """What choices depend on: the architecture ("sm_90", "gfx942", "cpu"), how many programs run side by side, and the
-    chip's name for tuned tables, "" where there are none."""
+    """Properties that tile choices depend on.
+
+    Attributes:
+        arch: architecture, such as "sm_90", "gfx942" or "cpu".
+        num_sms: number of programs that run side by side.
+        name: chip name in tuned tables; "" if there are none.
+    """
 
     arch: str
     num_sms: int
@@ -39,7 +44,7 @@ class Device:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """The device's architecture and size; the interpreter is given 8 SMs, enough for tests to see sequences split."""
+    """Return the device's architecture and size; the interpreter gets 8 SMs, so that tests see sequences split."""
     if device.type != "cuda":
         return Device("cpu", 8)
     properties = torch.cuda.get_device_properties(device)
@@ -51,15 +56,14 @@ def device_of(device: torch.device) -> Device:
 
 
 def use_triton(place: torch.Tensor | torch.device) -> bool:
-    """Backend for operations on a tensor or a device: True for the Triton kernels, False for the PyTorch
-    implementations.
+    """Return whether operations on a tensor or device run Triton kernels; False for the PyTorch implementations.
 
-    CUDA and ROCm tensors take Triton; CPU tensors take PyTorch, or Triton's interpreter when TRITON_INTERPRET=1 was set
+    CUDA and ROCm tensors take Triton. CPU tensors take PyTorch, or Triton's interpreter if TRITON_INTERPRET=1 was set
     before the first import. The environment variable PAGED_BACKEND (`triton`, `torch` or `numba`) overrides both.
 
     Raises:
         InvalidInputError: PAGED_BACKEND holds another word.
-        UnsupportedError: Triton was asked for where it cannot run, or the tensor has no memory ("meta").
+        UnsupportedError: Triton is required but cannot run here, or the tensor has no memory ("meta").
     """
     device = place if isinstance(place, torch.device) else place.device
     if device.type == "meta":
@@ -81,7 +85,7 @@ def use_triton(place: torch.Tensor | torch.device) -> bool:
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether loops compiled by numba can run here: it is installed, and PyTorch has brought an OpenMP for all."""
+    """Return whether numba kernels can run here: numba is installed, and PyTorch loaded an OpenMP for the process."""
     try:
         importlib.import_module("numba")
     except Exception:  # it is not installed, or does not fit the NumPy there is, which it says in many ways
@@ -91,34 +95,35 @@ def has_numba() -> bool:
 
 
 def load_numba() -> bool:
-    """Let operations take loops compiled by numba from now on, and return whether they do: it is there, and
-    PAGED_BACKEND does not say `torch`. Not before a model wants them: numba takes half a second to import, as long as a
-    small model takes for a text."""
+    """Allow operations to use numba kernels from now on, and return whether they do.
+
+    They do if numba is installed and PAGED_BACKEND is not `torch`. Importing numba takes half a second, so only models
+    ask for it.
+    """
     if setting("PAGED_BACKEND") != "torch" and has_numba():
         _NUMBA_IS_WANTED.set()
     return _NUMBA_IS_WANTED.is_set()
 
 
 def wants_loops() -> bool:
-    """Whether what numba compiles is to run on CPU tensors where it can: it is loaded, unless PAGED_BACKEND (`torch` or
-    `numba`) overrides that."""
+    """Return whether numba kernels run on CPU tensors: numba is loaded, unless PAGED_BACKEND overrides that."""
     choice = setting("PAGED_BACKEND")
     return choice == "numba" or (choice != "torch" and _NUMBA_IS_WANTED.is_set())
 
 
 def backend() -> tuple[str, bool]:
-    """What `use_triton` and `loops_of` choose by, besides the tensors."""
+    """Return everything besides the tensors that `use_triton` and `loops_of` choose by."""
     return setting("PAGED_BACKEND"), _NUMBA_IS_WANTED.is_set()
 
 
 def loops_of(torch_op: ModuleType, *tensors: torch.Tensor | None, weights: Sequence[torch.Tensor | None] = ()) -> Any:
-    """The namesake in numba_ops of `torch_op`, whose `prepare` makes a `LoopLaunch`; None where that computes itself.
+    """Return the module of numba kernels beside `torch_op`; None if they are not used.
 
-    It is taken where it is wanted, for tensors on the CPU of one type, float32 or bfloat16, and weights of that type or
-    float32.
+    Its `prepare` makes a `LoopLaunch`. It is used if numba kernels are wanted, all tensors are on the CPU with one
+    dtype, float32 or bfloat16, and weights have that dtype or float32.
 
     Raises:
-        UnsupportedError: numba was asked for where it cannot run.
+        UnsupportedError: numba kernels are wanted but cannot run.
     """
     if not wants_loops():
         return None

@@ -1,4 +1,4 @@
-"""Errors that operations raise; `paged.errors` builds the rest of the family on them."""
+"""Errors that operations raise; `paged.errors` adds the rest of the family."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class InvalidInputError(PagedError, ValueError):
 
 
 class UnsupportedError(PagedError, NotImplementedError):
-    """The request is well formed, but this build, model or device cannot serve it."""
+    """The request is valid, but this build, model or device cannot serve it."""
 
 
 @contextmanager
 def arguments_named(**names: str) -> Iterator[None]:
-    """Errors raised inside name the caller's own arguments, as `seq_lens="cache_seqlens"`.
+    """Rename arguments in errors raised inside to the caller's, as `seq_lens="cache_seqlens"`.
 
-    For functions that hand their arguments on to an operation under other names. Behind the colon a word without an
-    underscore, such as "key", may be just that, and stays.
+    For functions that pass their arguments on under other names. Behind the colon, words without an underscore, such as
+    "key", stay as they are.
     """
     try:
         yield

@@ -73,11 +73,11 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
 
 
 def as_kernel_argument(cache: torch.Tensor) -> torch.Tensor:
-    """`cache`, or where it holds 8-bit floats its bytes, in the same shape and strides: what kernels take."""
+    """Return `cache` as kernels take it: 8-bit floats as bytes, with the same shape and strides."""
     return cache.view(torch.uint8) if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else cache
 
 
 def has_native_e4m3(device: torch.device) -> bool:
-    """Whether the chip converts to and from 8-bit floats by itself: NVIDIA's from sm_89 on."""
+    """Return whether the chip converts 8-bit floats by itself: NVIDIA's from sm_89 on."""
     arch = device_of(device).arch
     return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89

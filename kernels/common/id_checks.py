@@ -1,8 +1,8 @@
-"""Ids that a kernel would follow out of its tensors: found on the host where that waits for nothing, else on request.
+"""Checks of ids that kernels follow: on the host if that does not wait for a device, else on request.
 
-CPU tensors are always checked, by their extremes. On a GPU ids are trusted, unless PAGED_CHECK=1: a kernel before the
-operation's own then looks for ids out of range, one launch a call, and the error is raised by the next checked call
-that finds it recorded, or by `check_ids`, which waits.
+Ids in CPU tensors are always checked, by their extremes. On a GPU ids are trusted unless PAGED_CHECK=1. Then each
+operation first launches a kernel that looks for ids out of range. The next checked call that finds a record raises the
+error, or `check_ids`, which waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUMBERS = ("num_tokens", "num_blocks", "block_size", "max_seqlen_q", "left", "c
 
 
 class Ids(NamedTuple):
-    """Ids of any shape that must lie in low to high; None leaves that end open."""
+    """Ids of any shape, with their range from low to high; None for no lower limit."""
 
     name: str
     ids: torch.Tensor
@@ -44,12 +44,12 @@ class Ids(NamedTuple):
 
 
 def checks_on_host(tensor: torch.Tensor, *, by_triton: bool) -> bool:
-    """Whether ids can be looked at without a wait: on a CPU; and by the PyTorch implementations, which wait anyway."""
+    """Return whether ids can be checked without a wait: on a CPU, or in PyTorch implementations, which wait anyway."""
     return tensor.is_cpu or not by_triton
 
 
 def checks_on_device() -> bool:
-    """Whether PAGED_CHECK=1 asks for ids to be checked on the device."""
+    """Return whether PAGED_CHECK=1 asks for a check of ids on the device."""
     choice = setting("PAGED_CHECK")
     if choice not in ("", "0", "1"):
         raise InvalidInputError(f"PAGED_CHECK={choice!r}: expected '1' or '0'")
@@ -57,12 +57,12 @@ def checks_on_device() -> bool:
 
 
 def checks_ids(tensor: torch.Tensor) -> bool:
-    """Whether a kernel's launch on this tensor's device is to be preceded by a check of its ids."""
+    """Return whether ids are checked before a kernel is launched on this tensor's device."""
     return checks_on_host(tensor, by_triton=True) or checks_on_device()
 
 
 def check_all_ids(operation: str, *arrays: Ids, by_triton: bool) -> None:
-    """Raise InvalidInputError for the first id out of range; on a GPU only once it has been found, see the module."""
+    """Raise InvalidInputError for the first id out of range; on a GPU later, see the module."""
     if checks_on_host(arrays[0].ids, by_triton=by_triton):
         for name, ids, low, high in arrays:
             check_ids_on_host(name, ids, low, high)
@@ -88,7 +88,7 @@ def check_ids_on_host(name: str, ids: torch.Tensor, low: int | None, high: int) 
 
 
 def check_ids_on_device(operation: str, *arrays: Ids) -> None:
-    """One launch over up to three arrays, after the error of an earlier one, if that is there already."""
+    """Launch one check of up to three arrays; first raise the error of an earlier check if it is recorded."""
     arguments: dict[str, torch.Tensor | int | None] = {}
     for index in range(3):
         _, ids, low, high = arrays[index] if index < len(arrays) else ("", None, 0, 0)
@@ -101,7 +101,7 @@ def check_ids_on_device(operation: str, *arrays: Ids) -> None:
 
 
 def _look(kernel: Any, num_programs: int, device: torch.device, operation: str, **arguments: Any) -> None:
-    """Launch what looks at ids, after raising the error of an earlier launch, if that is there already."""
+    """Launch a check of ids; first raise the error of an earlier one if it is recorded."""
     recorded = _recorded(device)
     recorded.raise_if_found()
     if num_programs:
@@ -111,10 +111,12 @@ def _look(kernel: Any, num_programs: int, device: torch.device, operation: str, 
 
 
 class Sequences(NamedTuple):
-    """What `paged_attention` reads by ids: see its arguments; left: keys that a query sees before its own.
+    """Arguments by which `paged_attention` reads the cache, for checks.
 
-    keys_at_once: what is read before the first key that is seen, as keys come in tiles of so many. chunk_size: queries
-    see keys of their own chunk; above all positions where there is but one.
+    Attributes:
+        left: keys that a query sees before its own.
+        keys_at_once: size of a tile of keys, read as a whole if one of them is seen.
+        chunk_size: queries see keys of their own chunk; larger than any position if there are no chunks.
     """
 
     block_table: torch.Tensor
@@ -130,7 +132,7 @@ class Sequences(NamedTuple):
 
 
 def check_sequences(sequences: Sequences) -> None:
-    """Before the Triton kernel: on a CPU `check_sequences_on_host`, on a GPU what PAGED_CHECK asks for."""
+    """Check before the Triton kernel: on a CPU by `check_sequences_on_host`, on a GPU if PAGED_CHECK asks for it."""
     if checks_on_host(sequences.block_table, by_triton=True):
         check_sequences_on_host(sequences)
     elif checks_on_device():
@@ -138,8 +140,10 @@ def check_sequences(sequences: Sequences) -> None:
 
 
 def check_sequences_on_host(sequences: Sequences) -> None:
-    """Raise InvalidInputError where queries, lengths or blocks lie outside of their tensors. Entries of the table that
-    no query reads may hold anything."""
+    """Raise InvalidInputError if queries, lengths or blocks lie outside of their tensors.
+
+    Entries of the block table that no query reads may hold anything.
+    """
     table, cu_seqlens_q, seq_lens, num_tokens, num_blocks, block_size, max_seqlen_q, *reach = sequences
     left, keys_at_once, chunk_size = reach
     width = table.shape[1]
@@ -174,7 +178,7 @@ def check_sequences_on_host(sequences: Sequences) -> None:
 
 
 def check_sequences_on_device(sequences: Sequences) -> None:
-    """One launch that looks for what `check_sequences_on_host` does, after the error of an earlier one."""
+    """Launch the checks of `check_sequences_on_host`; first raise the error of an earlier one if it is recorded."""
     table, cu_seqlens_q, seq_lens = sequences[:3]
     numbers = sequences._asdict()
     _look(
@@ -193,11 +197,14 @@ def check_sequences_on_device(sequences: Sequences) -> None:
 
 
 def check_ids(device: torch.device | str | int | None = None) -> None:
-    """Wait for `device`, the current one where not given, and raise the first error that PAGED_CHECK=1 has found on it.
+    """Wait for a device and raise the first error that PAGED_CHECK=1 has found there.
+
+    Args:
+        device: None for the current device.
 
     Raises:
-        InvalidInputError: an operation was called with an id out of range; its name, the argument, the value and the
-            range are in the message. The error is raised once.
+        InvalidInputError: an operation had an id out of range. The message names the operation, the argument, the value
+            and the range. The error is raised once.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,11 +212,11 @@ def check_ids(device: torch.device | str | int | None = None) -> None:
 
 
 class _Recorded:
-    """Where the kernels on one device leave the first id out of range.
+    """Memory in which the kernels of one device record the first id out of range.
 
-    record: int64 [7] in pinned memory, which kernels write and the host reads at any time, even after a kernel that
-    followed the id has ended the device's context: operation or 0, argument, row or -1, column, value, range. ticket:
-    int32 [1] on the device, 1 where something is recorded.
+    record: int64 [7] in pinned memory: operation or 0, argument, row or -1, column, value, range. Kernels write it and
+    the host reads it at any time, even after a kernel that followed the id has ended the device's context. ticket:
+    int32 [1] on the device, 1 once something is recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -218,12 +225,12 @@ class _Recorded:
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def raise_if_found(self) -> None:
-        """Raise what is there already; waits only then."""
+        """Raise an error that is already recorded; only then wait."""
         if int(self.record[0]):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the device, and raise what is there."""
+        """Wait for the device and raise the recorded error, if there is one."""
         failure = None
         try:
             if self._device.type == "cuda":

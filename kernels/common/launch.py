@@ -1,4 +1,4 @@
-"""Launches: how much a program takes, strides as kernel arguments, and one kernel launched again and again."""
+"""Launches: work of a program, strides as kernel arguments, and kernels that are launched again and again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROW_COUNTS = tuple(1 << exponent for exponent in range(11))
 
 
 def num_warps(block_size: int) -> int:
-    """Warps for a row of `block_size` elements: one for each 512 (16 a thread, two 16-byte loads of a 16-bit type)."""
+    """Return the warps for a row of `block_size` elements: one for each 512 (two 16-byte loads of 16 bits a thread)."""
     return min(max(block_size // 512, 1), 16)
 
 
 def tile(num_rows: int, row_size: int) -> tuple[int, int]:
-    """Rows and columns, powers of two, of a program that reads two tensors: 1,024 elements of each at most.
+    """Return rows and columns, powers of two, of a program that reads two tensors: at most 1,024 elements of each.
 
     In 4 warps every thread then takes 16 bytes of a 16-bit type from each tensor.
     """
@@ -34,7 +34,7 @@ def tile(num_rows: int, row_size: int) -> tuple[int, int]:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` as [num_rows, size], each row contiguous; a copy where its strides are others."""
+    """Return `x` as [num_rows, size] with contiguous rows; a copy if its strides do not allow a view."""
     if x.dim() == 2 and x.is_contiguous():
         return x
     rows = x.reshape(-1, x.shape[-1])
@@ -42,7 +42,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
-    """Kernel arguments `stride_<tensor>_<axis>` for each tensor's first axes, which `axes` names; 0 for None.
+    """Return kernel arguments `stride_<tensor>_<axis>` for each tensor's first axes, named by `axes`; 0 for None.
 
     strides("token head", key=key) is {"stride_key_token": key.stride(0), "stride_key_head": key.stride(1)}.
     """
@@ -54,15 +54,15 @@ def strides(axes: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
 
 def nothing(_tensors: object) -> None:
-    """Computes an operation on tensors without elements."""
+    """Do nothing: the launch for tensors without elements."""
 
 
 class Launch:
-    """One kernel on one grid, launched again and again with tensors that differ in their addresses alone.
+    """One kernel on one grid, launched again and again with tensors that differ only in their addresses.
 
-    Triton looks at each of 50 arguments anew to find the compiled kernel: the two launches of a decode step took 78 us
-    of host time, and take 12 from here (one core of an AMD EPYC, without the driver's share). It runs on the device of
-    its tensors, whichever is current.
+    Triton inspects about 50 arguments in each call to find the compiled kernel. The two launches of a decode step took
+    78 us of host time that way, and take 12 here (one core of an AMD EPYC, without the driver's share). It runs on the
+    device of its tensors, even if that is not the current one.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class Launch:
         boxes: Mapping[str, Box] | None = None,
         **options: int,
     ) -> None:
-        """arguments: by name, as far as they stay the same. boxes: tensors that the kernel takes as descriptors.
-        options: those of the compiler, as num_warps.
+        """Keep the fixed arguments.
+
+        arguments: by name. boxes: tensors that the kernel takes as descriptors. options: of the compiler, such as
+        num_warps.
         """
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
@@ -89,9 +91,9 @@ class Launch:
         self._run: Any = None
 
     def __call__(self, tensors: Mapping[str, Any]) -> None:
-        """Launch with these arguments besides, on the current stream; names that the kernel does not have are ignored.
+        """Launch with these arguments added, on the current stream; names that the kernel does not have are ignored.
 
-        They have the signatures of those of the first call, and the same ones are None.
+        Their signatures must be those of the first call, and the same ones must be None.
         """
         if self._run is None or collecting():
             self._launch_first(tensors)
@@ -131,8 +133,10 @@ class Launch:
 
 
 class Box(NamedTuple):
-    """How a kernel fetches a tensor by the chip's copy engine: as one of this shape and these strides, in such boxes.
-    The engine fills with 0 what exceeds the tensor."""
+    """How the copy engine fetches a tensor: its shape and strides, and the size of a box.
+
+    The engine fills elements beyond the tensor with 0.
+    """
 
     shape: Sequence[int]
     strides: Sequence[int]
@@ -143,5 +147,5 @@ class Box(NamedTuple):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Launch once, with these arguments, of the kernel and of the compiler."""
+    """Launch once with these arguments of the kernel and the compiler."""
     Launch(kernel, grid, arguments)({})

@@ -1,17 +1,17 @@
-"""How an operation is declared: once, as the function that checks its arguments.
+"""Declaration of operations: each is one function that checks its arguments.
 
-`@operation` makes three things of a function: what callers call, `<function>.bind`, and `torch.ops.paged.<function>`.
+`@operation` makes three things of a function: the public function, `<function>.bind`, and `torch.ops.paged.<function>`.
 
-The function has the operation's signature. It checks the arguments, chooses how to compute, and returns what does so: a
-function of the arguments by name, which checks nothing. A plain call is bound and run at once. Whoever calls again and
-again with tensors that differ in their values alone binds once and runs what was bound; `Bound` does that for a model's
-layers. A graph that Dynamo traces holds one node, the custom op. `is_dynamo_compiling` tells the ways apart, not
-`is_compiling`, which holds in all threads while one compiles: an op that runs meanwhile would call itself.
+The function has the operation's signature. It checks the arguments, chooses how to compute, and returns a function of
+the arguments by name that computes and checks nothing. A plain call binds and runs at once. For calls that differ only
+in the values of their tensors, bind once and run that; `Bound` does so for a model's layers. A graph that Dynamo traces
+holds one node, the custom op. `is_dynamo_compiling` tells the cases apart, not `is_compiling`: that one is true in all
+threads while one compiles, and an op that runs meanwhile would call itself.
 
-An op has the operation's arguments but for these differences. Those without a default come first. Tensors that are
-written and returned are only written. Operations that may write to `out` are two ops, one of them `<operation>_out`.
-No plan crosses the border: the op makes its own, one launch more a layer. A plan holds the schedule of one step, so a
-graph, a captured one above all, that held on to it would run later steps on the lengths of the first.
+An op has the operation's arguments with these differences. Arguments without a default come first. Tensors that are
+written and returned are only written. An operation that may write to `out` is two ops, one of them `<operation>_out`.
+An op takes no plan but makes its own, one more launch a layer: a plan holds the schedule of one step, so a (captured)
+graph that kept it would run later steps with the lengths of the first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MOST_LAYOUTS = 256
 
 
 class Operation(Protocol[P, R_co]):
-    """A public function, and what binds it."""
+    """A public function with `bind`."""
 
     __name__: str
 
@@ -63,8 +63,11 @@ class Operation(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R_co]:
-        """Check the arguments, and return what computes, for calls whose tensors have the same shapes, strides, dtypes
-        and addresses modulo 16, whose same ones are None, and whose other arguments are the same."""
+        """Check the arguments and return a function that computes without checks.
+
+        Call it with tensors of the same shapes, strides, dtypes and addresses modulo 16. The same tensors must be None,
+        and all other arguments the same.
+        """
 
 
 def operation(
@@ -79,10 +82,13 @@ def operation(
 ) -> Callable[[Callable[P, Run[R]]], Operation[P, R]]:
     """Declare an operation; see the module.
 
-    new: of the op's arguments by name, tensors like the results, which are `results` in the op's schema; None where the
-    op only writes. mutates: the op's arguments that it writes to. arguments: what the op has in place of an argument,
-    "" for nothing. encode, decode: change the arguments by name to the op's, and back. finish: of the arguments by name
-    and the op's results, what a call returns; the results where None.
+    Args:
+        new: makes tensors like the results from the op's arguments by name; None if the op only writes.
+        results: the results in the op's schema.
+        mutates: the op's arguments that it writes to.
+        arguments: replacements of arguments in the op's schema; "" removes one.
+        encode, decode: change the arguments by name to the op's, and back.
+        finish: makes the return value from the arguments by name and the op's results; None returns the results.
     """
     replaced = dict(arguments or {})
 
@@ -171,7 +177,7 @@ def _flat(results: Any) -> tuple[Any, ...]:
 
 
 def _schema(parameters: Iterable[Any], replaced: Mapping[str, str], mutates: Sequence[str]) -> list[str]:
-    """The arguments of an op, those without defaults first; `out` where the op writes it."""
+    """Return the arguments of an op, those without defaults first; `out` if the op writes it."""
     found = []
     for parameter in parameters:
         if parameter.name == "out" and parameter.default is None:
@@ -198,8 +204,10 @@ def _argument(name: str, annotation: str, default: object) -> str:
 
 
 def in_fields(*optional: str, **groups: Any) -> dict[str, Any]:
-    """For `operation`: dataclasses by the names of arguments whose op takes their fields, all None for None where the
-    argument is optional."""
+    """Return keywords of `operation` for dataclass arguments: the op takes their fields.
+
+    If an argument is optional, None makes all its fields None.
+    """
     names = {name: [field.name for field in fields(kind) if field.init] for name, kind in groups.items()}
 
     def encode(given: Arguments) -> None:
@@ -222,17 +230,16 @@ def in_fields(*optional: str, **groups: Any) -> dict[str, Any]:
 
 
 def like_the_first(x: torch.Tensor, **_: object) -> torch.Tensor:
-    """A new tensor of the shape, dtype and device of x, contiguous."""
+    """Return a new contiguous tensor of the shape, dtype and device of x."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 class Bound(Generic[P, R]):
-    """An operation as those call it whose calls are alike but for the number of tokens, as the layers of one kind do.
+    """An operation bound once for many calls of one kind, as the layers of a model make them.
 
-    It is bound once for each layout of the argument at `by`, which those of all others follow. See `Operation.bind`.
-
-    With a plan, or a LoRA batch, it is bound once for each of these, which keep what was bound, with masks and flags.
-    Nothing that is kept holds another tensor of a call.
+    Calls may differ in the number of tokens. It binds once for each layout of the argument at `by`, which all others
+    follow; see `Operation.bind`. With a plan or a LoRA batch it binds once for each of those, which keep the result,
+    with masks and flags. It keeps no other tensor of a call.
     """
 
     def __init__(self, operation: Operation[P, R], by: int = 0) -> None:
@@ -256,10 +263,10 @@ class Bound(Generic[P, R]):
 
 @functools.lru_cache(256)
 def bound_for(operation: Any, *_kind: Hashable) -> Bound[..., Any]:
-    """The `Bound` of all calls of a kind, for layers that others make, which hold none."""
+    """Return the `Bound` of all calls of a kind, for layers of other libraries, which hold none."""
     return Bound(operation)
 
 
 def layout(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
-    """What tensors of one kind have in common; see `Operation.bind`."""
+    """Return the properties that `Operation.bind` requires to be the same, for each tensor."""
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)

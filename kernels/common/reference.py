@@ -1,8 +1,8 @@
-"""References: operations in float64, slow and obviously right, which tests, benchmarks and self-checks compare with.
+"""References: operations in float64, slow and obviously right, for tests, benchmarks and self-checks.
 
-Those of a family are in its own `reference.py`; here is what several of them share. They are written with Python loops
-over the formula's own indices and share no code with the Triton kernels or the PyTorch implementations. Arguments are
-those of the operation, or fewer. All functions return new float64 (or integer) tensors on the CPU and change nothing.
+Each family has its own in `reference.py`; this file holds what several share. They are Python loops over the formula's
+indices and share no code with the Triton kernels or the PyTorch implementations. They take the operation's arguments,
+or fewer, change nothing, and return new float64 (or integer) tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _FLOATS = {torch.float8_e4m3fn: (127, 3, 7), torch.float8_e5m2: (124, 2, 15)}
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of an 8-bit float type nearest to x, of two equally near ones that with an even code; NaN stays NaN,
-    and the largest stands for all beyond it.
+    """Return the nearest values of an 8-bit float dtype, ties to the even code; NaN stays, larger numbers saturate.
 
     A code holds a sign, an exponent e and a mantissa m of M bits: 2^(1 - bias) m / 2^M where e = 0, else 2^(e - bias)
     (1 + m / 2^M).
@@ -52,8 +51,10 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up for "silu", "gelu" and "gelu_tanh"; for "swiglu_oai" min(gate, 7) sigmoid(1.702 min(gate,
-    7)) (1 + up), with up clamped to [-7, 7]."""
+    """Return activation(gate) * up for "silu", "gelu" and "gelu_tanh".
+
+    "swiglu_oai" is min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up), with up clamped to [-7, 7].
+    """
     gate, up = f64(gate), f64(up)
     if activation == "silu":
         return gate / (1 + torch.exp(-gate)) * up
@@ -68,7 +69,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
 
 
 def codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """The code of each column, as `packed.packing` says where it stands: nibble i of half h of word r of unit u."""
+    """Return the code of each column, nibble i of half h of word r of unit u as in `packed.packing`."""
     columns = torch.arange(num_columns)
     unit, inside = columns // 128, columns % 128
     i, r, half = inside // 32, inside % 32 // 2, inside % 2
@@ -83,12 +84,12 @@ def dequantize(
     *,
     num_columns: int = 0,
 ) -> torch.Tensor:
-    """Weights [rows, columns] of a layer, or of one expert: (code - zero) * scale * tensor_scale, with a zero and a
-    scale for all of them, each row, or each group of rows and columns.
+    """Return the weights [rows, columns] of a layer or of one expert: (code - zero) * scale * tensor_scale.
 
-    Groups of e4m3 are 128 x 128, those of others some columns of a row, 32 of MXFP4 and 16 of NVFP4. Bytes are two
-    4-bit codes, low bits first, int32 words codes as `packing` orders them, of num_columns columns; a 4-bit code stands
-    for 8 less where there are no zeros, or for E2M1 beside scales that are no plain numbers.
+    Zeros and scales are one for all, one for each row, or one for each group of rows and columns: 128 x 128 for e4m3,
+    32 columns for MXFP4, 16 for NVFP4, some columns of a row for others. Bytes hold two 4-bit codes, low bits first;
+    int32 words hold codes of num_columns columns as in `packing`. Without zeros a 4-bit code stands for 8 less; beside
+    scales that are no plain numbers it is E2M1.
     """
     if scale is None:
         return f64(w)
@@ -118,8 +119,9 @@ def dequantize(
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype, size: int, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """x with every `size` values of a row rounded to e4m3 or int8 times a scale: the one given, or one that makes the
-    largest of them 448 or 127. What is not finite makes them NaN.
+    """Round every `size` values of a row of x to e4m3 or int8 times a scale, and return the values.
+
+    The scale is given, or makes the largest of them 448 or 127. If one is not finite, they become NaN.
     """
     x = f64(x)
     largest = 127.0 if dtype == torch.int8 else 448.0

@@ -1,4 +1,4 @@
-"""Rotation of heads, with the norm before it and the cast behind: what every operation that rotates shares."""
+"""Rotation of heads, with the norm before it and the cast after it, shared by all operations that rotate."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def rotate_heads(
 
 
 def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:
-    """Checks of the rotary arguments of every operation that rotates `query` [num_tokens, num_q_heads, head_dim]."""
+    """Check the rotary arguments of an operation that rotates `query` [num_tokens, num_q_heads, head_dim]."""
     check_tensor("positions", positions, (query.shape[0],), (torch.int64,), query.device)
     check_tensor("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), (torch.float32,), query.device)
     check_last_dim_contiguous("cos_sin_cache", cos_sin_cache)
@@ -102,9 +102,9 @@ def rotation_launch(
     cos_sin_cache: torch.Tensor,
     interleaved: bool,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and common numbers of the kernels that rotate: a program takes some heads of a token, q's or k's.
+    """Return grid and common arguments of kernels that rotate; a program takes some heads of a token, q's or k's.
 
-    head_dim: elements that it takes of each.
+    head_dim: elements that it takes of each head.
     """
     rotary_dim, block_dim = cos_sin_cache.shape[1], triton.next_power_of_2(head_dim)
     block_heads = heads_per_program(num_q_heads, num_kv_heads, block_dim)
@@ -122,15 +122,15 @@ def rotation_launch(
 
 
 def positions_of(positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> Ids:
-    """What positions must be: rows of the table."""
+    """Return positions as ids to check: rows of the table."""
     return Ids("positions", positions, 0, cos_sin_cache.shape[0] - 1)
 
 
 def heads_per_program(num_q_heads: int, num_kv_heads: int, block_dim: int) -> int:
-    """Heads of `block_dim` elements, a power of two, that a program rotates: 2,048 elements of one token at most.
+    """Return the number of heads that a program rotates: at most 2,048 elements of one token.
 
-    In 4 warps every thread then takes 16 bytes of a 16-bit type from each half of a head, and the heads of a program
-    share one load of the cosines and sines.
+    block_dim: elements of a head, a power of two. In 4 warps every thread then takes 16 bytes of a 16-bit type from
+    each half of a head, and the heads of a program share one load of the cosines and sines.
     """
     most_heads: int = triton.next_power_of_2(max(num_q_heads, num_kv_heads))
     return min(max(2048 // block_dim, 1), most_heads)

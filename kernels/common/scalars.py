@@ -1,6 +1,6 @@
-"""Numbers and flags as callers give them (Python's, NumPy's, tensors without dimensions), as Python's own.
+"""Numbers and flags of callers (Python, NumPy, tensors without dimensions), converted to Python's own.
 
-Takes neither torch nor NumPy: the cache's bookkeeping uses it too.
+Imports neither torch nor NumPy, because the cache's bookkeeping uses it too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FLOAT32_MAX, _FLOAT32_TINY = (2 - 2.0**-23) * 2.0**127, 2.0**-126
 
 
 def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) -> int:
-    """`value` as an int from low to high, None for no bound; a tensor on a device is waited for.
+    """Return `value` as an int from low to high, None for no bound; a tensor on a device is waited for.
 
     Raises:
-        InvalidInputError: it is no whole number (bools and floats are none), or out of range.
+        InvalidInputError: it is no integer (bools and floats are none), or out of range.
     """
     number = as_index(value)
     if number is None or (low is not None and number < low) or (high is not None and number > high):
@@ -32,7 +32,7 @@ def as_int(name: str, value: Any, low: int | None = 0, high: int | None = None) 
 
 
 def as_index(value: Any) -> int | None:
-    """`value` as an int, or None where it is no integer; no more is checked."""
+    """Return `value` as an int, or None if it is no integer, without other checks."""
     # SymInt: of a graph that is being compiled, with the bounds of its run.
     if type(value) is int or type(value).__name__ == "SymInt":
         return value  # type: ignore[no-any-return]
@@ -46,7 +46,7 @@ def as_index(value: Any) -> int | None:
 
 
 def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _FLOAT32_MAX) -> float:
-    """`value` as a float from low to high, where float32 holds it: within 3.4e38, and 0 where it is below 1.2e-38.
+    """Return `value` as a float from low to high, within float32's range: at most 3.4e38, and 0 below 1.2e-38.
 
     Raises:
         InvalidInputError: it is no number (bools, complex numbers, NaN and strings are none), or out of range.
@@ -67,7 +67,7 @@ def as_float(name: str, value: Any, low: float = -_FLOAT32_MAX, high: float = _F
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """`value` as a bool: Python's, NumPy's, or that of a tensor without dimensions.
+    """Return `value` as a bool, from Python, NumPy or a tensor without dimensions.
 
     Raises:
         InvalidInputError: it is none of them.
@@ -82,7 +82,7 @@ def as_bool(name: str, value: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """`value` for a message: its repr, cut short, or its type where it has none (integers beyond 4,300 digits)."""
+    """Return `value` for a message: its repr, cut short, or its type if it has none (integers beyond 4,300 digits)."""
     try:
         return _SHORT.repr(value)
     except Exception:  # of a class of the caller's
@@ -90,7 +90,7 @@ def shown(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number of NumPy's, or of a tensor without dimensions; what has no dimensions to ask for as it is."""
+    """Return the Python number of a NumPy one or of a tensor without dimensions; other values as they are."""
     dimensions = getattr(value, "ndim", None)
     if dimensions:
         raise TypeError(f"{dimensions} dimensions")

@@ -47,17 +47,19 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, out: torch.Tensor | None = None
 ) -> Run[torch.Tensor]:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32 (Zhang and Sennrich, 2019).
+    """Return weight * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, 2019).
+
+    Computed in float32 and rounded once.
 
     Args:
         x: [..., hidden_size], float32, float16 or bfloat16, any strides.
-        weight: [hidden_size].
-        eps: added to the mean square.
-        out: like x, contiguous; made when not given.
+        weight: [hidden_size], any of these dtypes.
+        eps: added to the mean square; at least 0.
+        out: like x, contiguous; None makes one.
 
     Raises:
-        InvalidInputError: shapes, dtypes or devices do not fit, or eps is below 0.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype or device does not fit, or eps is below 0.
+        UnsupportedError: an argument requires a gradient.
     """
     eps = check_eps(eps)
     _check(x, weight)
@@ -78,14 +80,20 @@ def rms_norm(
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> Run[tuple[torch.Tensor, torch.Tensor]]:
-    """In place: residual becomes residual + x, and x becomes rms_norm(residual); both are returned.
+    """Add x to residual and normalise the sum, in place: residual becomes residual + x, x becomes rms_norm(residual).
 
-    One pass over memory instead of two: 4 tensor-sized transfers, not 5. Arguments as in `rms_norm`; x and residual
-    [..., hidden_size] are contiguous and do not overlap.
+    One pass over memory instead of two. The sum is rounded to the dtype of residual before it is normalised.
+
+    Args:
+        x, residual: [..., hidden_size], one dtype of float32, float16 and bfloat16, contiguous, not overlapping.
+        weight, eps: as in `rms_norm`.
+
+    Returns:
+        (x, residual).
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or eps is below 0.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, or eps is below 0.
+        UnsupportedError: an argument requires a gradient.
     """
     eps = check_eps(eps)
     _check(x, weight)

@@ -64,22 +64,23 @@ def rotary_embedding(
     *,
     interleaved: bool = False,
 ) -> Run[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate query and key by their positions (Su et al., 2021), in place, in float32, rounded once; both are returned.
+    """Rotate query and key by their positions (Su et al., 2021), in place; both are returned.
 
-    Pair i of a head is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) where interleaved; it becomes
-    (x1 cos - x2 sin, x2 cos + x1 sin). What lies beyond rotary_dim stays.
+    Pair i of a head is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) if interleaved. It becomes (x1 cos - x2
+    sin, x2 cos + x1 sin), in float32, rounded once. Elements beyond rotary_dim do not change.
 
     Args:
         positions: int64 [num_tokens], rows of cos_sin_cache.
         query: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
-        key: [num_tokens, num_kv_heads, head_dim], likewise, or None.
+        key: [num_tokens, num_kv_heads, head_dim], dtype of query, last dimension contiguous; or None.
         cos_sin_cache: float32 [max_position, rotary_dim], last dimension contiguous: rotary_dim / 2 cosines, then as
             many sines.
+        interleaved: whether pairs are neighbours.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a position is out of range; on a GPU, where
-            positions are trusted, the last only with PAGED_CHECK=1.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, or a position is out of range. On a GPU
+            positions are checked only with PAGED_CHECK=1.
+        UnsupportedError: an argument requires a gradient.
     """
     interleaved = as_bool("interleaved", interleaved)
     check_tensor("query", query, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)

@@ -43,16 +43,18 @@ def _new(x: torch.Tensor, **_: object) -> torch.Tensor:
 
 @operation(_new)
 def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None) -> Run[torch.Tensor]:
-    """silu(gate) * up with silu(z) = z / (1 + exp(-z)) (Shazeer, 2020), in float32, rounded once.
+    """Return silu(gate) * up, with silu(z) = z / (1 + exp(-z)) (Shazeer, 2020).
+
+    Computed in float32 and rounded once.
 
     Args:
-        x: [..., 2 * size], the gate then up, float32, float16 or bfloat16, any strides.
-        activation: another one than SiLU, as in `fused_moe`.
-        out: [..., size], dtype of x, contiguous; made when not given.
+        x: [..., 2 * size], gate then up, float32, float16 or bfloat16, any strides.
+        activation: "silu", "gelu", "gelu_tanh" or "swiglu_oai", as in `fused_moe`.
+        out: [..., size], dtype of x, contiguous; None makes one.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
-        UnsupportedError: the activation is another one, or a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit.
+        UnsupportedError: the activation is unknown, or an argument requires a gradient.
     """
     check_activation(activation)
     check_dtype("x", x, *FLOAT_DTYPES)

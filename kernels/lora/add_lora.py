@@ -142,23 +142,23 @@ def _lora_expand_kernel(
 
 @operation(mutates=("out",), **in_fields(weights=LoraWeights, batch=LoraBatch), finish=lambda given, _: given["out"])
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> Run[torch.Tensor]:
-    """out[row] += scale * B (A x[row]) with each row's own adapter, in place; other rows are not touched, bit by bit.
+    """Add each row's adapter, in place: out[row] += scale * B (A x[row]).
 
-    Products are accumulated in float32. A x is rounded to the dtype of x before it is multiplied by B, and the sum with
-    `out` is rounded once. The result is the same in every run.
+    Rows without an adapter keep their bits. Products are accumulated in float32. A x is rounded to the dtype of x
+    before it is multiplied by B, and the sum with `out` is rounded once. Results have the same bits in every run.
 
     Args:
-        out: [num_rows, out_features], dtype of x, last dimension contiguous; what the layer gave without adapters.
-        x: [num_rows, in_features], float32, float16 or bfloat16; last dimension contiguous.
+        out: [num_rows, out_features], dtype of x, last dimension contiguous; the layer's output without adapters.
+        x: [num_rows, in_features], float32, float16 or bfloat16, last dimension contiguous.
         weights: the layer's adapters, in the dtype of x.
-        batch: which rows take which adapter; rows and slots are checked on a CPU, on a GPU with PAGED_CHECK=1.
+        batch: adapter of each row. Rows, slots and ranks are checked on a CPU, and on a GPU with PAGED_CHECK=1.
 
     Returns:
         out.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or a row or slot does not exist.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, or a row or slot does not exist.
+        UnsupportedError: an argument requires a gradient.
     """
     if not (isinstance(weights, LoraWeights) and isinstance(batch, LoraBatch)):
         raise InvalidInputError(f"weights, batch: {shown(weights)}, {shown(batch)}, expected LoraWeights and LoraBatch")

@@ -1,4 +1,4 @@
-"""Which rows of a batch an adapter changes, grouped by adapter."""
+"""Rows of a batch, grouped by adapter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ FEW_ROWS, MANY_ROWS = 16, 64
 
 @dataclass(frozen=True, eq=False)
 class LoraBatch:
-    """Rows in blocks of one adapter each; rows without an adapter are in none.
+    """Rows of a batch in blocks of one adapter each; rows without an adapter are in no block.
 
-    rows: int32 [num_blocks, rows_per_block], contiguous; -1 where there is no row, and no row appears twice.
-    slots: int32 [num_blocks], where the weights of a block's adapter lie; a block of -1 is padding, and skipped.
-    runs: what a `Bound` has bound to this batch.
+    Attributes:
+        rows: int32 [num_blocks, rows_per_block], contiguous; -1 for no row. No row appears twice.
+        slots: int32 [num_blocks], contiguous: slot of each block's adapter in `LoraWeights`; -1 for a block of padding,
+            which is skipped.
+        runs: calls that a `Bound` has bound to this batch.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or on a CPU a row appears twice.
+        InvalidInputError: a shape, dtype, device or stride does not fit; on a CPU also if a row appears twice.
     """
 
     rows: torch.Tensor
@@ -46,15 +48,15 @@ class LoraBatch:
 
     @staticmethod
     def group(slots: torch.Tensor, *, most_adapters: int | None = None) -> LoraBatch:
-        """The blocks of a batch whose row i takes the adapter in slots[i]; on the CPU, with no block where all are -1.
+        """Group the rows of a batch by adapter, on the CPU; without adapters there are no blocks.
 
         Args:
-            slots: int32 [num_rows] on the CPU, -1 for rows without an adapter.
-            most_adapters: where given, the shape is that of every batch of so many rows and at most so many adapters:
-                blocks of FEW_ROWS rows, padding included.
+            slots: int32 [num_rows] on the CPU, the adapter of each row; -1 for none.
+            most_adapters: if given, the shape is the same for every batch of that many rows and at most that many
+                adapters: blocks of FEW_ROWS rows, padding included.
 
         Raises:
-            InvalidInputError: the shape, dtype or device is another.
+            InvalidInputError: the shape, dtype or device of slots does not fit.
         """
         check_tensor("slots", slots, ("num_rows",), (torch.int32,), torch.device("cpu"))
         (adapted,) = torch.nonzero(slots >= 0, as_tuple=True)

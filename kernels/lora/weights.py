@@ -15,18 +15,18 @@ MAX_PARTS = 3
 
 @dataclass(frozen=True, eq=False)
 class LoraWeights:
-    """The adapters of one linear layer, which may hold several projections of one input side by side: its parts.
+    """The adapters of one linear layer, which may hold up to three projections of one input side by side: its parts.
 
-    What lies beyond an adapter's rank is never read.
-
-    a: [num_slots, num_parts, max_rank, in_features], contiguous.
-    b: [num_slots, max_rank, out_features], contiguous: the B of each part transposed, in the columns of its part.
-    ranks: int32 [num_slots, num_parts], contiguous; 0 where the adapter leaves the part alone.
-    scales: float32 [num_slots, num_parts], contiguous.
-    part_sizes: out_features of each part, up to three.
+    Attributes:
+        a: [num_slots, num_parts, max_rank, in_features], contiguous.
+        b: [num_slots, max_rank, out_features], contiguous: the B of each part transposed, in the columns of its part.
+        ranks: int32 [num_slots, num_parts], contiguous; 0 if the adapter does not change the part. Elements beyond a
+            rank are never read.
+        scales: float32 [num_slots, num_parts], contiguous.
+        part_sizes: out_features of each part, one to three.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
+        InvalidInputError: a shape, dtype, device or stride does not fit.
     """
 
     a: torch.Tensor

@@ -1,4 +1,4 @@
-"""Tile sizes of the two grouped GEMMs of the fused MoE: from a tuned table where there is one, else a pure function.
+"""Tile sizes of the two grouped GEMMs of the fused MoE: from a tuned table if there is one, else from a pure function.
 
 A table is a JSON file in `configs/` for one set of weights on one device, written by `bench.moe.tune`.
 """
@@ -23,11 +23,11 @@ GEMV_EXPERTS_PER_ENTRY = 4
 
 @dataclass(frozen=True)
 class MoeTile:
-    """How a grouped GEMM is cut: a program computes block_m entries of one expert by block_n output columns.
+    """Tile of a grouped GEMM: a program computes block_m entries of one expert by block_n output columns.
 
     group_m blocks of entries run next to each other before the next block_n columns, so that they find their expert's
     weights in the L2 cache. swap_ab: weights times entries, for matrix units that take the left operand's rows in 64s.
-    tma: Hopper's copy engine fetches the weights, where their strides let it.
+    tma: Hopper's copy engine fetches the weights, if their strides allow.
     """
 
     block_m: int
@@ -42,7 +42,7 @@ class MoeTile:
 
 @dataclass(frozen=True)
 class MoeTiles:
-    """The tiles of both GEMMs. Their block_m is the same, since both walk one sorted order."""
+    """Tiles of both GEMMs; they share block_m, because both walk one sorted order."""
 
     gate_up: MoeTile
     down: MoeTile
@@ -50,8 +50,11 @@ class MoeTiles:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What tile choices depend on. num_experts: those that entries are routed over, of which a rank may hold a part.
-    packed: "int4", "mxfp4" or "nvfp4" where weights are words of eight such codes."""
+    """Everything that tile choices depend on.
+
+    num_experts: experts that entries are routed over; a rank may hold a part of them. packed: "int4", "mxfp4" or
+    "nvfp4" if weights are words of eight such codes.
+    """
 
     num_entries: int
     num_experts: int
@@ -66,12 +69,12 @@ class MoeShape:
 
 
 def takes_gemv(shape: MoeShape, *, is_quantized: bool = False) -> bool:
-    """Whether matrix-vector products, without alignment, are the way for so few entries; not of quantised weights."""
+    """Return whether entries are few enough for matrix-vector products, without alignment; not if quantised."""
     return not is_quantized and shape.num_entries * GEMV_EXPERTS_PER_ENTRY <= shape.num_experts
 
 
 def moe_tiles(shape: MoeShape, dtype: torch.dtype, device: Device) -> MoeTiles:
-    """The tiles tuned for the number of tokens nearest to that of `shape`, or `fallback_tiles` where there is no table.
+    """Return the tiles tuned for the nearest number of tokens, or `fallback_tiles` without a table.
 
     Logs once which file is missing.
     """
@@ -79,12 +82,12 @@ def moe_tiles(shape: MoeShape, dtype: torch.dtype, device: Device) -> MoeTiles:
 
 
 def table_dtype(packed: str, dtype: torch.dtype) -> str:
-    """What tables call the weights, as vLLM does: packed ones beside 16-bit activations are "mxfp4_w4a16"."""
+    """Return the weights' dtype as tables and vLLM name it; MXFP4 beside 16-bit activations is "mxfp4_w4a16"."""
     return f"{packed}_w4a{8 * dtype.itemsize}" if packed else str(dtype).removeprefix("torch.")
 
 
 def table_name(num_experts: int, intermediate_size: int, device_name: str, dtype: str) -> str:
-    """The file of a table, named as in vLLM and SGLang."""
+    """Return the file name of a table, as in vLLM and SGLang."""
     return f"E={num_experts},N={intermediate_size},device_name={device_name.replace(' ', '_')},dtype={dtype}.json"
 
 
@@ -99,7 +102,7 @@ def _tiles(shape: MoeShape, dtype: str, device: Device, folder: Path) -> MoeTile
 
 @functools.cache
 def load_table(path: Path) -> dict[int, MoeTiles]:
-    """Number of entries (tokens times experts a token) -> tiles; empty, with a message, where there is no such file."""
+    """Return tiles by number of entries (tokens times experts a token); empty, with a message, without such a file."""
     if not path.exists():
         logging.getLogger(__name__).warning(
             "no tuned MoE tiles in %s: tiles come from the shape; `python -m paged.bench.moe.tune` writes it",
@@ -115,10 +118,10 @@ def load_table(path: Path) -> dict[int, MoeTiles]:
 
 
 def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
-    """Tiles for shapes without a table, from what the compiler reports and from counting bytes.
+    """Return tiles for shapes without a table, from the compiler's reports and from counting bytes.
 
     The rows of a tile change where vLLM 0.33's tuned table for 128 experts on an H200 changes: at 12, 24 and 48 entries
-    an expert, the middles between its rows. Of 12 entries on average one expert in ten has more than 16.
+    an expert, halfway between its rows. With 12 entries on average, one expert in ten has more than 16.
     """
     if shape.packed:
         gate_up, down = _packed(shape, device)
@@ -135,10 +138,10 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
 
 
 def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_native: bool) -> MoeTile:
-    """The tile for weights of which group_k columns share a scale; is_native: 8-bit numbers are multiplied as such.
+    """Return the tile for weights with a scale for group_k columns; is_native: 8-bit numbers are multiplied as such.
 
-    A step stays within a group and has 128 bytes of a row. Its product takes registers besides the sum, so 128 columns
-    are the most they hold; with 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
+    A step stays within a group and takes 128 bytes of a row. Its product takes registers besides the sum, so 128
+    columns are the most they hold. With 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
     """
     depth = 128 if is_native else 64
     block_k = min(depth if tile.block_k >= 64 else tile.block_k, group_k & -group_k)
@@ -150,15 +153,15 @@ def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_na
 
 
 def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
-    """Reading the weights is all the work: what counts is 33 KB in flight on each SM (4.3 TB/s at a microsecond of
-    latency, 132 SMs), and that no SM is left without a program.
+    """Return the tile for few rows, where reading the weights takes the time.
 
-    A tile of 16 rows has two stages on their way, of 20 KB or 36 KB, and three programs share an SM; the wide one reads
-    the entries half as often and is taken where it still gives four programs an SM. A program computes block_n gate
-    columns and as many up columns, so that the first GEMM's width counts twice.
+    The goals are 33 KB in flight on each SM (4.3 TB/s at a microsecond of latency, 132 SMs), and no SM without a
+    program. A tile of 16 rows has two stages on their way, of 20 KB or 36 KB, and three programs share an SM. The wide
+    one reads the entries half as often; it is taken if it still gives four programs an SM. A program computes block_n
+    gate columns and as many up columns, so the first GEMM's width counts twice.
 
-    For 16 rows mma.sync and wgmma on swapped operands take 22 instructions a KB of weights alike. For 32 swapping takes
-    24 instead of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
+    For 16 rows mma.sync and wgmma on swapped operands both take 22 instructions per KB of weights. For 32, swapping
+    takes 24 instead of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
     """
     if shape.entries_per_expert > 12:
         swap_ab = device.arch in LARGE_SHARED_MEMORY
@@ -175,7 +178,7 @@ def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
 
 def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
-    """64 rows are one wgmma; from 48 entries an expert on 128 rows halve the reads of weights."""
+    """Return the tile for many rows: 64, one wgmma, or 128 from 48 entries an expert on, to halve reads of weights."""
     tma = device.arch in LARGE_SHARED_MEMORY
     if shape.entries_per_expert <= 48:
         return MoeTile(64, 64, 64, 4, 4, 4, tma=tma), MoeTile(64, 128, 64, 4, 4, 4, tma=tma)
@@ -194,11 +197,12 @@ def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
 
 def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
-    """Words of eight 4-bit codes, which a step takes in whole units: 128 columns, of which 128 rows are 8 KB.
+    """Return the tile for words of eight 4-bit codes; a step takes whole units of 128 columns, 8 KB for 128 rows.
 
-    The tiles are those of `quantization.config.linear_tile`, which says why: weights on the left, from registers where
-    the matrix unit takes them there, and 8 warps for many rows, since unpacked weights take registers. For a KB of
-    MXFP4 and 16 rows 128 columns take 321 instructions on sm_90, 64 take 419: they are for SMs that had no program.
+    The tiles are those of `quantization.config.linear_tile`, which gives the reasons: weights on the left, from
+    registers if the matrix unit takes them there, and 8 warps for many rows, because unpacked weights take registers.
+    Per KB of MXFP4 and 16 rows, 128 columns take 321 instructions on sm_90 and 64 take 419; 64 are for SMs without a
+    program.
     """
     entries = shape.entries_per_expert
     few_rows = 16 if entries <= 12 else 32
@@ -222,8 +226,10 @@ def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
 
 def _fitting(tile: MoeTile, arch: str) -> MoeTile:
-    """The tile as `arch` can hold it: 82 KB for 4 stages fit the 163 KB of sm_80, but not the 99 KB of consumer chips
-    beside a second program, nor the 64 KB of LDS on CDNA3, where two stages take 32 KB.
+    """Return the tile in a form that fits `arch`.
+
+    82 KB for 4 stages fit the 163 KB of sm_80, but not the 99 KB of consumer chips beside a second program, nor the 64
+    KB of LDS on CDNA3, where two stages take 32 KB.
     """
     if arch in LARGE_SHARED_MEMORY or arch == "sm_80":
         return tile

@@ -1,4 +1,4 @@
-"""Mixture of experts: two products an expert around a gated activation, and the sum over each token's experts."""
+"""Fused mixture of experts: two grouped products around a gated activation, and the sum over each token's experts."""
 
 from __future__ import annotations
 
@@ -98,46 +98,52 @@ def fused_moe(
     w1_tensor_scale: torch.Tensor | None = None,
     w2_tensor_scale: torch.Tensor | None = None,
 ) -> Run[torch.Tensor]:
-    """sum over a token's experts of weight * (w2[e] @ act(gate, up) + w2_bias[e]), (gate, up) = w1[e] @ x + w1_bias[e].
+    """Run each token through its experts and return the weighted sum.
 
-    Accumulated in float32. Between the two products the activation, and before the sum each weighted part, is rounded
-    to the dtype of hidden_states. The result is the same in every run.
+    For expert e: w2[e] @ act(gate, up) + w2_bias[e] with (gate, up) = w1[e] @ x + w1_bias[e]. Sums are float32. The
+    activation and each weighted part are rounded to the dtype of hidden_states. Results have the same bits in every
+    run.
 
     Args:
-        hidden_states: [num_tokens, hidden_size], float32, float16 or bfloat16; last dimension contiguous.
-        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows then up rows; last dimension contiguous.
-        w2: [num_experts, hidden_size, intermediate_size]; last dimension contiguous.
-        topk_weights: float32 [num_tokens, top_k], contiguous. A NaN makes its token's row NaN, and no other.
-        topk_ids: int32 [num_tokens, top_k], contiguous; ids that name no expert contribute nothing. Shared experts are
-            rows of w1 and w2 behind the others that every token names, see `route_tokens`.
-        activation: "silu" and "gelu", or "gelu_tanh" for its approximation, of the gate, times up; "swiglu_oai" for
+        hidden_states: [num_tokens, hidden_size], float32, float16 or bfloat16, last dimension contiguous.
+        w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows then up rows, last dimension contiguous.
+        w2: [num_experts, hidden_size, intermediate_size], last dimension contiguous.
+        topk_weights: float32 [num_tokens, top_k], contiguous. A NaN makes its token's row NaN, and no other row.
+        topk_ids: int32 [num_tokens, top_k], contiguous. An id that names no expert contributes nothing. Shared experts
+            are the last rows of w1 and w2, and every token names them, see `route_tokens`.
+        activation: "silu", "gelu" or "gelu_tanh" (its tanh approximation) of the gate, times up. "swiglu_oai" is
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
-        expert_map: int32 [num_global_experts], the row of each expert in w1 and w2, or -1 where another rank holds it:
-            it costs nothing here and contributes nothing, so the parts of all ranks add up to the whole. Not given: ids
-            are rows.
-        out: like hidden_states, written in place; made when not given.
-        w1_bias, w2_bias: [num_experts, 2 * intermediate_size] in the order of w1's rows and [num_experts, hidden_size],
-            dtype of hidden_states or float32, contiguous.
-        interleaved: w1's gate and up rows alternate.
-        aligned: `route_and_align`'s or `moe_align_block_size`'s result for these ids and this expert_map, at
-            `moe_block_size`; made when not given.
-        w1_scale, w2_scale: of quantised weights, with any strides: one an expert, one a row [num_experts, rows], or one
-            a group [num_experts, rows / group_n, columns / group_k]. float8_e4m3fn weights have float32 ones and groups
-            of 128 x 128, the last ones may be smaller, and what they multiply is rounded to e4m3 with a scale for every
-            128 values of a token. int8 weights, and uint8 ones that hold two 4-bit values a byte, the first in the low
-            bits, have groups of one row and a multiple of 32 columns, and any float type.
-            int32 weights [num_experts, rows, 16 * ceil(columns / 128)] are 4-bit values as `pack_codes` orders them:
-            whole numbers with such scales; MXFP4 (E2M1, Open Compute Project, 2023) with uint8 or float8_e8m0fnu ones
-            for 32 columns, 2^(byte - 127); NVFP4 with float8_e4m3fn ones for 16 columns, none negative. Of these,
-            scales of fewer than 128 columns are multiplied in the dtype of hidden_states, which has to hold them, and
-            are read in whole lines where rows are neighbours in memory.
-        w1_zeros, w2_zeros: int8, the value that stands for 0, in the shape of the scales; 0 of int8 and 8 of 4-bit
-            whole numbers when not given, which alone have some.
-        w1_tensor_scale, w2_tensor_scale: float32 [num_experts], what an expert's weights are multiplied by besides.
+        expert_map: int32 [num_global_experts], contiguous: row of each expert in w1 and w2, or -1 if another rank holds
+            it. Such an expert costs nothing and contributes nothing, so the ranks' results add up to the whole. None if
+            ids are rows.
+        out: like hidden_states, last dimension contiguous; None makes one.
+        w1_bias: [num_experts, 2 * intermediate_size] in the order of w1's rows, dtype of hidden_states or float32,
+            contiguous.
+        w2_bias: [num_experts, hidden_size], likewise.
+        interleaved: whether w1's gate and up rows alternate.
+        aligned: result of `route_and_align` or `moe_align_block_size` for these ids and this expert_map, with the block
+            size that `moe_block_size` returns; None makes one.
+        w1_scale, w2_scale: scales of quantised weights, any strides: one per expert [num_experts], per row
+            [num_experts, rows], or per group [num_experts, rows / group_n, columns / group_k]; see below.
+        w1_zeros, w2_zeros: int8 in the shape of the scales, the code of 0; None for 0 (int8) or 8 (int4). Other formats
+            take none.
+        w1_tensor_scale, w2_tensor_scale: float32 [num_experts], a factor for an expert's weights; None for 1.
+
+    Quantised weights:
+
+    - float8_e4m3fn: float32 scales, groups of 128 x 128 (the last ones may be smaller). Activations are rounded to e4m3
+      with a scale for every 128 values of a token.
+    - int8, or uint8 with two 4-bit codes a byte, the first in the low bits: scales of any float dtype, groups of one
+      row and a multiple of 32 columns.
+    - int32 [num_experts, rows, 16 * ceil(columns / 128)], 4-bit codes as `pack_codes` orders them: int4 with such
+      scales; MXFP4 with uint8 or float8_e8m0fnu scales, 2^(byte - 127), for 32 columns; NVFP4 with float8_e4m3fn scales
+      for 16 columns, none negative. w1 and w2 are both packed so, or neither. Scales that span fewer than 128 columns
+      are applied in the dtype of hidden_states, which has to hold them. They are read in whole lines if rows are
+      neighbours in memory.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit, or `aligned` has another block size.
-        UnsupportedError: the activation, or the size of a group, is another one, or a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, or `aligned` has another block size.
+        UnsupportedError: the activation or the group size is not supported, or an argument requires a gradient.
     """
     if aligned is not None and not isinstance(aligned, MoeAlignment):
         raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
@@ -191,7 +197,10 @@ def _compute(
 def _grouped(
     call: MoeCall, aligned: MoeAlignment | None, tiles: MoeTiles, bound: tuple[Any, ...] | None
 ) -> tuple[Any, ...]:
-    """Two grouped products and the sum, into `call.out`. bound: what an earlier call returned; see `Operation.bind`."""
+    """Run two grouped products and the sum into `call.out`.
+
+    bound: result of an earlier call, see `Operation.bind`.
+    """
     x, ids, (num_experts, hidden_size, _) = call.hidden_states, call.topk_ids, call.down.w.shape
     first, second, third, align = bound or (None, None, None, None)
     if aligned is None:
@@ -225,9 +234,9 @@ def moe_sum(
     out: torch.Tensor,
     launch: Launch | None = None,
 ) -> Launch:
-    """out[token] = sum of its parts [num_tokens * top_k, hidden_size], which carry their weights already.
+    """Add up each token's parts: out[token] = sum of its rows of [num_tokens * top_k, hidden_size], already weighted.
 
-    launch: what an earlier call returned whose tensors had the same signatures, of as many experts.
+    launch: result of an earlier call with the same number of experts and tensors of the same signatures.
     """
     if launch is None:
         num_tokens, top_k = topk_ids.shape
@@ -260,9 +269,9 @@ def moe_block_size(
     w2_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> int | None:
-    """Entries a block of the alignment that `fused_moe` takes for so many tokens; None where it takes none.
+    """Return the block size of the alignment that `fused_moe` takes for this many tokens; None if it takes none.
 
-    dtype: of hidden_states, that of w2 when not given.
+    dtype: of hidden_states; None for that of w2.
     """
     if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
         return None
@@ -284,7 +293,7 @@ def token_counts(
     w2_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[int]:
-    """The least number of tokens, of 1 to `most`, for each way that `fused_moe` and its routing take, rising."""
+    """Return the least number of tokens, 1 to `most`, for each code path of `fused_moe` and its routing, rising."""
     counts: dict[object, int] = {}
     down, dtype = ExpertLinear(w2, scale=w2_scale), w2.dtype if dtype is None else dtype
     for count in range(1, most + 1):
@@ -296,7 +305,7 @@ def token_counts(
 def _chosen_tiles(
     num_tokens: int, top_k: int, down: ExpertLinear, dtype: torch.dtype, expert_map: torch.Tensor | None
 ) -> MoeTiles | None:
-    """None for matrix-vector products."""
+    """Return the tiles, or None for matrix-vector products."""
     num_experts, hidden_size, _ = down.w.shape
     # The entries spread over all experts, of which a rank holds a part.
     num_routed = num_experts if expert_map is None else expert_map.numel()

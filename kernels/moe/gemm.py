@@ -1,11 +1,11 @@
-"""The launch of the grouped GEMM of the fused MoE, whose algorithm `gemm_kernel.py` tells.
+"""Launch of the grouped GEMM of the fused MoE; `gemm_kernel.py` describes the algorithm.
 
 `fused_moe.py` calls `expert_gemm` twice: for the gate and up projections, and for the down projection. A launch has a
-program for every block of entries that there could be (`max_num_blocks`) and every block_n columns; the tile is from
-`config.py`, of quantised weights no deeper than the columns that share a scale. Weights of 16 bits go by a tensor
-descriptor where the tile asks for Hopper's copy engine and their strides let it, all others by pointers; for e4m3
-weights x is rounded first (`packed/quantize_rows.py`). What depends on no tensor's address is worked out once, in
-`_prepare`, and kept by the caller as a `Launch`.
+program for every possible block of entries (`max_num_blocks`) and every block_n columns. The tile comes from
+`config.py`; for quantised weights it is no deeper than the columns that share a scale. 16-bit weights are read through
+a tensor descriptor if the tile asks for Hopper's copy engine and their strides allow it, all others by pointers. For
+e4m3 weights x is rounded first (`packed/quantize_rows.py`). `_prepare` computes once what depends on no address; the
+caller keeps it as a `Launch`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def expert_gemm(
 ) -> BoundGemm:
     """Fill the rows of `out` [num_entries, num_columns] whose entries are in a block of `aligned`; see the kernel.
 
-    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row. bound: what an earlier
-    call returned whose tensors had the same layouts, and all else was the same.
+    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row. bound: result of an earlier
+    call with tensors of the same layouts and the same other arguments.
     """
     w, scale, x_scale = linear.w, linear.scale, None
     launch, quantize = bound or (None, None)
@@ -132,12 +132,12 @@ def _prepare(
 
 
 def _fits_tma(w: torch.Tensor) -> bool:
-    """Whether the copy engine reads it: its address and strides are multiples of 16 bytes (CUDA driver API)."""
+    """Return whether the copy engine can read it: address and strides are multiples of 16 bytes (CUDA driver API)."""
     return all(step * w.element_size() % 16 == 0 for step in w.stride()[:2]) and w.data_ptr() % 16 == 0
 
 
 def _box(w: torch.Tensor, num_columns: int, interleaved: bool, tile: MoeTile) -> Box:
-    """Blocks of block_n columns by block_k, of gate and up at once where there are both."""
+    """Return boxes of block_n columns by block_k, of gate and up at once if there are both."""
     num_experts, num_rows, depth = w.shape
     parts = num_rows // num_columns
     row = w.stride(1)

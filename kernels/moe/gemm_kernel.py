@@ -3,12 +3,12 @@
 An entry is one token with one of its experts. `moe_align_block_size` sorts entries by expert and pads each expert's to
 whole blocks of BLOCK_M, so a block needs the weights of a single expert. A program multiplies one block by BLOCK_N
 columns of that expert's weights: it gathers the rows of x that the block's entries name, walks along K in steps of
-BLOCK_K, accumulates in float32, and stores each row at its entry's row of the output. Sizes of the launch are upper
-bounds known to the host; programs beyond the blocks in use return at once.
+BLOCK_K, accumulates in float32, and stores each row at its entry's row of the output. Launch sizes are upper bounds
+known to the host; programs beyond the blocks in use return at once.
 
-The first product of `fused_moe` computes gate and up columns in one program and applies the activation in registers;
-the second multiplies each row by its routing weight, and `moe_sum` adds up a token's rows. Tiles come from `config.py`;
-`gemv.py` is the way for a few tokens, `packed/quantize_rows.py` what e4m3 weights need of x.
+The first product of `fused_moe` computes gate and up columns in one program and applies the activation in registers.
+The second multiplies each row by its routing weight, and `moe_sum` adds up a token's rows. Tiles come from `config.py`.
+A few tokens take `gemv.py` instead; `packed/quantize_rows.py` rounds x for e4m3 weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fused MoE for a handful of tokens: matrix-vector products an entry, without sorting entries by expert.
+"""The fused MoE for a handful of tokens: a matrix-vector product for each entry, without sorting.
 
 Two launches, no partial results: the second product adds up a token's experts itself.
 """
@@ -114,9 +114,9 @@ def _down_gemv_kernel(
 
 
 def moe_gemv(call: MoeCall, launches: tuple[Launch, ...] | None = None) -> tuple[Launch, ...]:
-    """`fused_moe` of a few tokens, into `call.out`.
+    """Run `fused_moe` for a few tokens, into `call.out`.
 
-    launches: what an earlier call returned whose tensors had the same signatures, and all else was the same.
+    launches: result of an earlier call with tensors of the same signatures and the same other arguments.
     """
     gate_up, down = call.gate_up, call.down
     activated = call.hidden_states.new_empty((call.topk_ids.numel(), down.w.shape[2]))
@@ -173,9 +173,9 @@ def _prepare(call: MoeCall) -> tuple[Launch, Launch]:
 
 
 def down_gemv_tile(block_e: int) -> tuple[int, int, int]:
-    """Columns, depth and warps of the second product for block_e experts a token: 64 elements a thread.
+    """Return columns, depth and warps of the second product for block_e experts a token: 64 elements a thread.
 
-    256 elements divide the depth of Qwen3-30B-A3B, 768; fewer experts leave room for more columns.
+    256 elements divide the depth of Qwen3-30B-A3B, 768; fewer experts leave registers for more columns.
     """
     num_warps = 8 if block_e > 8 else 4
     return num_warps * 32 * 64 // (block_e * 256), 256, num_warps

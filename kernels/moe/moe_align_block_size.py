@@ -1,4 +1,4 @@
-"""Routed entries sorted by expert and padded to whole blocks, so that every tile of a grouped GEMM has one expert."""
+"""Sort routed entries by expert and pad them to whole blocks, so that every tile of a grouped GEMM has one expert."""
 
 from __future__ import annotations
 
@@ -24,14 +24,21 @@ _MAX_CHUNKS = 16
 
 
 class MoeAlignment(NamedTuple):
-    """Routed entries sorted into blocks of one expert each; see `moe_align_block_size`."""
+    """Routed entries sorted into blocks of one expert each; result of `moe_align_block_size`.
+
+    Attributes:
+        sorted_token_ids: int32 [max_num_blocks * block_size], indices into the flattened topk_ids; topk_ids.numel() in
+            empty places.
+        expert_ids: int32 [max_num_blocks], expert of each block; -1 for unused blocks.
+        num_tokens_post_padded: int32 [1], block_size times the number of blocks in use.
+    """
 
     sorted_token_ids: torch.Tensor
     expert_ids: torch.Tensor
     num_tokens_post_padded: torch.Tensor
 
     def pointers(self) -> dict[str, torch.Tensor]:
-        """The tensors as kernels take them."""
+        """Return the tensors by the names of kernel arguments."""
         return {
             "sorted_token_ids_ptr": self.sorted_token_ids,
             "expert_ids_ptr": self.expert_ids,
@@ -40,20 +47,23 @@ class MoeAlignment(NamedTuple):
 
 
 def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
-    """Blocks that `num_entries` routed entries can need, however they are spread: every expert in use may leave
-    block_size - 1 slots of its last block empty, and no more experts than entries are in use."""
+    """Return the most blocks that `num_entries` routed entries can need.
+
+    Every expert in use may leave block_size - 1 places of its last block empty. No more experts than entries are in
+    use.
+    """
     return -(-(num_entries + min(num_experts, num_entries) * (block_size - 1)) // block_size)
 
 
 def new_alignment(num_entries: int, block_size: int, num_experts: int, device: torch.device) -> MoeAlignment:
-    """Memory for an alignment, enough for the worst spread of entries."""
+    """Return empty memory for an alignment, enough for the worst distribution of entries."""
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
     return MoeAlignment(*[torch.empty(size, dtype=torch.int32, device=device) for size in sizes])
 
 
 def num_mapped(expert_map: torch.Tensor | None) -> int:
-    """The experts that a map holds, as kernels take it."""
+    """Return the length of an expert map as kernels take it; 0 for None."""
     return 0 if expert_map is None else expert_map.numel()
 
 
@@ -163,25 +173,23 @@ def _new(topk_ids: torch.Tensor, block_size: int, num_experts: int, **_: object)
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, *, expert_map: torch.Tensor | None = None
 ) -> Run[MoeAlignment]:
-    """Each expert's entries of the flattened topk_ids in rising order, padded to whole blocks, expert after expert.
+    """Sort the entries of topk_ids by expert and pad each expert's to whole blocks.
 
-    Nothing waits for the device: the results have the sizes that the worst spread of entries needs.
+    Entries are indices into the flattened topk_ids, in rising order within an expert. Nothing waits for the device: the
+    results are large enough for any distribution of entries.
 
     Args:
-        topk_ids: int32, any shape, contiguous; ids outside [0, num_experts) appear in no block.
-        block_size: entries a block, at least 1.
-        num_experts: at least 1.
-        expert_map: int32 [num_global_experts], contiguous: the expert meant by each id, -1 or anything else
-            outside [0, num_experts) for no expert; ids outside of it are no expert.
+        topk_ids: int32, any shape, contiguous. Ids outside [0, num_experts) appear in no block.
+        block_size: entries in a block, 1 to 65,536.
+        num_experts: number of experts, 1 to 65,536.
+        expert_map: int32 [num_global_experts], contiguous: the expert that each id means; values outside [0,
+            num_experts), such as -1, mean none. Ids outside of the map name no expert. None if ids are experts.
 
     Returns:
-        sorted_token_ids: int32 [max_num_blocks * block_size], indices into the flattened topk_ids; topk_ids.numel()
-            where a block has room left, and in unused blocks.
-        expert_ids: int32 [max_num_blocks], each block's expert, -1 for unused blocks.
-        num_tokens_post_padded: int32 [1], block_size times the number of blocks in use.
+        sorted_token_ids, expert_ids and num_tokens_post_padded, as `MoeAlignment` describes them.
 
     Raises:
-        InvalidInputError: dtype, device or strides do not fit, or a size is below 1.
+        InvalidInputError: a dtype, device or stride does not fit, or a size is out of range.
     """
     block_size, num_experts = as_int("block_size", block_size, None), as_int("num_experts", num_experts, None)
     check_dtype("topk_ids", topk_ids, torch.int32)
@@ -214,13 +222,13 @@ def moe_align_block_size(
 
 
 def _chunks(num_entries: int) -> tuple[int, int]:
-    """How many chunks the entries are cut into, of how many entries."""
+    """Return the number of chunks that entries are cut into, and the entries of a chunk."""
     chunk_size = triton.cdiv(triton.cdiv(num_entries, _TILE), _MAX_CHUNKS) * _TILE
     return triton.cdiv(num_entries, chunk_size), chunk_size
 
 
 def _prepare(num_entries: int, block_size: int, num_experts: int, num_mapped: int) -> tuple[int, tuple[Launch, Launch]]:
-    """The number of chunks, and the launches."""
+    """Return the number of chunks, and the launches."""
     num_chunks, chunk_size = _chunks(num_entries)
     num_blocks = max_num_blocks(num_entries, block_size, num_experts)
     numbers = {
@@ -243,14 +251,14 @@ def _prepare(num_entries: int, block_size: int, num_experts: int, num_mapped: in
 
 
 def check_sizes(name: str, block_size: int, num_experts: int) -> None:
-    """Raise InvalidInputError unless blocks and experts, whose argument's name is given, are 1 to MAX_EXPERTS."""
+    """Raise InvalidInputError unless block_size and the number of experts, an argument `name`, are 1 to MAX_EXPERTS."""
     if min(block_size, num_experts) < 1 or max(block_size, num_experts) > MAX_EXPERTS:
         sizes = f"{shown(block_size)}, {shown(num_experts)}"
         raise InvalidInputError(f"block_size, {name}: {sizes}, expected at least 1, and {MAX_EXPERTS} at most")
 
 
 def check_expert_map(expert_map: torch.Tensor | None, device: torch.device) -> None:
-    """Raise InvalidInputError unless the map can be read as int32 [num_global_experts]."""
+    """Raise InvalidInputError unless the map is None or a contiguous int32 [num_global_experts]."""
     if expert_map is None:
         return
     check_tensor("expert_map", expert_map, ("num_global_experts",), (torch.int32,), device)

@@ -1,4 +1,4 @@
-"""Routing and experts in float64; see `kernels.common.reference` for what references are."""
+"""Routing and experts in float64; `kernels.common.reference` explains references."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def route_tokens(router_logits: torch.Tensor, top_k: int, **options: Any) -> tup
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int
 ) -> tuple[list[list[int]], list[int], int]:
-    """`moe_align_block_size` as (blocks, expert_ids, num_tokens_post_padded): the entries of each block in use, its
-    expert, and block_size times their number."""
+    """Return `moe_align_block_size` as (blocks, expert_ids, num_tokens_post_padded).
+
+    That is the entries of each block in use, its expert, and block_size times the number of blocks.
+    """
     flat = topk_ids.flatten().tolist()
     blocks: list[list[int]] = []
     expert_ids: list[int] = []

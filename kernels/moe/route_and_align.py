@@ -1,4 +1,4 @@
-"""From router logits to weights, ids and their alignment, for a small batch in one launch."""
+"""From router logits to weights, ids and their alignment; in one launch for small batches."""
 
 from __future__ import annotations
 
@@ -163,23 +163,26 @@ def route_and_align(
     num_local_experts: int | None = None,
     ticket: torch.Tensor | None = None,
 ) -> Run[tuple[torch.Tensor, torch.Tensor, MoeAlignment]]:
-    """`route_tokens`, and of its ids `moe_align_block_size`: one launch up to MAX_FUSED_TOKENS tokens, three beyond.
+    """Run `route_tokens` and sort its ids as `moe_align_block_size` does, in one launch for up to 256 tokens.
 
-    The order of experts among the blocks is that of their ids before expert_map, so with a map it may differ from
-    moe_align_block_size's; nothing that reads an alignment depends on it.
+    Larger batches take three launches. With expert_map, experts may follow each other in another order than
+    moe_align_block_size's: by their ids before the map. Nothing that reads an alignment depends on it.
 
     Args:
         router_logits: [num_tokens, num_experts], as in `route_tokens`.
         routing: the other arguments of `route_tokens`.
-        block_size: entries a block.
-        expert_map: as in `moe_align_block_size`; shared experts are looked up in it, too.
-        num_local_experts: experts that blocks may name; all of them when there is no expert_map.
-        ticket: int32 [1] on the device, 0; it is 0 again afterwards. Calls that may overlap need one each. Made when
-            not given, which takes a second launch.
+        block_size: entries in a block.
+        expert_map: as in `moe_align_block_size`; shared experts are mapped, too.
+        num_local_experts: number of experts that blocks may name; None for all of them, shared ones included.
+        ticket: int32 [1] on the device, 0 before and after the call. Calls that may overlap need one each. None makes
+            one, which takes a second launch.
+
+    Returns:
+        (topk_weights, topk_ids, aligned).
 
     Raises:
-        InvalidInputError: as the two operations, or the ticket does not fit.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: as for the two operations, or the ticket does not fit.
+        UnsupportedError: an argument requires a gradient.
     """
     if not isinstance(routing, Routing):
         raise InvalidInputError(f"routing: {shown(routing)}, expected a Routing")
@@ -233,7 +236,7 @@ def route_and_align(
 def _in_turn(
     router_logits: torch.Tensor, routing: Routing, block_size: int, num_experts: int, expert_map: torch.Tensor | None
 ) -> Run[tuple[torch.Tensor, torch.Tensor, MoeAlignment]]:
-    """One operation after the other."""
+    """Run one operation after the other."""
     route, (_, ids) = bind_routing(router_logits, routing), new_routes(router_logits, routing)
     align = moe_align_block_size.bind(ids, block_size, num_experts, expert_map=expert_map)
 

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weight."""
+"""Choose the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -63,29 +63,30 @@ def route_tokens(
     routed_scaling_factor: float = 1.0,
     num_shared_experts: int = 0,
 ) -> Run[tuple[torch.Tensor, torch.Tensor]]:
-    """The top_k experts of every token by score, ties to the smaller index, computed in float32.
+    """Choose the top_k experts of every token by score, ties to the smaller id, computed in float32.
 
     Args:
         router_logits: [num_tokens, num_experts], float32, float16 or bfloat16, any strides.
-        top_k: experts a token, 1 to the number of experts in topk_groups groups.
-        renormalize: divide a token's weights by their sum.
+        top_k: experts of a token, 1 to the number of experts in topk_groups groups.
+        renormalize: whether to divide a token's weights by their sum.
         scoring: "softmax" over the experts (Shazeer et al., 2017), or "sigmoid" of each logit (DeepSeek-V3, 2024).
-        correction_bias: float32 [num_experts], contiguous, added to the scores when experts and groups are chosen; the
-            weights are scores without it (DeepSeek-V3, auxiliary-loss-free balancing).
-        num_expert_groups, topk_groups: a token's experts all come from its topk_groups best of num_expert_groups groups
-            of neighbouring experts. A group counts its best score, or with correction_bias the sum of its two best.
+        correction_bias: float32 [num_experts], contiguous, added to the scores to choose experts and groups. Weights
+            are scores without it (DeepSeek-V3, auxiliary-loss-free balancing). None for none.
+        num_expert_groups: groups of neighbouring experts; divides num_experts. A group's score is that of its best
+            expert, with correction_bias the sum of its two best.
+        topk_groups: number of best groups that a token's experts come from.
         routed_scaling_factor: multiplies the weights, after they are renormalised.
-        num_shared_experts: experts num_experts, num_experts + 1, ... that every token takes with weight 1, in the last
-            columns of the results; a caller who gates them overwrites those weights.
+        num_shared_experts: number of experts num_experts, num_experts + 1, ... that every token takes with weight 1, in
+            the last columns of the results. To gate them, overwrite these weights.
 
     Returns:
         topk_weights float32 and topk_ids int32, both [num_tokens, top_k + num_shared_experts], the first top_k in
-        falling order of score. A row whose scores hold NaN routes to no expert: ids -1, weights NaN.
+        falling order of score. A row with NaN scores is routed to no expert and has ids -1 and weights NaN.
 
     Raises:
-        InvalidInputError: shape, dtype, device or strides do not fit, a number is out of range, or scoring is another
-            word.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit, a number is out of range, or scoring is
+            unknown.
+        UnsupportedError: an argument requires a gradient.
     """
     routing = Routing(
         top_k, renormalize, scoring, correction_bias, num_expert_groups, topk_groups, routed_scaling_factor,
@@ -95,7 +96,7 @@ def route_tokens(
 
 
 def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[torch.Tensor, torch.Tensor]]:
-    """`route_tokens.bind`; of what its result is given it looks at the logits and the bias alone."""
+    """Bind `route_tokens`; the result reads only the logits and the bias from its arguments."""
     check_routing(router_logits, routing)
     has_rows = len(router_logits) > 0
     compute: Compute | None = nothing

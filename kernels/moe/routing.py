@@ -1,4 +1,4 @@
-"""How a router's logits become experts and weights: the options, and what the routing kernels share."""
+"""Routing options, and code that routing kernels share."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MAX_EXPERTS = 1 << 16
 
 @dataclass(frozen=True)
 class Routing:
-    """How logits become experts and weights; see `route_tokens`.
+    """Options of routing, as the arguments of `route_tokens` describe them.
 
     Raises:
-        InvalidInputError: a number or flag is none.
+        InvalidInputError: a value has another type.
     """
 
     top_k: int
@@ -44,11 +44,11 @@ class Routing:
 
     @property
     def width(self) -> int:
-        """Columns of the results: the chosen experts, then the shared ones."""
+        """Columns of the results: chosen experts, then shared ones."""
         return self.top_k + self.num_shared_experts
 
     def constexprs(self, num_experts: int) -> dict[str, Any]:
-        """What `choose_experts` is compiled for; a group takes a power of two of lanes."""
+        """Return the constexprs of `choose_experts`; a group takes a power of two of lanes."""
         group_size = num_experts // self.num_expert_groups
         return {
             "NUM_GROUPS": self.num_expert_groups,
@@ -66,7 +66,7 @@ class Routing:
     def tensors(
         self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> dict[str, torch.Tensor | None]:
-        """The tensors that a kernel takes which routes into `new_routes`."""
+        """Return the tensors that a routing kernel takes; weights and ids are those of `new_routes`."""
         return {
             "logits_ptr": router_logits,
             "bias_ptr": self.correction_bias,
@@ -75,7 +75,7 @@ class Routing:
         }
 
     def arguments(self, router_logits: torch.Tensor) -> dict[str, Any]:
-        """The other arguments of such a kernel."""
+        """Return the other arguments of a routing kernel."""
         return {
             "num_tokens": router_logits.shape[0],
             "scaling_factor": self.routed_scaling_factor,
@@ -197,7 +197,7 @@ def _in_best_groups(
 
 
 def new_routes(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for weights and ids."""
+    """Return empty weights and ids."""
     shape, device = (router_logits.shape[0], routing.width), router_logits.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 

@@ -1,4 +1,4 @@
-"""The weights of all experts' projections, the formats that they come in, and a call of the fused MoE."""
+"""Weights of all experts' projections, their formats, and the arguments of a fused MoE call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 
 
 class ExpertLinear(NamedTuple):
-    """One of the two projections of all experts; weight = (code - zeros) * scale * tensor_scale where quantised.
+    """One of the two projections of all experts; quantised weights are (code - zeros) * scale * tensor_scale.
 
-    w: [num_experts, out_features, in_features]; or two 4-bit codes a byte in in_features / 2; or 16 *
-    ceil(in_features / 128) int32 words of `pack_codes`. bias: [num_experts, out_features], contiguous, or None. scale,
-    zeros, tensor_scale: see `fused_moe`.
+    Attributes:
+        w: [num_experts, out_features, in_features]; or in_features / 2 bytes of two 4-bit codes; or 16 *
+            ceil(in_features / 128) int32 words of `pack_codes`.
+        bias: [num_experts, out_features], contiguous, or None.
+        scale, zeros, tensor_scale: see `fused_moe`.
     """
 
     w: torch.Tensor
@@ -38,32 +40,32 @@ class ExpertLinear(NamedTuple):
 
     @property
     def format(self) -> str:
-        """ "" for weights that are not quantised, "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
+        """Format of the codes, "e4m3", "int8", "int4", "mxfp4" or "nvfp4"; "" for plain weights."""
         return "" if self.scale is None else format_of(self.w, self.scale)
 
     @property
     def is_packed(self) -> bool:
-        """Whether a word of `w` holds eight codes."""
+        """Whether each word of `w` holds eight codes."""
         return self.scale is not None and self.w.dtype == torch.int32
 
     @property
     def columns(self) -> int:
-        """in_features, of words with the columns that fill the last ones."""
+        """in_features; for words the columns that fill the last ones are included."""
         codes = 1 if self.scale is None else {torch.uint8: 2, torch.int32: 8}.get(self.w.dtype, 1)
         return self.w.shape[2] * codes
 
     def options(self, name: str) -> dict[str, torch.Tensor | None]:
-        """Keywords of `fused_moe` for all but `w`, where this is "w1" or "w2"."""
+        """Return keywords of `fused_moe` for all fields except `w`; name is "w1" or "w2"."""
         return {f"{name}_{field}": tensor for field, tensor in self._asdict().items() if field != "w"}
 
     def group(self, in_features: int) -> tuple[int, int]:
-        """Rows and columns of the weights that share a scale; 0 for all of them."""
+        """Return the numbers of rows and columns that share a scale; 0 for all of them."""
         assert self.scale is not None
         return group_of(self.format, self.scale.shape[1:], in_features)
 
 
 class MoeCall(NamedTuple):
-    """Arguments of `kernels.moe.fused_moe.fused_moe`, checked and with their defaults filled in."""
+    """Arguments of `kernels.moe.fused_moe.fused_moe`, checked, with defaults filled in."""
 
     hidden_states: torch.Tensor
     gate_up: ExpertLinear
@@ -91,7 +93,7 @@ def check_operands(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> None:
-    """Raise unless what `fused_moe` multiplies, and where it goes, fit each other.
+    """Raise unless the arguments of `fused_moe` fit together.
 
     Raises:
         InvalidInputError, UnsupportedError: see `fused_moe`.
@@ -119,7 +121,7 @@ def check_operands(
 def _check_weights(
     name: str, linear: ExpertLinear, expected: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A projection's weights have the expected shape, and its bias, scales and zero points fit them."""
+    """Check a projection's weights against the expected shape, and its bias, scales and zero points against them."""
     w, bias = linear.w, linear.bias
     check_dtype(name, w, *((dtype,) if linear.scale is None else _QUANTIZED))
     check_device(name, w, device)

@@ -17,11 +17,11 @@ _MAX_SPLITS_FEW, _MAX_SPLITS_MANY = 8, 2
 
 @dataclass(frozen=True)
 class LinearShape:
-    """What tile choices depend on.
+    """Everything that tile choices depend on.
 
-    element_size: bytes of a number that is multiplied, 1 where the chip multiplies 8-bit ones. is_packed: eight 4-bit
-    codes a word. group_k: columns that share a scale, 0 for all. is_aligned: rows of both operands begin at multiples
-    of 16 bytes.
+    element_size: bytes of a number that is multiplied, 1 if the chip multiplies 8-bit ones. is_packed: whether a word
+    holds eight 4-bit codes. group_k: columns that share a scale, 0 for all. is_aligned: whether rows of both operands
+    begin at multiples of 16 bytes.
     """
 
     num_rows: int

@@ -1,4 +1,4 @@
-"""The product of rows with quantised weights."""
+"""The product of rows with packed weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from paged.kernels.quantization.weight import QuantizedWeight
 
 
 def row_counts(most: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
-    """The least number of contiguous rows of `dtype`, of 1 to `most`, for each way that they can be multiplied, rising:
-    what is chosen changes from a multiple of 16 to the next row."""
+    """Return the least number of contiguous rows of `dtype`, 1 to `most`, for each tile, rising.
+
+    The choice changes from a multiple of 16 to the next row.
+    """
     counts: dict[object, int] = {}
     for count in range(1, most + 1, 16):
         # Activations have 8 bits where they are quantised and the chip multiplies such.
@@ -40,10 +42,11 @@ def quantized_gemm(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Fill `out` [num_rows, out_features] with x @ weight^T + bias; see the kernel. Partial sums of a split input are
-    added up by a second launch.
+    """Fill `out` [num_rows, out_features] with x @ weight^T + bias; see the kernel.
 
-    x: [num_rows, in_features] in the order of the weight's columns; x_scale: float32 [num_rows, groups of 128 or 1], of
+    A second launch adds up partial sums if the input is split.
+
+    x: [num_rows, in_features] in the order of the weight's columns; x_scale: float32 [num_rows, groups of 128 or 1] of
     quantised activations, or None.
     """
     num_rows, depth = x.shape

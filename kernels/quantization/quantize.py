@@ -1,4 +1,4 @@
-"""Quantises plain weights."""
+"""Quantise plain weights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def quantize(
     group_size: int = -1,
     symmetric: bool = True,
 ) -> QuantizedWeight:
-    """Plain weights, rounded to the nearest code of a group whose largest value gets the largest code. Of e4m3, and of
-    symmetric int8 without groups, the input is quantised too.
+    """Quantise plain weights, each to the nearest code; the largest weight of a group gets the largest code.
+
+    For e4m3, and for symmetric int8 without groups, the result also quantises its input.
 
     Args:
         weight: float32, float16 or bfloat16 [out_features, in_features].
         form: "e4m3", "int8", "int4", "mxfp4" or "nvfp4".
-        group_size: columns of a row that share a scale, -1 for all of them, 0 for all weights; of e4m3 128 for blocks
-            of 128 x 128. MXFP4 has 32 and NVFP4 16, whatever it is.
-        symmetric: False for zero points, of int8 and int4, so that a group's codes span its smallest and largest value.
+        group_size: columns of a row that share a scale; -1 for all of them, 0 for one scale for all weights. e4m3 takes
+            -1, 0, or 128 for blocks of 128 x 128. Ignored for MXFP4 (32) and NVFP4 (16).
+        symmetric: False stores zero points, so that codes span a group's smallest and largest value; int8 and int4
+            only.
 
     Raises:
         InvalidInputError: a dtype, shape or group size does not fit.
@@ -80,7 +82,7 @@ def quantize(
 def _scales(
     groups: torch.Tensor, form: str, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Scale [row groups, column groups] float32, zero point int8 of the same shape, and one scale for all."""
+    """Return scale [row groups, column groups] float32, zero point int8 of that shape, and the tensor scale."""
     largest = groups.abs().amax((1, 3))
     if not symmetric:
         num_codes, first = (256, -128) if form == "int8" else (16, 0)
@@ -100,7 +102,7 @@ def _scales(
 
 
 def _codes(values: torch.Tensor, form: str, zero_point: torch.Tensor | None) -> torch.Tensor:
-    """The codes of weights divided by their scale."""
+    """Return the codes of weights that are divided by their scale."""
     if form == "e4m3":
         return values.to(torch.float8_e4m3fn)
     if form in E2M1_GROUPS:

@@ -1,4 +1,4 @@
-"""A linear layer whose weights are packed: 8-bit products, or 16-bit ones with weights unpacked in registers."""
+"""A linear layer over packed weights: 8-bit products, or 16-bit ones with weights unpacked in registers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def quantized_linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Run[torch.Tensor]:
-    """x @ weight^T + bias, accumulated in float32 (int8 by int8 in whole numbers) and rounded once.
+    """Return x @ weight^T + bias for packed weights.
 
-    The weights are read packed and unpacked in registers, never in memory. Of 4-bit ones whose scale spans fewer than
-    128 columns, code times scale is rounded to the dtype of x; of all others nothing is rounded but what the format
-    rounds. The result is the same in every run.
+    Sums are float32, or integers if int8 is multiplied by int8, and are rounded once. Weights are unpacked in
+    registers, never in memory. If the scales of 4-bit weights span fewer than 128 columns, code times scale is rounded
+    to the dtype of x. Nothing else is rounded besides what the format rounds. Results have the same bits in every run.
 
     Args:
-        x: [num_rows, in_features], float32, float16 or bfloat16; last dimension contiguous.
-        weight: the packed weights; where they quantise the input, each token, or each 128 values of one, is rounded to
-            e4m3 or int8 first. A row with infinity or NaN is then NaN.
-        bias: [out_features], dtype of x or float32, contiguous.
-        out: [num_rows, out_features], dtype of x, last dimension contiguous, written in place; made when not given.
+        x: [num_rows, in_features], float32, float16 or bfloat16, last dimension contiguous.
+        weight: the packed weights. If its quantizes_input is set, x is first rounded to e4m3 or int8, each token or
+            each 128 values of a token by itself; a row with infinity or NaN then gives NaN.
+        bias: [out_features], dtype of x or float32, contiguous; None for none.
+        out: [num_rows, out_features], dtype of x, last dimension contiguous; None makes one.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype, device or stride does not fit.
+        UnsupportedError: an argument requires a gradient.
     """
     if not isinstance(weight, QuantizedWeight):
         raise InvalidInputError(f"weight: {shown(weight)}, expected a QuantizedWeight")
@@ -86,7 +86,7 @@ def _run(given: Arguments) -> torch.Tensor:
 
 
 def _multiply_by_torch(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """PyTorch implementation of `quantized_gemm`, which also quantises x: a tile of the weights at a time."""
+    """Multiply in PyTorch as `quantized_gemm` does, a tile of weights at a time; also quantise x."""
     wide = x.float()
     if weight.quantizes_input:
         group = FP8_BLOCK if weight.scale.dim() == 2 else x.shape[1]

@@ -1,7 +1,7 @@
-"""Weights of quantised checkpoints, layer by layer, as `QuantizedWeight`: unpacked once and packed in our order.
+"""Converters from quantised checkpoints to `QuantizedWeight`: codes are unpacked once and repacked.
 
-e4m3 and int8 weights as published are `QuantizedWeight(weight, scale, in_features)` at once, with `weight_scale_inv`,
-`weight_scale` or one scale for all as `scale`, flattened where it is one a row.
+Published e4m3 and int8 weights need no converter: `QuantizedWeight(weight, scale, in_features)`. `scale` is
+`weight_scale_inv`, `weight_scale` or one scale for all; scales for each row are flattened.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ def from_compressed_tensors(
     weight_zero_point: torch.Tensor | None = None,
     weight_g_idx: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """compressed-tensors' "pack-quantized": weight[n, k] = (code(n, k) - zero(n, g)) * weight_scale[n, g].
+    """Convert compressed-tensors' "pack-quantized" weights of 4 or 8 bits.
 
-    code(n, k) = weight_packed[n, k // p] >> (b * (k % p)) & (2^b - 1) with b = num_bits and p = 32 / b; g = k //
-    group_size, or weight_g_idx[k].
+        weight[n, k] = (code(n, k) - zero(n, g)) * weight_scale[n, g]
+        code(n, k) = weight_packed[n, k // p] >> (b * (k % p)) & (2^b - 1)
+        zero(n, g) = weight_zero_point[n // p, g] >> (b * (n % p)) & (2^b - 1), or 2^(b - 1) without zero points
+
+    with b = num_bits, p = 32 / b and g = weight_g_idx[k], or k // group_size without weight_g_idx.
 
     Args:
         weight_packed: int32 [out_features, ceil(in_features / p)].
         weight_scale: float32, float16 or bfloat16 [out_features, groups].
         in_features: the second number of `weight_shape`.
         num_bits: 4 or 8.
-        weight_zero_point: int32 [ceil(out_features / p), groups]: zero(n, g) = weight_zero_point[n // p, g] >>
-            (b * (n % p)) & (2^b - 1). None: 2^(b - 1).
+        weight_zero_point: int32 [ceil(out_features / p), groups], or None.
         weight_g_idx: int32 [in_features], the group of each column, or None.
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit.
-        UnsupportedError: another number of bits, or groups of a size that `QuantizedWeight` does not take.
+        InvalidInputError: a shape or dtype does not fit.
+        UnsupportedError: num_bits is another number, or `QuantizedWeight` does not take groups of this size.
     """
     per_word = _codes_a_word(num_bits)
     device = weight_packed.device
@@ -67,24 +69,27 @@ def from_gptq(
     num_bits: int = 4,
     format_version: int = 1,
 ) -> QuantizedWeight:
-    """GPTQ (Frantar et al., 2023): weight[n, k] = (code(n, k) - zero(n, g)) * scales[g, n].
+    """Convert GPTQ weights (Frantar et al., 2023) of 4 or 8 bits.
 
-    code(n, k) = qweight[k // p, n] >> (b * (k % p)) & (2^b - 1) with b = num_bits and p = 32 / b; g = g_idx[k], or k //
-    group_size where it is not given; zero(n, g) = qzeros[g, n // p] >> (b * (n % p)) & (2^b - 1) in version 2 of the
-    format. Version 1 stores a word less one in each of its places, as GPTQModel converts it: a zero point of 0 borrows
-    from its neighbour.
+        weight[n, k] = (code(n, k) - zero(n, g)) * scales[g, n]
+        code(n, k) = qweight[k // p, n] >> (b * (k % p)) & (2^b - 1)
+        zero(n, g) = qzeros[g, n // p] >> (b * (n % p)) & (2^b - 1), or 2^(b - 1) without qzeros
+
+    with b = num_bits, p = 32 / b and g = g_idx[k], or k // group_size without g_idx. Version 1 of the format stores
+    each zero point less one. Whole words are subtracted, as in GPTQModel, so a zero point of 0 borrows from its
+    neighbour.
 
     Args:
         qweight: int32 [in_features / p, out_features].
         scales: float32, float16 or bfloat16 [groups, out_features].
-        qzeros: int32 [groups, out_features / p]; None where the quantisation was symmetric: 2^(b - 1).
-        g_idx: int32 [in_features] or None. Not in steps of a group, as desc_act makes it, the columns are sorted by it.
+        qzeros: int32 [groups, out_features / p]; None for symmetric quantisation.
+        g_idx: int32 [in_features] or None. If groups are not in order (desc_act), columns are sorted by group.
         num_bits: 4 or 8.
         format_version: 1 or 2.
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit, or another version.
-        UnsupportedError: another number of bits, or groups of a size that `QuantizedWeight` does not take.
+        InvalidInputError: a shape or dtype does not fit, or the version is another.
+        UnsupportedError: num_bits is another number, or `QuantizedWeight` does not take groups of this size.
     """
     per_word = _codes_a_word(num_bits)
     if format_version not in (1, 2):
@@ -102,9 +107,12 @@ def from_gptq(
 
 
 def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> QuantizedWeight:
-    """AWQ's "gemm" layout: weight[n, k] = (code(qweight[k], n) - code(qzeros[k // group_size], n)) * scales[g, n].
+    """Convert AWQ weights in the "gemm" layout, 4 bits.
 
-    code(words, n) = words[n // 8] >> (4 * place(n % 8)) & 15, where places 0 to 7 hold columns 0, 2, 4, 6, 1, 3, 5, 7.
+        weight[n, k] = (code(qweight[k], n) - code(qzeros[g], n)) * scales[g, n], with g = k // group_size
+        code(words, n) = words[n // 8] >> (4 * place(n % 8)) & 15
+
+    Places 0 to 7 hold columns 0, 2, 4, 6, 1, 3, 5, 7.
 
     Args:
         qweight: int32 [in_features, out_features / 8].
@@ -112,8 +120,8 @@ def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
         qzeros: int32 [groups, out_features / 8].
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit.
-        UnsupportedError: groups of a size that `QuantizedWeight` does not take.
+        InvalidInputError: a shape or dtype does not fit.
+        UnsupportedError: `QuantizedWeight` does not take groups of this size.
     """
     check_tensor("qweight", qweight, ("in_features", "out_features / 8"), (torch.int32,))
     words = qweight.shape[1]
@@ -125,9 +133,10 @@ def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """MXFP4 of gpt-oss and compressed-tensors: weight[n, k] = E2M1(code(n, k)) * 2^(scales[n, k // 32] - 127).
+    """Convert MXFP4 weights of gpt-oss or compressed-tensors.
 
-    code(n, k) = bytes[n, k // 2] >> (4 * (k % 2)) & 15, with bytes the blocks of a row one after the other.
+        weight[n, k] = E2M1(code(n, k)) * 2^(scales[n, k // 32] - 127)
+        code(n, k) = bytes[n, k // 2] >> (4 * (k % 2)) & 15, with bytes the blocks of a row one after the other
 
     Args:
         blocks: uint8 [out_features, in_features / 32, 16] (`*_blocks`) or [out_features, in_features / 2]
@@ -135,7 +144,7 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
         scales: uint8 or float8_e8m0fnu [out_features, in_features / 32].
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit, or a scale is 255, which is NaN.
+        InvalidInputError: a shape or dtype does not fit, or a scale is 255, which is NaN.
     """
     check_dtype("scales", scales, *E8M0)
     codes, columns = _e2m1_codes("blocks", blocks)
@@ -157,17 +166,19 @@ def from_nvfp4(
     weight_global_scale: torch.Tensor | None = None,
     weight_scale_2: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """NVFP4: weight[n, k] = E2M1(code(n, k)) * weight_scale[n, k // 16] * s; code(n, k) as in `from_mxfp4`.
+    """Convert NVFP4 weights of ModelOpt or compressed-tensors.
 
-    s is weight_scale_2 as ModelOpt publishes it, or 1 / weight_global_scale as compressed-tensors does.
+        weight[n, k] = E2M1(code(n, k)) * weight_scale[n, k // 16] * s, with code(n, k) as in `from_mxfp4`
+
+    s is weight_scale_2 (ModelOpt) or 1 / weight_global_scale (compressed-tensors).
 
     Args:
-        weight: uint8 [out_features, in_features / 2] (`weight`, or `weight_packed`).
+        weight: uint8 [out_features, in_features / 2] (`weight` or `weight_packed`).
         weight_scale: float8_e4m3fn [out_features, in_features / 16], row by row (not swizzled).
-        weight_global_scale, weight_scale_2: one float32 value; one of the two.
+        weight_global_scale, weight_scale_2: one float32 value; exactly one of the two is given.
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit, or not one of the two scales is given.
+        InvalidInputError: a shape or dtype does not fit, or not exactly one of the two scales is given.
     """
     codes, columns = _e2m1_codes("weight", weight)
     expected = (len(codes), columns // NVFP4_GROUP)
@@ -191,13 +202,13 @@ def _codes_a_word(num_bits: int) -> int:
 
 
 def _unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """int32 codes [rows, columns] of int32 words that hold a row's columns one after the other, low bits first."""
+    """Return int32 codes [rows, columns] of int32 words that hold a row's columns in order, low bits first."""
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts & 2**num_bits - 1).flatten(-2)
 
 
 def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """uint8 codes [rows, columns] of bytes that hold two, the first in the low bits, and the number of columns."""
+    """Return uint8 codes [rows, columns] of bytes with two each, low bits first, and the number of columns."""
     check_dtype(name, packed, torch.uint8)
     if packed.dim() == 3:
         check_shape(name, packed, ("out_features", "groups", MXFP4_GROUP // 2))
@@ -208,14 +219,14 @@ def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _columns_together(scale: torch.Tensor) -> torch.Tensor:
-    """The same [rows] or [rows, groups], with the rows of a group side by side in memory, as a step reads them."""
+    """Return [rows] or [rows, groups] with the rows of a group side by side in memory, as a step reads them."""
     return scale.T.contiguous().T if scale.dim() == 2 else scale.contiguous()
 
 
 def _from_codes(
     codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None, num_bits: int
 ) -> QuantizedWeight:
-    """Codes [rows, columns], scale and zeros [rows, groups], all numbered from 0, and the group of each column."""
+    """Make a weight of codes [rows, columns], scale and zeros [rows, groups], and the group of each column."""
     columns, num_groups = codes.shape[1], scale.shape[1]
     order = None
     if g_idx is not None:

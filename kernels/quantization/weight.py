@@ -1,4 +1,4 @@
-"""The packed weights of one linear layer, and what their numbers mean."""
+"""The packed weights of one linear layer."""
 
 from __future__ import annotations
 
@@ -20,31 +20,36 @@ from paged.kernels.common.scalars import as_bool, as_int
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """Weights [out_features, in_features] as codes; weight = (code - zero_point) * scale * tensor_scale.
+    """Packed weights [out_features, in_features] of a linear layer: (code - zero_point) * scale * tensor_scale.
 
-    values: the codes. float8_e4m3fn or int8 [out_features, in_features], contiguous; or int32 [out_features, 16 *
-        ceil(in_features / 128)], contiguous, eight 4-bit codes a word in the order of `packing.pack_codes`.
-    in_features: columns; those that fill the last words hold any code.
-    scale: of e4m3 float32, for all weights [], a row [out_features], or a 128 x 128 block [ceil(out_features / 128),
-        ceil(in_features / 128)]; of int8 and of whole 4-bit numbers float32, float16 or bfloat16, [], [out_features] or
-        a group of columns [out_features, in_features / group], a multiple of 32; of MXFP4 (E2M1, Open Compute Project,
-        2023) uint8 or float8_e8m0fnu [out_features, in_features / 32], 2^(byte - 127), of which the largest is 1 (byte
-        127) as `repack.from_mxfp4` sees to, since scales are multiplied in the dtype of the activations; of NVFP4
-        float8_e4m3fn [out_features, in_features / 16], none negative. Any strides: where a group's rows are neighbours,
-        a step reads a line of them.
-    zero_point: int8, the code that stands for 0, in the shape of `scale`; None for 0 of int8 and 8 of 4-bit codes 0 to
-        15. Whole numbers alone have one.
-    tensor_scale: float32 [], or None.
-    quantizes_input: activations are rounded to the type of the weights, e4m3 or int8, before they are multiplied.
-    input_scale: float32 [], what one unit of such an activation is. None: the largest value of a token, or beside
-        blocks of weights of 128 values of it, becomes the largest of the type (448 or 127).
-    input_order: int32 [in_features], the column of the activations that each column of the weights multiplies; None for
-        their own order. What GPTQ's desc_act is once columns of a group stand side by side.
+    Attributes:
+        values: the codes, contiguous. float8_e4m3fn or int8 [out_features, in_features]; or int32 [out_features, 16 *
+            ceil(in_features / 128)], words of eight 4-bit codes in the order of `packing.pack_codes`.
+        scale: one scale [], one per row [out_features], or one per group, see below; any strides. A step reads whole
+            lines if the rows of a group are neighbours in memory.
+        in_features: number of columns. Columns beyond it, which fill the last words, hold any code.
+        zero_point: int8 in the shape of `scale`, the code of 0. None for 0 (int8) or 8 (codes 0 to 15 of int4); other
+            formats take none.
+        tensor_scale: float32 [], a factor for all weights; None for 1.
+        quantizes_input: whether activations are rounded to the type of the weights, e4m3 or int8, before the product.
+        input_scale: float32 [], the value of one unit of a rounded activation. None scales the largest value of each
+            token to the largest of the type (448 or 127), with e4m3 blocks each 128 values of a token.
+        input_order: int32 [in_features], contiguous: the column of x that each column of the weights multiplies; None
+            for their own order. GPTQ's desc_act needs it after columns are sorted by group.
+
+    Scales by format; if `values` are int32, the dtype of the scale decides the format:
+
+    - e4m3: float32; groups are blocks of 128 x 128, [ceil(out_features / 128), ceil(in_features / 128)].
+    - int8 and int4: float32, float16 or bfloat16; groups are a multiple of 32 columns that divides the row,
+      [out_features, in_features / group].
+    - MXFP4 (E2M1, Open Compute Project, 2023): uint8 or float8_e8m0fnu [out_features, in_features / 32], 2^(byte -
+      127). The largest is 1 (byte 127), because scales are applied in the dtype of x; `repack.from_mxfp4` sees to that.
+    - NVFP4: float8_e4m3fn [out_features, in_features / 16], none negative.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or strides do not fit.
-        UnsupportedError: a group of columns is no multiple of 32, or activations of grouped int8 or 4-bit weights are
-            to be quantised.
+        InvalidInputError: a shape, dtype, device or stride does not fit.
+        UnsupportedError: a group is no multiple of 32 columns, or quantizes_input is set for grouped int8, int8 with
+            zero points, or 4-bit weights, or input_scale for e4m3 blocks.
     """
 
     values: torch.Tensor
@@ -76,12 +81,12 @@ class QuantizedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a word of `values` holds eight codes."""
+        """Whether each word of `values` holds eight codes."""
         return self.values.dtype == torch.int32
 
     @property
     def format(self) -> str:
-        """What a code is: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
+        """The format of the codes: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"."""
         return format_of(self.values, self.scale)
 
     @property
@@ -90,7 +95,7 @@ class QuantizedWeight:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; 0 for all of them."""
+        """Numbers of rows and columns that share a scale; 0 for all of them."""
         return group_of(self.format, self.scale.shape, self.in_features)
 
     def _check_input(self) -> None:

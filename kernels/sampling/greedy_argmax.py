@@ -81,20 +81,20 @@ def _greedy_argmax_reduce_kernel(
 def greedy_argmax(
     logits: torch.Tensor, *, token_mask: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None
 ) -> Run[torch.Tensor]:
-    """The token with the largest logit of every row, ties to the smaller id; -1 where none is left to choose.
+    """Return the token with the largest logit of every row, ties to the smaller id; -1 if none can be chosen.
 
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, any strides. NaN and -inf are never chosen.
         token_mask: bool [vocab_size] or [num_rows, vocab_size]; False forbids a token.
-        repetition_penalty: float32 [vocab_size] or [num_rows, vocab_size], above 0, 1 for no penalty: positive logits
-            are divided by it, others multiplied, in float32 (Keskar et al., 2019).
+        repetition_penalty: float32 [vocab_size] or [num_rows, vocab_size], above 0, 1 for none. Positive logits are
+            divided by it, others multiplied, in float32 (Keskar et al., 2019).
 
     Returns:
         int64 [num_rows].
 
     Raises:
-        InvalidInputError: shapes, dtypes or devices do not fit.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype or device does not fit.
+        UnsupportedError: an argument requires a gradient.
     """
     check_tensor("logits", logits, ("num_rows", "vocab_size"), FLOAT_DTYPES)
     _check_per_row("token_mask", token_mask, torch.bool, logits)

@@ -1,4 +1,4 @@
-"""What rows of logits must pay for tokens that occurred."""
+"""Penalties of tokens that occurred."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Penalties:
-    """How often tokens occurred in what rows continue, and what that costs them.
+    """Repetition, presence and frequency penalties of rows of logits, and the token counts they depend on.
 
-    rows: int64 [num_rows], of the tables; -1 for a row without penalties. counts: int32 [num_tables, vocab_size],
-    occurrences in the output. seen: bool, of that shape, whether in the output or the prompt. weights: float32
-    [num_rows, 3], repetition (logits of tokens that were seen are divided by it where positive, else multiplied: Keskar
-    et al., 2019), presence and frequency penalties (subtracted once, and once an occurrence).
+    Attributes:
+        rows: int64 [num_rows], row of `counts` and `seen` for each row of logits; -1 for a row without penalties.
+        counts: int32 [num_tables, vocab_size], occurrences of each token in the output.
+        seen: bool [num_tables, vocab_size], whether a token occurs in the output or the prompt.
+        weights: float32 [num_rows, 3]: repetition, presence, frequency. Logits of seen tokens are divided by the first
+            if positive, else multiplied (Keskar et al., 2019). The second is subtracted once from tokens of the output,
+            the third for each occurrence.
     """
 
     rows: torch.Tensor

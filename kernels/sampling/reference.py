@@ -1,4 +1,4 @@
-"""Choices of tokens in float64; see `kernels.common.reference` for what references are."""
+"""Token choices in float64; `kernels.common.reference` explains references."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _lowbias32(x: int) -> int:
 
 
 def penalised(values: list[float], counts: list[int], seen: list[bool], weights: list[float]) -> list[float]:
-    """Logits of a row after repetition, presence and frequency penalties, as far as float32 reaches."""
+    """Return the logits of a row after repetition, presence and frequency penalties, within float32's range."""
     repetition, presence, frequency = weights
     most, result = torch.finfo(torch.float32).max, []
     for value, count, was_seen in zip(values, counts, seen, strict=True):
@@ -64,11 +64,11 @@ def penalised(values: list[float], counts: list[int], seen: list[bool], weights:
 def kept_scores(
     values: list[float], temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> list[float] | None:
-    """(logits - max) / temperature of a row, -inf for tokens that filters leave out; None where nothing can be drawn.
+    """Return (logits - max) / temperature of a row, -inf for filtered tokens; None if no token can be drawn.
 
-    Scores are rounded to float32, as ties are decided by that. Tokens stay that tie with the last one of the top_k, or
-    that less than top_p of its mass precedes; a token's mass is 2^42 exp(score), rounded down. Those of a row with
-    top_k or top_p that are 31.875 below the best and more are left out.
+    Scores are rounded to float32, because that decides ties. A token stays if it ties with the last one of the top_k,
+    or if less than top_p of its mass precedes it; a token's mass is 2^42 exp(score), rounded down. With top_k or top_p,
+    tokens 31.875 or more below the best are dropped.
     """
     largest = max(math.inf if math.isnan(value) else value for value in values)
     if math.isinf(largest):

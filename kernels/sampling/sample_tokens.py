@@ -1,4 +1,4 @@
-"""Tokens drawn from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting a vocabulary."""
+"""Draw tokens from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting a vocabulary."""
 
 from __future__ import annotations
 
@@ -38,33 +38,32 @@ def sample_tokens(
     min_p: torch.Tensor | None = None,
     penalties: Penalties | None = None,
 ) -> Run[torch.Tensor]:
-    """One token a row: of softmax((logits - max) / temperature) after penalties, what top_k keeps, of that what top_p
-    keeps, of that what min_p keeps, drawn by noise that is a hash of key and token (the Gumbel-max trick).
+    """Draw one token a row from softmax(logits / temperature), after penalties and filters.
 
-    Tokens that tie with the last one of top_k or top_p stay. top_p keeps tokens that less than top_p of the mass of the
-    top_k precedes, where a token's mass is 2^42 exp(score), rounded down to a whole number: sums of these do not depend
-    on an order, so neither does a row's token on the batch around it, or on how programs share the row.
+    Penalties come first, then temperature, top_k, top_p of the mass that top_k keeps, and min_p. Tokens that tie with
+    the last one of top_k or top_p stay. The draw adds noise that is a hash of key and token (the Gumbel-max trick). A
+    row's token does not depend on the batch around it.
 
-    A row of float32 logits without filters is read once, 4 bytes a logit; one with min_p twice; one with top_k or top_p
-    three times: 12 bytes, and 16 more for each of the few logits in whose bins a threshold lies. Penalties take a byte
-    more each time. Below e^-31.875 of the best probability top_k and top_p keep nothing: noise spans 25.7, so nothing
-    there is ever drawn.
+    top_p keeps a token if less than top_p of the mass precedes it. A token's mass is 2^42 exp(score), rounded down to a
+    whole number, so the order of additions does not matter. Tokens with less than e^-31.875 of the best probability are
+    dropped by top_k and top_p; the noise, which spans 25.7, could never draw them.
 
     Args:
-        logits: [num_rows, vocab_size], float32, float16 or bfloat16, any strides; 2^20 tokens at the most.
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16, any strides; at most 2^20 tokens.
         keys: int64 [num_rows, 2], the halves of a 64-bit key, each below 2^32.
-        temperature: float32 [num_rows]; 0 takes the best token, ties to the smaller id, and no other filter counts.
-        top_k: int64 [num_rows], at least 1; vocab_size and more keep all.
-        top_p: float32 [num_rows], above 0; 1 keeps all. min_p: float32 [num_rows], a share of the best token's
-            probability; 0 keeps all.
+        temperature: float32 [num_rows]; 0 takes the best token, ties to the smaller id, without other filters.
+        top_k: int64 [num_rows], at least 1; vocab_size or more keeps all.
+        top_p: float32 [num_rows], above 0; 1 keeps all.
+        min_p: float32 [num_rows], lowest probability as a share of the best token's; 0 keeps all.
+        penalties: penalties of tokens that occurred; None for none.
 
     Returns:
-        int64 [num_rows]; -1 where there is nothing to choose: no logit above -inf or, in a row with a temperature, one
-        that is NaN or inf.
+        int64 [num_rows]. A row without a choice gives -1, which is one without a logit above -inf or, if it has a
+        temperature, with one that is NaN or inf.
 
     Raises:
-        InvalidInputError: shapes, dtypes or devices do not fit, or the vocabulary is larger.
-        UnsupportedError: a gradient is asked for.
+        InvalidInputError: a shape, dtype or device does not fit, or the vocabulary is too large.
+        UnsupportedError: an argument requires a gradient.
     """
     _check(logits, temperature, top_k, top_p, min_p, penalties)
     check_tensor("keys", keys, (len(logits), 2), (torch.int64,), logits.device)
@@ -84,7 +83,7 @@ def _sample(given: Arguments) -> torch.Tensor:
 
 
 def launch_all(logits: torch.Tensor) -> None:
-    """Launch every kernel that `sample_tokens`, `filter_logits` and `greedy_argmax` have for logits like these."""
+    """Launch every kernel of `sample_tokens`, `filter_logits` and `greedy_argmax` for logits like these."""
     ones = torch.ones(len(logits), device=logits.device)
     ids = ones.long()
     counts, seen = torch.zeros_like(logits, dtype=torch.int32), torch.ones_like(logits, dtype=torch.bool)
@@ -103,10 +102,10 @@ def filter_logits(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits of the distribution that `sample_tokens` draws from, float32 [num_rows, vocab_size]: -inf for what filters
-    leave out, and for all but the best token where the temperature is 0; NaN where there is nothing to choose.
+    """Return the logits of the distribution that `sample_tokens` draws from, float32 [num_rows, vocab_size].
 
-    Arguments and errors are those of `sample_tokens`.
+    Filtered tokens are -inf. With temperature 0 all but the best token are. A row without a choice is NaN. Arguments
+    and errors are those of `sample_tokens`.
     """
     refuse_gradients("filter_logits", logits, temperature, top_p, min_p)
     _check(logits, temperature, top_k, top_p, min_p, None)
@@ -164,6 +163,8 @@ def _launch(
     penalties: Penalties | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 [num_rows], and the lowest scaled logit that the filters of each row keep, float32 [num_rows]."""
+    # Reads of a float32 logit: 4 bytes without filters, 8 with min_p, 12 with top_k or top_p, and 16 more for the few
+    # in whose bins a threshold lies. Penalties take a byte more each time.
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     (num_rows, vocab_size), device = logits.shape, logits.device

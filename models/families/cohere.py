@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere, 2024 and 2025): attention and MLP side by side behind one layer norm."""
+"""Command R7B and Command A (Cohere, 2024 and 2025): parallel attention and MLP behind one layer norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged.models.loading.hf_config import HfConfig
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and MLP read the same, and both are added."""
+    """Attention and MLP with the same input; both are added to the residual stream."""
 
     def forward(
         self,
@@ -36,7 +36,7 @@ class ParallelLayer(DecoderLayer):
 
 
 class Cohere2(Llama):
-    """Three of four layers have a window and rotate, every fourth sees everything and rotates nothing."""
+    """Three of four layers have a window and rotary embeddings; every fourth has neither."""
 
     model_type = "cohere2"
     layer_class = ParallelLayer

@@ -1,4 +1,4 @@
-"""Families without experts that are a Llama but for some fields of `decoder_config`."""
+"""Families without experts that differ from Llama only in fields of `decoder_config`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _OLMO: dict[str, Any] = {
 
 
 def _gemma2(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 2 (Gemma Team, 2024): norms on both sides of attention and MLP, soft caps of scores and logits; beginning
-    with the first, every second layer has a window."""
+    """Gemma 2 (Gemma Team, 2024): norms on both sides of attention and MLP, soft caps of scores and logits.
+
+    Every second layer, from the first on, has a window.
+    """
     window = hf.optional_integer("sliding_window", 4096)
     return {
         **gemma_fields(hf, logits_softcap=30.0),
@@ -39,15 +41,14 @@ def _gemma2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _gemma3(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 3 (Gemma Team, 2025), text alone: most layers have a window and one rotation, every sixth sees everything
-    and has another."""
+    """Gemma 3 (Gemma Team, 2025), text only: every sixth layer has no window and another rotation."""
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern", 6))
     ropes = ropes_by_kind(hf, hf.number("rope_theta", 1e6), hf.number("rope_local_base_freq", 1e4))
     return {**gemma_fields(hf), "window": windows, "rope": by_window(windows, *ropes), "qk_norm": "head"}
 
 
 def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
-    """What all Gemmas have; the soft cap is that of a config.json that says nothing of it."""
+    """Return the fields that all Gemmas share; logits_softcap is the default without one in config.json."""
     return {
         "logits_softcap": hf.optional_number("final_logit_softcapping", logits_softcap) or 0.0,
         "softmax_scale": hf.number("query_pre_attn_scalar", 256) ** -0.5,
@@ -62,7 +63,7 @@ def gemma_fields(hf: HfConfig, logits_softcap: float = 0.0) -> dict[str, Any]:
 
 
 def _glm(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4 (GLM Team, 2024): biases before attention, half of each head rotates, in neighbours."""
+    """GLM-4 (GLM Team, 2024): biases before attention; half of each head rotates, in neighbouring pairs."""
     return {
         "rope": rope_config(hf, fraction=0.5, interleaved=True),
         "qkv_bias": hf.flag("attention_bias", True),
@@ -72,7 +73,7 @@ def _glm(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm4(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4-0414 (GLM Team, 2025): norms behind attention and MLP, too."""
+    """GLM-4-0414 (GLM Team, 2025): GLM-4 with norms behind attention and MLP, too."""
     return {**_glm(hf), "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
 
 
@@ -82,7 +83,7 @@ def _granite(hf: HfConfig) -> dict[str, Any]:
 
 
 def granite_fields(hf: HfConfig) -> dict[str, Any]:
-    """The multipliers."""
+    """Return the multipliers."""
     return {
         "softmax_scale": hf.number("attention_multiplier", 1.0),
         "embedding_scale": hf.number("embedding_multiplier", 1.0),
@@ -92,20 +93,19 @@ def granite_fields(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
-    """Mistral (Jiang et al., 2023): all layers see the last `sliding_window` tokens; null there means all of them."""
+    """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`; null there means none."""
     # transformers takes an absent key for 4096, as the first Mistral published it.
     return {"window": hf.optional_integer("sliding_window", 4096), **NO_BIAS}
 
 
 def _ministral(hf: HfConfig) -> dict[str, Any]:
-    """Ministral 8B (Mistral AI, 2024): Mistral whose layers have a window or none."""
+    """Ministral 8B (Mistral AI, 2024): Mistral with a window in some layers."""
     window = hf.optional_integer("sliding_window", 4096)
     return {"window": layer_windows(hf, window, lambda layer: window is not None), **NO_BIAS}
 
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
-    """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position, once it is beyond the first
-    training's."""
+    """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position beyond the first training's."""
     rope = hf.section("rope_parameters") or HfConfig({}, hf.source)
     growth = QueryGrowth(
         rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings"), offset=0
@@ -126,8 +126,10 @@ def _olmo3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
-    """Phi-3 (Abdin et al., 2024) and Phi-4: query, key and value are one tensor in a checkpoint, as are gate and up; a
-    part of each head rotates, maybe by long rotations."""
+    """Phi-3 (Abdin et al., 2024) and Phi-4: QKV is one tensor in a checkpoint, and so are gate and up.
+
+    A part of each head rotates; longrope scaling is possible.
+    """
     return {
         "window": hf.optional_integer("sliding_window"),
         "rope": rope_config(hf, fraction=1.0),
@@ -138,8 +140,7 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
-    """Qwen2 and Qwen2.5 (Yang et al., 2024): biases before attention whatever config.json says, and windows in some
-    layers."""
+    """Qwen2 and Qwen2.5 (Yang et al., 2024): always biases before attention; windows in some layers."""
     hf.value("attention_bias")
     return {"window": _qwen_windows(hf), "qkv_bias": True, "o_bias": False}
 
@@ -150,20 +151,20 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
-    """`layer_types` or `max_window_layers` say which layers have a window, if `use_sliding_window` lets any."""
+    """Return the windows by `layer_types` or `max_window_layers`, if `use_sliding_window` allows any."""
     window = window_if_used(hf, 4096)
     first = 0 if window is None else hf.integer("max_window_layers", 28, least=0)
     return layer_windows(hf, window, lambda layer: window is not None and layer >= first)
 
 
 def window_if_used(hf: HfConfig, default: int | None = None) -> int | None:
-    """`sliding_window`, which means nothing unless `use_sliding_window` is true."""
+    """Return `sliding_window`, or None unless `use_sliding_window` is true."""
     hf.value("sliding_window")
     return hf.optional_integer("sliding_window", default) if hf.flag("use_sliding_window") else None
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
-    """SmolLM3 (Hugging Face, 2025): every fourth layer rotates nothing; those are the ones that may have a window."""
+    """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only those may have a window."""
     rotates, rope, window = rotating_layers(hf), rope_config(hf, theta=2e6), window_if_used(hf)
     return {
         "rope": tuple(rope if one else None for one in rotates),

@@ -1,4 +1,4 @@
-"""Families with experts that are a Llama but for some fields of `decoder_config` and names of weights."""
+"""Families with experts that differ from Llama only in fields of `decoder_config` and names of weights."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ _MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4.5 to 4.7 (GLM Team, 2025): experts by sigmoid and a bias, out of the best groups, beside shared ones;
-    first layers are dense."""
+    """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias and expert groups, shared experts.
+
+    The first layers are dense.
+    """
     size, num_dense = hf.integer("moe_intermediate_size"), hf.integer("first_k_dense_replace", 1, least=0)
     moe = moe_config(
         hf,
@@ -66,8 +68,10 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
-    """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases; beginning with the first, every second layer
-    has a window."""
+    """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases.
+
+    Every second layer, from the first on, has a window.
+    """
     for key, known in _GPT_OSS_BUILT_IN.items():
         hf.choice(key, known)
     packing = hf.section("quantization_config")
@@ -99,16 +103,17 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
 
 
 def _granite_moe(hf: HfConfig) -> dict[str, Any]:
-    """Granite 3 MoE (IBM, 2024): experts in every layer, whose weights sum to 1 for each token, maybe beside an MLP for
-    all tokens."""
+    """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, maybe beside a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, least=0)
     moe = moe_config(hf, renormalize=True, router_name="router", stacked=True, shared_size=shared_size)
     return {"moe": moe, "fused_mlp": True, **granite_fields(hf)}
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
-    """Llama 4 (Meta, 2025), text alone: experts one at a time; layers that rotate see their chunk alone, and have norms
-    of heads without weights; in the others queries grow."""
+    """Llama 4 (Meta, 2025), text only: each token takes one expert.
+
+    Layers that rotate see only their chunk and have norms of heads without weights. In the others queries grow.
+    """
     hf.choice("num_experts_per_tok", 1)
     rotates, rope = rotating_layers(hf), rope_config(hf, theta=5e5, interleaved=True)
     growth = QueryGrowth(hf.number("attn_scale", 0.1), hf.integer("floor_scale", 8192), offset=1)
@@ -145,8 +150,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
-    """Mixtral (Jiang et al., 2024): experts in every layer, whose weights sum to 1 for each token, and by default no
-    window."""
+    """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; by default no window."""
     hf.choice("norm_topk_prob", True)
     return {
         "window": hf.optional_integer("sliding_window"),
@@ -157,8 +161,10 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
 
 
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
-    """MiniMax-M2 (MiniMax, 2025): experts by sigmoid and a bias, whose weights sum to 1 for each token, norms over all
-    query and key heads, rotation of a part."""
+    """MiniMax-M2 (MiniMax, 2025): sigmoid routing with a bias and weights that sum to 1.
+
+    Norms over all query and key heads; a part of each head rotates.
+    """
     for key, known in _MINIMAX_BUILT_IN.items():
         hf.choice(key, known)
     moe = moe_config(
@@ -181,8 +187,10 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): beside the experts stands an MLP for all tokens, behind a
-    gate; windows are in every second of first layers."""
+    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens.
+
+    Every second one of the first layers has a window.
+    """
     window, most = window_if_used(hf, 4096), hf.integer("max_window_layers", 28, least=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < most),
@@ -198,12 +206,12 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3 (Yang et al., 2025) with experts in place of most layers' MLP; all layers share one window."""
+    """Qwen3-MoE (Yang et al., 2025): experts instead of most layers' MLP; all layers share one window."""
     return {"window": window_if_used(hf, 4096), "qk_norm": "head", "moe": _qwen_experts(hf)}
 
 
 def _qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
-    """In every decoder_sparse_step-th layer but mlp_only_layers."""
+    """Return experts for every decoder_sparse_step-th layer, except for mlp_only_layers."""
     step, dense = hf.integer("decoder_sparse_step", 1), set(hf.items("mlp_only_layers", int))
     moe = moe_config(hf, size_key="moe_intermediate_size", renormalize=hf.flag("norm_topk_prob"), **fields)
     layers = range(count_layers(hf))

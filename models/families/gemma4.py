@@ -1,5 +1,8 @@
-"""Gemma 4 (Gemma Team, 2026), text alone: two sizes of heads, layers that read others' keys and values, experts beside
-the MLP, and an input of every layer's own."""
+"""Gemma 4 (Gemma Team, 2026), text only.
+
+It has two head sizes, layers that read other layers' keys and values, experts beside the MLP, and an input of each
+layer's own.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class _Experts(nn.Module):
         self.router_scale = config.hidden_size**-0.5
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """hidden: what the MLP gives."""
+        """Add the experts' output; hidden is the MLP's."""
         routed_by = self.before_router(residual)[0].mul_(self.router_scale)
         routed = ranks.sum(self.moe(self.before_experts(residual)[0], routed_by=routed_by))
         out: torch.Tensor = self.after_mlp(hidden)[0]
@@ -59,7 +62,7 @@ class _Experts(nn.Module):
 
 
 class _OwnInput(nn.Module):
-    """A gate of the residual stream lets a layer's own input through, which is then projected and normalised."""
+    """A layer's own input, gated by the residual stream, projected and normalised."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ class _OwnInput(nn.Module):
 
 
 class Gemma4Layer(DecoderLayer):
-    """What leaves the layer, the residual stream and all, is multiplied by a number of its own."""
+    """A layer whose whole output, residual stream included, is multiplied by its own factor."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         moe = config.moe[index]
@@ -124,7 +127,7 @@ class Gemma4Layer(DecoderLayer):
 
 
 class _LayerInputs(nn.Module):
-    """The own inputs of all layers: looked up by token, and projected from its embedding."""
+    """The own inputs of all layers: looked up by token, plus a projection of its embedding."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ class _LayerInputs(nn.Module):
 
 
 class Gemma4(Llama):
-    """Layers that see everything have heads of a size of their own, and may have values that are their keys."""
+    """Layers without a window have another head size, and their keys may be their values."""
 
     model_type = "gemma4_text"
     layer_class = Gemma4Layer
@@ -216,11 +219,12 @@ class Gemma4(Llama):
 
 
 def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Of each layer the one whose keys and values it reads: of the last `num_kv_shared_layers` the last one before them
-    that has the same window.
+    """Return for each layer the one whose keys and values it reads, or None for its own.
+
+    For the last `num_kv_shared_layers` it is the last layer before them with the same window.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such layer.
     """
     first = len(windows) - hf.integer("num_kv_shared_layers", 0, least=0, most=len(windows) - 1)
     latest = {window: layer for layer, window in enumerate(windows[:first])}
@@ -233,11 +237,10 @@ def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, .
 
 
 def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfig:
-    """Head sizes of a layer: by `per_layer_config`, as transformers writes it, else by what is said of all that see
-    everything.
+    """Read the head sizes of a layer, from transformers' `per_layer_config` or those of all global layers.
 
     Raises:
-        UnsupportedError: something else is said of the layer.
+        UnsupportedError: another value is set for the layer.
     """
     heads = hf.integer("num_global_key_value_heads", hf.integer("num_key_value_heads"))
     everywhere = hf.integer("global_head_dim", 512), heads

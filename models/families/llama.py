@@ -1,8 +1,9 @@
-"""Llama (Touvron et al., 2023; Dubey et al., 2024), and what all families share with it."""
+"""Llama (Touvron et al., 2023; Dubey et al., 2024), the base of all families."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.rope import rope_table
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Track, WeightSlots, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
@@ -35,7 +36,7 @@ _CONSTANT = (bool, int, float, str, type(None), AttentionConfig, MoeConfig)
 class DecoderLayer(nn.Module):
     """Attention and MLP on one residual stream, each between the norms that the configuration names.
 
-    ranks: those that hold a part of both each, whose results are added.
+    ranks: processes that hold a part of both each; their results are added.
     """
 
     ranks = Ranks()
@@ -54,7 +55,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def ffn(self) -> GatedMlp | SparseMoe:
-        """The MLP or its experts, under their name in a checkpoint, as adapters are found by that."""
+        """The MLP or experts, by their name in a checkpoint, by which adapters find it."""
         return cast("GatedMlp | SparseMoe", getattr(self, self.mlp_name))
 
     def forward(
@@ -65,8 +66,10 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(what is yet to be added to the residual stream, the residual stream), of the layer before and of this; or
-        (the residual stream, None). Of `outputs` alone, where given."""
+        """Run the layer; takes and returns (hidden, residual), where hidden is yet to be added to the residual stream.
+
+        If residual is None, hidden is the residual stream. With `outputs`, only those rows are returned.
+        """
         hidden, residual = _enter(self.before_attention, hidden, residual)
         attended = self.self_attn(hidden, positions, metadata, outputs)
         hidden, residual = self._leave(self.after_attention, self.ranks.sum(attended)), rows_of(residual, outputs)
@@ -75,12 +78,12 @@ class DecoderLayer(nn.Module):
         return self._leave(self.after_mlp, self.run_mlp(hidden, residual, lora)), residual
 
     def run_mlp(self, hidden: torch.Tensor, residual: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        """What the MLP makes of normalised `hidden`; may write over that. residual: the stream, which stays."""
+        """Return the MLP's output for normalised `hidden`, which it may overwrite. residual: the stream, unchanged."""
         return self.ranks.sum(self.ffn(hidden, lora))
 
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:
-        """How often ranks add up what they compute in a layer."""
+        """Return the number of all-reduces in a layer."""
         return 2
 
     def _leave(self, norm: RmsNorm | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -98,14 +101,14 @@ class DecoderLayer(nn.Module):
 
 
 def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:
-    """Those of a tensor of all rows that a layer goes on with behind its attention."""
+    """Return the rows of a tensor with which a layer continues behind its attention."""
     return tensor if outputs is None else tensor[outputs.rows]
 
 
 def _enter(
     norm: RmsNorm | None, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention or an MLP gets of the residual stream, once `hidden` is added to that, and the stream."""
+    """Add `hidden` to the residual stream; return the input of attention or an MLP, and the stream."""
     if norm is not None:
         hidden, residual = norm(hidden, residual)
         return hidden, residual
@@ -114,12 +117,15 @@ def _enter(
 
 
 class Llama(nn.Module):
-    """Token ids to final hidden states, and hidden states to logits; families differ in how they read config.json.
+    """Token ids to final hidden states, and hidden states to logits; families differ in `read_config`.
 
-    model_type: what transformers calls the family; another family's name in a config.json contradicts `architectures`.
-    own_config: the sizes of this rank's layers. rows, num_logits: those of the vocabulary that it has.
-    num_weights: of the whole network, where this is a part.
-    renames: patterns in names of a checkpoint's tensors, and what stands in their place in the names here.
+    Attributes:
+        model_type: name of the family in transformers. A config.json that names another known family is refused.
+        own_config: sizes of this rank's layers.
+        rows, num_logits: rows of the vocabulary on this rank, and their number.
+        num_weights: weights of the whole network, if this is a part of it.
+        renames: patterns in tensor names of a checkpoint, and their replacements.
+        layer_class: class of the decoder layers.
     """
 
     model_type = "llama"
@@ -151,17 +157,20 @@ class Llama(nn.Module):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        """The configuration of this family's checkpoints. A key that it does not read from `hf` counts as unknown, and
-        one of `COMPUTATION_KEYS` must then be neutral."""
+        """Return the configuration of this family's checkpoints.
+
+        A key of `hf` that it does not read counts as unknown. If such a key is in `COMPUTATION_KEYS`, its value must be
+        neutral.
+        """
         return decoder_config(hf, mlp_bias=hf.flag("mlp_bias"))
 
     @classmethod
     def num_sums(cls, config: DecoderConfig) -> int:
-        """How often ranks add up what they compute in a step: embeddings, and in every layer."""
+        """Return the number of all-reduces in a step: for the embeddings, and in every layer."""
         return 1 + sum(cls.layer_class.num_sums(config, index) for index in range(config.num_layers))
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Give the weights a type, but for those of norms and routers that are to stay float32."""
+        """Convert the weights, except for norms and routers that stay float32."""
         self.to(dtype)
         for module in self.modules():
             if isinstance(module, SparseMoe):
@@ -170,7 +179,7 @@ class Llama(nn.Module):
                 module.float()
 
     def join(self, ranks: Ranks) -> None:
-        """Let the layers add up what all ranks compute; this one is that of `share`."""
+        """Let the layers add up the results of all ranks; `ranks` must match `share`."""
         self.ranks = ranks
         for layer in self.layers:
             layer.ranks = ranks
@@ -178,7 +187,7 @@ class Llama(nn.Module):
                 layer.self_attn.mean_of_ranks = ranks.mean
 
     def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
-        """Give every layer its cache, and positions below max_seq_len their rotation."""
+        """Give every layer its cache and the rotations of positions below max_seq_len."""
         for module in self.modules():
             if isinstance(module, (PackedWeights, SparseMoe)):
                 module.bind()
@@ -197,25 +206,29 @@ class Llama(nn.Module):
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
     def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Give every layer the k_scale and v_scale of the cache it reads; one that is not there stands for 1."""
+        """Give every layer k_scale and v_scale of the cache it reads; a missing one stands for 1."""
         for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
             found = scales[source]
             layer.self_attn.k_scale, layer.self_attn.v_scale = found.get("k_scale"), found.get("v_scale")
         share_bound(self)
 
-    def pack(self) -> None:
-        """Let a CPU multiply faster, see `kernels.common.torch_ops.linear.pack`.
+    def pack(self, track: Track = untracked) -> None:
+        """Reorder weights so that a CPU multiplies faster, see `kernels.common.torch_ops.linear.pack`.
 
-        Packed weights take the place of the plain ones, but for a tied head: the embedding stays as it is.
+        Packed weights replace the plain ones. A tied head is packed beside the embedding.
         """
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        linears = (module for module in self.modules() if isinstance(module, Linear) and module.packed is None)
+        parts = [(linear.pack, linear.weight.nbytes) for linear in linears if not linear.weight.is_mkldnn]
         if self.lm_head is None:
-            self._packed_embedding = pack(self.embed_tokens)
+            parts.append((self._pack_embedding, self.embed_tokens.nbytes))
+        for pack_part, _ in track(parts, desc="packing", unit="B", size=itemgetter(1)):
+            pack_part()
+
+    def _pack_embedding(self) -> None:
+        self._packed_embedding = pack(self.embed_tokens)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states before the first layer, [num_tokens, hidden_size]."""
+        """Return hidden states before the first layer, [num_tokens, hidden_size]."""
         if self.ranks.size == 1:
             hidden = functional.embedding(input_ids, self.embed_tokens)
         else:
@@ -232,8 +245,10 @@ class Llama(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm, [num_tokens, hidden_size], or of `outputs` alone; the caches gain the
-        tokens' K and V."""
+        """Return hidden states after the final norm, [num_tokens, hidden_size].
+
+        K and V of all tokens are written to the caches. With `outputs`, only those rows are returned.
+        """
         hidden = self.embed(input_ids)
         inputs = self.layer_inputs(input_ids, hidden)
         residual: torch.Tensor | None = None
@@ -244,11 +259,11 @@ class Llama(nn.Module):
         return normed
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """What each layer gets beside the residual stream. hidden: the embedded tokens."""
+        """Return each layer's inputs beside the residual stream. hidden: the embedded tokens."""
         return [()] * self.config.num_layers
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits in the weights' dtype, [num_rows, num_logits]; written to `out` where given."""
+        """Return logits in the weights' dtype, [num_rows, num_logits], in `out` if given."""
         if self.lm_head is not None and self.lm_head.packed is not None:
             logits = self.lm_head(hidden)
         else:
@@ -265,11 +280,11 @@ class Llama(nn.Module):
         return logits if out is None or logits is out else out.copy_(logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [num_rows, num_logits]."""
+        """Return logits, float32 [num_rows, num_logits]."""
         return self.head(hidden).float()
 
     def weight_slots(self) -> WeightSlots:
-        """Every tensor a checkpoint must hold, by name, and the parameter slice it fills."""
+        """Return every tensor that a checkpoint must hold, by name, with the parameter slice it fills."""
         slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, **self.norm.weight_slots("model.norm")}
         for index, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{index}")
@@ -283,7 +298,7 @@ def family(
     fields: Callable[[HfConfig], Mapping[str, Any]],
     renames: Mapping[str, str] = Llama.renames,
 ) -> type[Llama]:
-    """A Llama but for `fields` of `decoder_config`, by its config.json, and for names of weights."""
+    """Return a family that differs from Llama only in `fields` of `decoder_config` and in names of weights."""
 
     class Family(Llama):
         @classmethod
@@ -295,8 +310,10 @@ def family(
 
 
 def share_bound(network: nn.Module) -> None:
-    """Give modules whose weights, caches and numbers are alike the same `Bound`s: the first of them binds for the
-    others. Weights and caches are where they will be."""
+    """Let modules with alike weights, caches and numbers share their `Bound`s, so that the first binds for the others.
+
+    Call it once weights and caches are at their final addresses.
+    """
     shared: dict[Hashable, Any] = {}
     for module in network.modules():
         bounds = {name: value for name, value in vars(module).items() if isinstance(value, Bound)}

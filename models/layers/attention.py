@@ -20,12 +20,12 @@ from paged.models.loading.weights import WeightSlots
 
 
 class HeldCaches:
-    """A model's caches as compilers run them best: the same memory in other tensors.
+    """A model's caches as separate tensors on the same memory, as compilers run them best.
 
-    Of a cache that is a part of a larger storage inductor makes a copy before every write and another behind it, so
-    each slot of the cache (see `KvCacheTensors`) is a storage of its own. Where layers of different tables share a
-    slot, a compiler must know that a write to one of them is one to the other: they hold one tensor, or where their
-    heads differ two views of one storage.
+    Inductor copies a cache before and after every write if it is part of a larger storage. So each slot of the cache
+    (see `KvCacheTensors`) is a storage of its own. If layers of different tables share a slot, a compiler must know
+    that a write to one is a write to the other: they hold one tensor, or two views of one storage if their heads
+    differ.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class HeldCaches:
         self._caches: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
-        """The tensor to hold for a layer's cache."""
+        """Return the tensor to hold for a layer's cache."""
         length, offset = cache.shape[0] * cache.stride(0), int(cache.storage_offset())
         start = offset - offset % length
         place = start, cache.dtype
@@ -47,10 +47,10 @@ class HeldCaches:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a paged KV cache, whose values are the stored ones times the scales, or 1; those of
-    int8 stand beside the cache, a scale for each row.
+    """Grouped-query attention over a paged KV cache.
 
-    mean_of_ranks: of a tensor in its place, where several ranks have equal parts of the heads.
+    Values are the stored ones times the scales, or 1. int8 caches have a scale for each row. mean_of_ranks: averages a
+    tensor over ranks, in place, if they have equal parts of the heads.
     """
 
     k_cache: torch.Tensor
@@ -90,9 +90,7 @@ class Attention(nn.Module):
         self.qk_norm_rope_and_cache, self.paged_attention = Bound(qk_norm_rope_and_cache), Bound(paged_attention)
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
-        """Give the layer the cache it reads, the table of the metadata that says where that is written, and the rotary
-        table that layers of its kind share.
-        """
+        """Give the layer its cache, the index of its block table in the metadata, and the rotary table of its kind."""
         self.k_cache, self.v_cache = k_cache, v_cache
         self.table, self.cos_sin_cache, device = table, cos_sin_cache, cos_sin_cache.device
         if self.config.qk_norm == "unit" or self.config.v_norm:
@@ -109,7 +107,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size], or of `outputs` alone; the cache gains the K and V of all."""
+        """Return [num_tokens, hidden_size], or the rows of `outputs`; write K and V of all tokens to the cache."""
         layer, queries = self.config, metadata if outputs is None else outputs
         block_table, slot_mapping = metadata.table(self.table)
         q, *kv = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
@@ -167,13 +165,13 @@ class Attention(nn.Module):
         return projected
 
     def _head_weight(self, norm: RmsNorm | None) -> torch.Tensor | None:
-        """The weight that every head of queries or keys takes in a norm of its own."""
+        """Return the weight that every head of queries or keys shares in its norm."""
         if self.config.qk_norm == "unit":
             return self.unit_weight
         return None if norm is None or self.config.qk_norm == "width" else norm.weight
 
     def _norm_width(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, and keys where there are some, normalised over all heads; of several ranks' all in one sum."""
+        """Normalise queries, and keys if given, over all heads of all ranks, in one sum."""
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         if self.mean_of_ranks is None:
             return [norm(x)[0] for norm, x in zip(norms, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""The sizes and options that all decoders here share."""
+"""Sizes and options that all decoders share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paged.models.quantization.layouts import Quantization
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at position p are multiplied by 1 + weight * ln(1 + floor((p + offset) / period))."""
+    """Growth of queries with position p: a factor of 1 + weight * ln(1 + floor((p + offset) / period))."""
 
     weight: float
     period: int
@@ -21,22 +21,24 @@ class QueryGrowth:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """A layer's attention: grouped queries over a KV cache.
+    """Attention of one layer: grouped queries over a KV cache.
 
-    v_head_dim: of the values, where they are not of the size of the keys.
-    rope: the rotation of queries and keys; None for none.
-    window: how many tokens are seen, the own one included; None for all.
-    shares_kv_with: an earlier layer, whose keys and values are read in place of own ones.
-    softmax_scale: what products of queries and keys are multiplied by.
-    softcap: scores become softcap * tanh(score / softcap); 0 for none.
-    qkv_bias, o_bias: of the projections before and after attention.
-    qk_norm: RMS norm of queries and keys before they are rotated, of every "head" or over their whole "width"; "unit"
-        for one of every head without weights.
-    v_norm: RMS norm of every value head, without weights. k_eq_v: values are the keys before their norm and rotation.
-    query_growth: makes queries longer with their position; None for none.
-    chunk_size: tokens of the own chunk of this many alone are seen; None for no chunks.
-    fused: projections of query, key and value are one tensor in a checkpoint, `qkv_proj`.
-    sinks: every query head has one more score that takes its share of the softmax and adds nothing.
+    Attributes:
+        head_dim, v_head_dim: head sizes of queries and keys, and of values.
+        rope: rotation of queries and keys; None for none.
+        window: number of tokens that a token sees, itself included; None for all.
+        shares_kv_with: index of an earlier layer whose keys and values are read; None for own ones.
+        softmax_scale: factor for products of queries and keys.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        qkv_bias, o_bias: whether the projections before and after attention have biases.
+        qk_norm: RMS norm of queries and keys before they are rotated: of every "head", of their whole "width", or
+            "unit" for one of every head without weights; None for none.
+        v_norm: whether every value head has an RMS norm, without weights.
+        k_eq_v: whether values are the keys before their norm and rotation.
+        query_growth: growth of queries with their position; None for none.
+        chunk_size: a token sees only its own chunk of this many tokens; None for no chunks.
+        fused: whether a checkpoint stores query, key and value as one tensor, `qkv_proj`.
+        sinks: whether every query head has one more score that takes its share of the softmax and adds nothing.
     """
 
     num_heads: int
@@ -60,16 +62,20 @@ class AttentionConfig:
 
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None]:
-        """What layers have in common that share a cache group, in the order of CacheGroup's fields."""
+        """Properties that layers of one cache group share, in the order of CacheGroup's fields."""
         return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """The norms on the residual stream.
+    """Norms on the residual stream.
 
-    eps: added to the mean square. zero_centred: weights are stored less 1. subtracts_mean: before it is squared, in a
-    layer norm. The others are the names of a layer's norms in a checkpoint; None where there is none.
+    Attributes:
+        eps: added to the mean square.
+        zero_centred: whether weights are stored less 1.
+        subtracts_mean: whether it is a layer norm, which subtracts the mean first.
+        before_attention, after_attention, before_mlp, after_mlp: names of a layer's norms in a checkpoint; None for no
+            norm.
     """
 
     eps: float
@@ -85,18 +91,22 @@ class NormConfig:
 class MoeConfig:
     """A mixture of experts: each token takes top_k of num_experts gated MLPs.
 
-    renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
-    correction_bias: the name of its tensor in a checkpoint; None for none. expert_scale: likewise, of factors that
-        multiply the weights of each expert.
-    float32_router: the router multiplies in float32.
-    weighs_inputs: the weights multiply what experts get, not what they give; with top_k of 1 alone.
-    shared_size: intermediate size of an MLP that every token takes; 0 for none. shared_gate: its weight is the sigmoid
-        of a projection of this name; None for 1.
-    bias: router and experts have biases. interleaved: gate and up rows alternate.
-    stacked: a projection of all experts is one tensor in a checkpoint; transposed: with rows and columns exchanged;
-        is_mxfp4: and that in MXFP4, as which it stays.
-    held: the first expert here, and how many; None for all, where other ranks hold none.
-    The names are those of the weights in a checkpoint.
+    Attributes:
+        intermediate_size: of an expert.
+        renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
+        correction_bias: name of its tensor in a checkpoint; None for none.
+        expert_scale: name of a tensor of factors for each expert's weights; None for none.
+        float32_router: whether the router multiplies in float32.
+        weighs_inputs: whether routing weights multiply the input of experts, not their output; only with top_k 1.
+        shared_size: intermediate size of an MLP that every token takes; 0 for none.
+        shared_gate: name of a projection whose sigmoid is that MLP's weight; None for weight 1.
+        bias: whether router and experts have biases.
+        interleaved: whether gate and up rows alternate.
+        stacked: whether a checkpoint stores each projection of all experts as one tensor.
+        transposed: whether such tensors have rows and columns exchanged.
+        is_mxfp4: whether such tensors are MXFP4; they stay packed.
+        held: first expert and number of experts of this rank; None for all.
+        shared_name, router_name, gate_name, up_name, down_name: names of the weights in a checkpoint.
     """
 
     num_experts: int
@@ -127,26 +137,33 @@ class MoeConfig:
 
     @property
     def experts(self) -> range:
-        """Those that are here."""
+        """Experts of this rank."""
         first, count = self.held or (0, self.num_experts)
         return range(first, first + count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A Llama-like decoder: norms, rotary grouped-query attention, gated MLP or a mixture of them.
+    """A Llama-like decoder: norms, rotary grouped-query attention, gated MLPs or mixtures of experts.
 
-    attention: of each layer. intermediate_size: of each layer's plain MLP.
-    moe: each layer's mixture of experts; None for a plain MLP.
-    mlp_name: of MLPs and experts in a checkpoint. fused_mlp: gate and up are one tensor there, `gate_up_proj`.
-    activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
-    embedding_scale, residual_scale, logits_scale: what embeddings, all that is added to them, and logits are multiplied
-        by.
-    logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
-    dtype: of the weights as published. quantization: which of them are packed; None for none.
-    num_mtp_layers: behind the others, for tokens further ahead; they are not loaded.
-    layer_input_size: of what every layer gets of a token beside the residual stream; 0 for none.
-    layer_input_vocab_size: of the embedding that this is looked up in.
+    Attributes:
+        model_type: name of the family in transformers.
+        intermediate_size: of each layer's plain MLP.
+        max_position_embeddings: longest sequence in tokens.
+        attention: attention of each layer.
+        moe: mixture of experts of each layer; None for a plain MLP.
+        mlp_name: name of MLPs and experts in a checkpoint.
+        fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
+        activation: of the gate, as `silu_and_mul` and `fused_moe` name it.
+        embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
+            stream, and for logits.
+        logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
+        tie_word_embeddings: whether the head's weights are the embedding.
+        dtype: of the weights as published.
+        quantization: describes packed weights; None for none.
+        num_mtp_layers: layers behind the others that predict tokens further ahead; they are not loaded.
+        layer_input_size: size of a token's input to each layer beside the residual stream; 0 for none.
+        layer_input_vocab_size: rows of the embedding that this input is looked up in.
     """
 
     model_type: str
@@ -178,7 +195,7 @@ class DecoderConfig:
 
     @property
     def num_attention_heads(self) -> int:
-        """Of the first layer, as of every layer of most models; likewise `num_kv_heads` and `head_dim`."""
+        """Query heads of the first layer, as of every layer of most models; likewise `num_kv_heads` and `head_dim`."""
         return self.attention[0].num_heads
 
     @property
@@ -191,7 +208,7 @@ class DecoderConfig:
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
-        """Of each layer the one whose keys and values it reads: itself, or that of `shares_kv_with`."""
+        """For each layer the one whose keys and values it reads: itself, or that of `shares_kv_with`."""
         return tuple(
             index if layer.shares_kv_with is None else layer.shares_kv_with
             for index, layer in enumerate(self.attention)
@@ -199,5 +216,5 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, see `AttentionConfig`."""
+        """Window of each layer, see `AttentionConfig`."""
         return tuple(layer.window for layer in self.attention)

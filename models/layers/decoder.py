@@ -1,4 +1,4 @@
-"""The layers decoders are made of. Each knows the checkpoint names of the parameter slices it holds."""
+"""Layers of decoders; each knows the checkpoint names of the parameter slices it holds."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _BETWEEN_BYTES = 24 << 20
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """Memory for a weight that is loaded, never trained."""
+    """Return memory for a weight that is loaded, never trained."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Linear(nn.Module):
     """One product for several projections of the same input; `parts` maps their checkpoint names to output sizes.
 
-    adapters: low-rank changes of it, for the rows of a batch that have some. packed: the weights, where they are
-    quantised; then there is no `weight`.
+    adapters: LoRA weights for rows that have an adapter. packed: the weights if they are quantised; then there is no
+    `weight`.
     """
 
     adapters: LoraWeights | None = None
@@ -61,7 +61,7 @@ class Linear(nn.Module):
         return out if lora is None or self.adapters is None else self.add_lora(out, x, self.adapters, batch=lora)
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
-        """Hold weights as a checkpoint packs those of its projections `prefix`.name, if it does.
+        """Hold the weights of its projections `prefix`.name packed, if the checkpoint packs them.
 
         Raises:
             UnsupportedError: they are stored in several ways.
@@ -76,7 +76,7 @@ class Linear(nn.Module):
             del self.weight
 
     def pack(self) -> None:
-        """Let a CPU multiply faster, in the same memory; see `pack`."""
+        """Reorder the weights in place so that a CPU multiplies faster; see `pack`."""
         if self.packed is None:
             self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
 
@@ -97,11 +97,11 @@ class Linear(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """RMS norm; with a residual stream, of its sum with x.
+    """RMS norm of x, or of its sum with a residual stream.
 
-    Weights that are stored less 1 are float32 in models of any type. 1 + weight rounded to bfloat16 moves the logits of
-    a small random model by 0.4 to 0.6 %, half of what all its other roundings do; in float32 it is what transformers
-    multiplies by, bit for bit.
+    Weights that are stored less 1 are float32 in models of any dtype. 1 + weight rounded to bfloat16 moves the logits
+    of a small random model by 0.4 to 0.6 %, half of what all other roundings do. In float32 it is bit for bit what
+    transformers multiplies by.
     """
 
     def __init__(self, size: int, config: NormConfig) -> None:
@@ -111,7 +111,7 @@ class RmsNorm(nn.Module):
         self.rms_norm, self.fused_add_rms_norm = Bound(rms_norm), Bound(fused_add_rms_norm)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed, residual). With a residual both arguments are changed in place; without, x becomes it."""
+        """Return (normed, residual). With a residual, both arguments change in place; without, it is x."""
         if residual is None:
             return self.rms_norm(x, self.weight, self.eps), x
         return self.fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,4 +1,4 @@
-"""Reads what a decoder computes from a checkpoint's config.json."""
+"""Read a decoder's configuration from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _MAX_HEAD_DIM = 4096
 
 
 def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
-    """Read every field of DecoderConfig, AttentionConfig and NormConfig as `_FIELDS` says, but for those that the
-    family gives in `fields`.
+    """Read a DecoderConfig, with its AttentionConfig and NormConfig, from config.json.
 
-    Of `moe`, `intermediate_size` and the fields of AttentionConfig a family gives a tuple with an entry for every
-    layer, or the one value that all share.
+    Fields are read as `_FIELDS` says, unless a family gives them.
+
+    Args:
+        hf: config.json.
+        fields: fields that the family gives. Those of AttentionConfig, `moe` and `intermediate_size` are a tuple with
+            an entry for each layer, or one value for all.
 
     Raises:
-        CheckpointError: a value is missing, malformed, beyond any model's, or does not fit the others.
-        UnsupportedError: the activation, the dtype, the rope type or the way that weights are quantised is not known
-            here.
+        CheckpointError: a value is missing, malformed or beyond any model's, or values do not fit each other.
+        UnsupportedError: the activation, dtype, rope type or quantisation is not supported.
     """
     num_layers = count_layers(hf)
     values = {name: read(hf) for name, read in _FIELDS.items() if name not in fields} | fields
@@ -60,7 +62,7 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
 
 
 def _taken(values: dict[str, Any], kind: type[AttentionConfig | NormConfig]) -> dict[str, Any]:
-    """Those of the values that are fields of a kind, which `values` loses."""
+    """Remove the fields of a kind from `values` and return them."""
     return {field.name: values.pop(field.name) for field in fields_of(kind) if field.name in values}
 
 
@@ -69,7 +71,7 @@ def _per_layer(value: Any, num_layers: int) -> tuple[Any, ...]:
 
 
 def _check_attention(layer: AttentionConfig, max_positions: int, hf: HfConfig) -> None:
-    """Raise CheckpointError unless the numbers make sense together."""
+    """Raise CheckpointError unless the numbers fit each other."""
     if layer.num_heads % layer.num_kv_heads:
         raise CheckpointError(
             f"{hf.source}: num_attention_heads {layer.num_heads} is no multiple of num_key_value_heads "
@@ -91,12 +93,14 @@ def moe_config(
 ) -> MoeConfig:
     """Read the sizes of a mixture of experts; a family gives the other fields of MoeConfig.
 
-    size_key: the key of an expert's intermediate size. count_key: of how many there are, beside `num_local_experts`, as
-        transformers 5 writes it. top_k_key: of how many a token takes.
+    Args:
+        size_key: key of an expert's intermediate size.
+        count_key: key of the number of experts, beside `num_local_experts`, which transformers 5 writes.
+        top_k_key: key of the number of experts that a token takes.
 
     Raises:
-        CheckpointError: a size is missing or malformed, there are fewer experts than a token takes, or groups of them
-            do not fit.
+        CheckpointError: a size is missing or malformed, a token takes more experts than there are, or groups do not
+            fit.
     """
     local, published = (hf.optional_integer(key) for key in ("num_local_experts", count_key))
     if local is None and published is None:
@@ -112,7 +116,7 @@ def moe_config(
 
 
 def count_layers(hf: HfConfig) -> int:
-    """`num_hidden_layers`.
+    """Read `num_hidden_layers`.
 
     Raises:
         CheckpointError: it is missing or malformed, or beyond any model's.
@@ -121,10 +125,10 @@ def count_layers(hf: HfConfig) -> int:
 
 
 def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
-    """Of the weights as published.
+    """Read the dtype of the weights as published.
 
     Raises:
-        UnsupportedError: it is not known here.
+        UnsupportedError: the dtype is not supported.
     """
     dtype = hf.text("dtype", hf.text("torch_dtype", default)).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -135,13 +139,13 @@ def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
 def layer_windows(
     hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool], kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
-    """Each layer's window: `layer_types` say which layers have it, and where there are none, is_sliding does.
+    """Return each layer's window, by `layer_types` or, without them, by is_sliding.
 
     kind: the layer type with a window.
 
     Raises:
-        CheckpointError: there are more or fewer layer_types than layers, or one needs a window and has none.
-        UnsupportedError: a layer is of a type that is not known here.
+        CheckpointError: layer_types has another length, or a layer needs a window and there is none.
+        UnsupportedError: a layer type is not supported.
     """
     num_layers, kinds = count_layers(hf), hf.items("layer_types", str)
     if not kinds:
@@ -156,18 +160,19 @@ def layer_windows(
 
 
 def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
-    """`layer_windows` where all layers have one but every `period`-th."""
+    """Return `layer_windows`; without `layer_types`, every `period`-th layer has no window."""
     return layer_windows(hf, hf.optional_integer("sliding_window", 4096), lambda layer: (layer + 1) % period != 0)
 
 
 def by_window(windows: Sequence[int | None], whole: Any, local: Any) -> tuple[Any, ...]:
-    """Of each layer `local` where it has a window, else `whole`."""
+    """Return `local` for each layer with a window, `whole` for the others."""
     return tuple(whole if window is None else local for window in windows)
 
 
 def rotating_layers(hf: HfConfig) -> list[int]:
-    """1 for each layer that rotates queries and keys, 0 for the others: `no_rope_layers`, or all but every
-    `no_rope_layer_interval`-th.
+    """Return 1 for each layer that rotates queries and keys, 0 for the others.
+
+    By `no_rope_layers`; without it, every `no_rope_layer_interval`-th layer does not rotate.
 
     Raises:
         CheckpointError: there are fewer entries than layers, or one is neither 0 nor 1.
@@ -180,10 +185,10 @@ def rotating_layers(hf: HfConfig) -> list[int]:
 
 
 def read_head_dim(hf: HfConfig) -> int:
-    """The size of heads.
+    """Read the size of heads.
 
     Raises:
-        CheckpointError, UnsupportedError: it is malformed, odd, or not known here.
+        CheckpointError, UnsupportedError: it is malformed, odd, or not supported.
     """
     default = hf.integer("hidden_size") // hf.integer("num_attention_heads")
     head_dim = hf.integer("head_dim", default, most=_MAX_HEAD_DIM)

@@ -1,5 +1,4 @@
-"""Rotary position embedding: how config.json says it, the frequencies of each known scaling, and the table of cosines
-and sines."""
+"""Rotary position embedding: options in config.json, frequencies of each scaling, table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -22,16 +21,20 @@ _KINDS = (*_PLAIN, "linear", "llama3", "longrope", "yarn")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """theta: base of the frequencies; factor: how far positions are stretched, everywhere or as `kind` says.
+    """Options of a rotary position embedding.
 
-    attention_factor: multiplies cosines and sines. fraction: the part of each head, its beginning, that rotates.
-    interleaved: pairs are neighbours, not one of each half.
-    kind: with "llama3" pairs that turn at least high_turns times within original_max_positions stay, those that turn at
-        most low_turns times are stretched, and so linearly between; with "yarn" (Peng et al., 2023) linearly in the
-        index of the pair. "longrope" (Ding et al., 2024) stretches each pair by a factor of its own: by `short` in a
-        model that is loaded for sequences of at most original_max_positions tokens, else by `long`, at every position.
-        With "proportional" (Gemma 4, 2026) the first pairs, a part `rotating`, rotate, and the others stay.
-    truncate: with yarn, the two ends of what lies between are whole pairs.
+    Attributes:
+        theta: base of the frequencies.
+        factor: how far positions are stretched, everywhere or as `kind` says.
+        attention_factor: factor for cosines and sines.
+        fraction: part of each head, from its beginning, that rotates.
+        interleaved: whether pairs are neighbours; otherwise one element of each half.
+        kind: the scaling. "llama3" keeps pairs that turn at least high_turns times within original_max_positions,
+            stretches those that turn at most low_turns times, and interpolates between. "yarn" (Peng et al., 2023)
+            interpolates by the index of the pair. "longrope" (Ding et al., 2024) stretches each pair by its own factor:
+            `short` in a model loaded for at most original_max_positions tokens, else `long`, at every position.
+            "proportional" (Gemma 4, 2026) rotates the first pairs, a share `rotating`, and keeps the others.
+        truncate: whether yarn interpolates between whole pairs.
     """
 
     theta: float = 10000.0
@@ -57,14 +60,16 @@ def rope_config(
     fraction: float | None = None,
     interleaved: bool = False,
 ) -> RopeConfig:
-    """Reads `rope_parameters`, or `rope_scaling` as written before transformers 5, which counts where both are given.
+    """Read `rope_parameters`, or `rope_scaling` of transformers before 5, which wins if both are given.
 
-    theta: where none is given, neither there nor as `rope_theta`. is_needed: one of them must be there.
-    fraction: the rotated part of each head where config.json says nothing of it; None for a family that rotates all.
-    interleaved: as in RopeConfig.
+    Args:
+        theta: default if neither they nor `rope_theta` give one.
+        is_needed: whether one of the two must be given.
+        fraction: default of the rotated part of each head; None for a family that rotates whole heads.
+        interleaved: as in RopeConfig.
 
     Raises:
-        UnsupportedError: the type is not known here, or a part of each head rotates in a family that rotates all.
+        UnsupportedError: the type is not supported, or a part of each head rotates in a family that rotates all.
         CheckpointError: a value is missing or malformed.
     """
     parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
@@ -78,9 +83,9 @@ def rope_config(
 
 
 def scaled_rope(hf: HfConfig, section: HfConfig, theta: float, fraction: float | None = None) -> RopeConfig:
-    """The rotation that a section of config.json says; else as `rope_config`.
+    """Read the rotation from a section of config.json; otherwise as `rope_config`.
 
-    hf: what stands around the section. theta, fraction: where the section has none.
+    hf: the object around the section. theta, fraction: defaults.
     """
     rotated = section.number("partial_rotary_factor", hf.number("partial_rotary_factor", fraction or 1.0))
     if section.text("rope_type", "") == "proportional":
@@ -121,11 +126,12 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
 
 
 def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see everything, and of those with a window; scalings as published before transformers 5 are the
-    first ones' alone.
+    """Read the rotations of layers without a window, and of those with one.
+
+    Scalings as published before transformers 5 apply to the first ones only.
 
     Raises:
-        UnsupportedError, CheckpointError: as `rope_config`, or something is said for neither kind.
+        UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind.
     """
     parameters = hf.section("rope_parameters") or HfConfig({}, hf.source)
     whole, local = (
@@ -141,7 +147,7 @@ def ropes_by_kind(hf: HfConfig, theta: float, local_theta: float) -> tuple[RopeC
 
 
 def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions: int) -> RopeConfig:
-    """Cosines and sines are multiplied by 0.1 ln(factor) + 1 in the paper, which configs can replace."""
+    """Read yarn's options. The paper multiplies cosines and sines by 0.1 ln(factor) + 1, which configs can replace."""
     # null stands for what the positions are stretched by; absent, the type is not known to be meant.
     is_null = "factor" in section.values and section.value("factor") is None
     factor = hf.integer("max_position_embeddings") / original_max_positions if is_null else section.number("factor")
@@ -165,10 +171,10 @@ def _yarn(hf: HfConfig, section: HfConfig, theta: float, original_max_positions:
 
 
 def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: str) -> None:
-    """See that every angle can be computed, and that no position makes anything but finite numbers.
+    """Check that every angle can be computed, and that cosines and sines are finite at every position.
 
     Raises:
-        CheckpointError: the values do not make sense together, or are beyond any model's.
+        CheckpointError: the values do not fit each other, or are beyond any model's.
     """
     try:
         last = rope_frequencies(config, head_dim, max_positions) * max_positions
@@ -181,12 +187,12 @@ def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: st
 
 
 def rotary_dim(config: RopeConfig, head_dim: int) -> int:
-    """How many elements of a head rotate."""
+    """Return the number of elements of a head that rotate."""
     return int(head_dim * config.fraction)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
-    """Radians a position of each pair, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled."""
+    """Return radians per position of each pair, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled."""
     dim = rotary_dim(config, head_dim)
     inv_freq = config.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if config.kind == "proportional":
@@ -205,7 +211,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int, max_positions: int) -> t
 
 
 def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
-    """How much of each pair's frequency stays (Peng et al., 2023, section 3.2)."""
+    """Return the share of each pair's frequency that stays (Peng et al., 2023, section 3.2)."""
     first, last = (
         dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
         for turns in (config.high_turns, config.low_turns)
@@ -220,7 +226,7 @@ def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def rope_table(config: RopeConfig | None, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
-    """float32 [max_positions, rotary_dim]: cosines of rotary_dim / 2 angles, then their sines. None rotates nothing."""
+    """Return float32 [max_positions, rotary_dim]: rotary_dim / 2 cosines, then sines; None rotates nothing."""
     if config is None:
         return torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""The layer of experts that stands in for a decoder's MLP."""
+"""The layer of experts that replaces a decoder's MLP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from paged.models.quantization.packed_weights import Mxfp4Experts, PackedWeights
 
 
 class SparseMoe(nn.Module):
-    """A router that sends every token to a few of many gated MLPs, which take no adapters, and beside them one that
-    every token takes."""
+    """A router that sends every token to a few of many gated MLPs, and maybe an MLP that every token takes.
+
+    Only the latter takes adapters.
+    """
 
     routing: Routing
     expert_map: torch.Tensor | None = None
@@ -54,11 +56,11 @@ class SparseMoe(nn.Module):
 
     @property
     def shared(self) -> GatedMlp | None:
-        """The MLP that every token takes, under its name in a checkpoint, as adapters are found by that."""
+        """The MLP that every token takes, by its name in a checkpoint, by which adapters find it."""
         return cast("GatedMlp", getattr(self, self.config.shared_name)) if self.config.shared_size else None
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
-        """Hold experts as a checkpoint packs them, if it does; those of one layer all alike.
+        """Hold experts packed, if the checkpoint packs them; those of one layer must be alike.
 
         Raises:
             UnsupportedError: they are stored in several ways, or in one that `fused_moe` does not take.
@@ -93,14 +95,14 @@ class SparseMoe(nn.Module):
             setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * len(moe.experts)))
 
     def keep_float32(self) -> None:
-        """Give the parameters that are float32 in models of any type that type back."""
+        """Convert parameters back to float32 that have this dtype in models of any dtype."""
         if self.correction_bias is not None:
             self.correction_bias.data = self.correction_bias.float()
         if self.config.float32_router:
             self.router.float()
 
     def bind(self) -> None:
-        """Make what a forward needs beside the weights; the weights are where they will be."""
+        """Make what a forward needs beside the weights, which are at their final addresses."""
         moe = self.config
         self.routing = Routing(
             moe.top_k,
@@ -120,7 +122,7 @@ class SparseMoe(nn.Module):
             self.expert_map[list(moe.experts)] = torch.arange(len(moe.experts), dtype=torch.int32, device=device)
 
     def token_counts(self, most: int, dtype: torch.dtype) -> list[int]:
-        """The least number of tokens for each way that up to `most` take."""
+        """Return the least number of tokens, up to `most`, for each code path."""
         down = self.down
         return token_counts(
             most, self.routing.top_k, down.w, expert_map=self.expert_map, w2_scale=down.scale, dtype=dtype
@@ -129,7 +131,7 @@ class SparseMoe(nn.Module):
     def forward(
         self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """May write over x. routed_by: what the router reads in place of x."""
+        """Run the layer; may overwrite x. routed_by: the router's input, if it is not x."""
         logits = self.router((x if routed_by is None else routed_by).to(self.router.weight.dtype))
         gate_up, down, expert_map = self.gate_up, self.down, self.expert_map
         block_size = moe_block_size(

@@ -1,4 +1,4 @@
-"""Opens a checkpoint's files as what they are: written by others. Regular files of bounded size, and plain JSON."""
+"""Open a checkpoint's files safely, as files of others: regular, of bounded size, and plain JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_JSON_VALUES = 400_000
 
 
 def regular_size(file: Path) -> int:
-    """Bytes in a regular file, or in the one that a link leads to, as in the Hub's cache.
+    """Return the bytes of a regular file, or of the one that a link leads to, as in the Hub's cache.
 
     Raises:
-        CheckpointError: it is missing, unreadable or of another kind: reading a pipe or a device may never end.
+        CheckpointError: it is missing, unreadable or no regular file: reading a pipe or a device may never end.
     """
     try:
         status = os.stat(file)
@@ -33,14 +33,15 @@ def regular_size(file: Path) -> int:
 
 
 def is_there(file: Path) -> bool:
-    """Whether a folder has a file of this name, be it a pipe, a folder or a link that leads nowhere: what is there and
-    cannot be read is an error for `regular_size`, and not as if it were missing.
+    """Return whether a folder has an entry of this name, even a pipe, a folder or a broken link.
+
+    `regular_size` then raises for an entry that cannot be read, so that it does not count as missing.
     """
     return os.path.lexists(file)
 
 
 def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> str:
-    """What a regular file holds, in UTF-8; with most_values as JSON of so many values at the most.
+    """Return a regular file's UTF-8 text; most_values limits the values of JSON.
 
     Raises:
         CheckpointError: it is missing, no regular file, not UTF-8, or too large.
@@ -59,11 +60,12 @@ def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> st
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. NaN and infinities are numbers, as Python writes them; of two values of one
-    key the last counts, as everywhere in this field.
+    """Return the object in a JSON file.
+
+    NaN and infinities are numbers, as Python writes them. The last of two values of one key counts.
 
     Raises:
-        CheckpointError: it is missing, no regular file, not JSON in UTF-8 or no object, too large, or nested too deep.
+        CheckpointError: it is missing, no regular file, not JSON in UTF-8, no object, too large, or nested too deep.
     """
     text = read_text(file, _MAX_JSON_BYTES, _MAX_JSON_VALUES)
     try:

@@ -18,9 +18,14 @@ _MAX_INTEGER = 2**31 - 1
 
 
 class HfConfig:
-    """The values of a config.json, or of a section of one. A key that is absent or null takes the default.
+    """Values of a config.json, or of a section of one; a key that is absent or null takes the default.
 
-    read_keys: those that were asked for; what they say is honoured, or known to mean nothing.
+    Every reader raises CheckpointError, with key and file, if the value has another type or range.
+
+    Attributes:
+        values: the JSON object.
+        source: where it is from, for errors.
+        read_keys: keys that were read, so that their values count as honoured.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -29,22 +34,22 @@ class HfConfig:
         self.read_keys: set[str] = set()
 
     @classmethod
-    def read(cls, folder: Path, name: str = "config.json") -> HfConfig:
-        """The folder's config.json, or another file of its kind.
+    def read(cls, folder: Path, name: str = "config.json", *, may_lack: bool = False) -> HfConfig:
+        """Read the folder's config.json, or another file of its kind; with may_lack, a missing file is an empty one.
 
         Raises:
             CheckpointError: it is missing, or not a JSON object.
         """
         file = folder / name
-        return cls(read_json(file), str(file))
+        return cls({} if may_lack and not is_there(file) else read_json(file), str(file))
 
     def value(self, key: str) -> Any:
-        """Whatever it is, or None."""
+        """Return any value, or None."""
         self.read_keys.add(key)
         return self.values.get(key)
 
     def integer(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = _MAX_INTEGER) -> int:
-        """An integer in least..most."""
+        """Return an integer in least..most."""
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
         value = self._get(key, default, expected, int)
         if not least <= value:
@@ -54,14 +59,14 @@ class HfConfig:
         return int(value)
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """A positive integer; None where null, the default where absent."""
+        """Return a positive integer; None if null, the default if absent."""
         if key not in self.values:
             self.read_keys.add(key)
             return default
         return None if self.value(key) is None else self.integer(key)
 
     def number(self, key: str, default: float = _REQUIRED, *, may_be_zero: bool = False) -> float:
-        """A positive number that is finite."""
+        """Return a positive, finite number."""
         expected = "a number of at least 0" if may_be_zero else "a positive number"
         given = self._get(key, default, expected, int, float)
         try:
@@ -73,27 +78,27 @@ class HfConfig:
         return value
 
     def optional_number(self, key: str, default: float) -> float | None:
-        """A number of at least 0; None where null, the default where absent."""
+        """Return a number of at least 0; None if null, the default if absent."""
         return None if key in self.values and self.value(key) is None else self.number(key, default, may_be_zero=True)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers that are finite."""
+        """Return a list of positive, finite numbers."""
         values = self._get(key, _REQUIRED, "a list of positive numbers", list)
         return tuple(HfConfig({key: value}, self.source).number(key) for value in values)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false."""
         return bool(self._get(key, default, "true or false", bool))
 
     def text(self, key: str, default: str = _REQUIRED) -> str:
-        """A string."""
+        """Return a string."""
         return str(self._get(key, default, "a string", str))
 
     def choice(self, key: str, *known: Any) -> Any:
-        """One of some values, words in any letter case, or None.
+        """Return one of the known values, words in any letter case, or None.
 
         Raises:
-            UnsupportedError: it is another.
+            UnsupportedError: it is another value.
         """
         value = self.value(key)
         if value is None:
@@ -108,14 +113,14 @@ class HfConfig:
         raise UnsupportedError(f"{self.source}: {key} = {shown(value)} is not supported, known are {expected}")
 
     def items(self, key: str, kind: type) -> list[Any]:
-        """A list of values of one kind; empty where absent."""
+        """Return a list of values of one type; empty if absent."""
         values = self._get(key, [], "a list", list)
         if not all(type(value) is kind for value in values):
             raise self._wrong(key, values, f"a list of {kind.__name__}")
         return list(values)
 
     def section(self, key: str) -> HfConfig | None:
-        """An object within, or None."""
+        """Return an object within, or None."""
         values = self._get(key, None, "an object", dict)
         return None if values is None else HfConfig(values, f"{self.source}: {key}")
 
@@ -135,8 +140,9 @@ class HfConfig:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else what that says of text alone (`text_config`), as in
-    transformers; each may hold one id or several.
+    """Read the end tokens from generation_config.json, else config.json, else its `text_config`, as transformers does.
+
+    Each may hold one id or several.
 
     Raises:
         CheckpointError: a file is unreadable or malformed, or holds something else.

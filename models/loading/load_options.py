@@ -1,4 +1,4 @@
-"""What a caller says of a model to load, checked by name before any file is read."""
+"""Options of model loading, checked by name before any file is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged.token_ids import as_token_ids
 
 # Ids of blocks, and positions, are 32-bit integers on a device.
 _LARGEST = 2**31 - 1
-# Each takes memory of its own; the default has 22.
+# Sizes; each has graphs with memory of their own. The 23 default sizes have 36 graphs, and 22 more with adapters.
 _MAX_GRAPHS = 1024
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,8 +30,7 @@ KV_CACHE_DTYPES = {
 
 
 def as_device(name: str, value: object) -> torch.device:
-    """Return a device of this machine: "cpu", "cuda" or "cuda:1", as text or torch.device; None is CUDA where there is
-    one, else the CPU.
+    """Return the device "cpu", "cuda" or "cuda:1", given as text or torch.device; None takes CUDA if there is one.
 
     Raises:
         InvalidInputError: it is no such device, or not there.
@@ -50,7 +49,7 @@ def as_device(name: str, value: object) -> torch.device:
 
 
 def as_dtype(name: str, value: object, others: Mapping[str, torch.dtype] | None = None) -> torch.dtype | None:
-    """Return float32, float16, bfloat16 or one of `others`, given as torch.dtype or by name; None for None and "auto".
+    """Return float32, float16, bfloat16 or one of `others`, given as torch.dtype or name; None for None and "auto".
 
     Raises:
         InvalidInputError: it is something else.
@@ -84,31 +83,33 @@ def _as_optional_size(name: str, value: object, low: int = 1) -> int | None:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Keywords of `load_model` and `LlmExecutor.from_pretrained`, converted from what callers give.
+    """Options of `load_model` and `LlmExecutor.from_pretrained`.
 
-    device: CUDA where there is one, else the CPU, where None.
-    dtype: of weights and activations: float32, float16 or bfloat16, as torch.dtype or by name; as the checkpoint says
-        where None or "auto".
-    num_blocks: size of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU enough
-        for four sequences of full length, at most 1 GiB.
-    block_size: tokens a block; where None those that attention is fastest with on the device: 64 on GPUs of Hopper and
-        Blackwell that have a server's shared memory, 16 elsewhere.
-    max_seq_len: longest sequence; the model's own limit where None.
-    num_swap_blocks: blocks of host memory that sequences can be swapped to. Where layers have several block tables both
-        numbers are those of each, so that they stand for as much memory.
-    enable_prefix_cache: let prompts begin with K/V that earlier ones computed.
-    kv_cache_dtype: that of the weights where None or "auto"; or half of 16 bits, as torch.dtype or by one of the names
-        of KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the scales that the checkpoint holds for them, else with
-        1, and int8 with a scale for each head of a token.
-    max_loras: how many adapters can be loaded at once.
-    max_lora_rank: of any of them. The first one to change a layer takes the memory for max_loras of this rank.
-    cuda_graphs: numbers of tokens up to which steps are padded and replayed from graphs, see `graph_shapes`, once they
-        are captured by the model's `prepare` or the executor's `warmup`; True for 1 to 256 in 23 sizes, False for none,
-        None for True on a GPU, and on a CPU for recordings of decode steps where numba's loops compute them, see
-        `RECORDED_SIZES`. What cannot be recorded there, the same path runs as it is.
+    Attributes:
+        device: "cpu", "cuda" or "cuda:1", as text or torch.device; None for CUDA if there is one, else the CPU.
+        dtype: of weights and activations: float32, float16 or bfloat16, as torch.dtype or name; None or "auto" for the
+            checkpoint's.
+        num_blocks: blocks of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU
+            enough for four sequences of full length, at most 1 GiB.
+        block_size: tokens in a block. None takes 64 on sm_90, sm_100 and sm_103, where attention is fastest with it,
+            and 16 elsewhere.
+        max_seq_len: longest sequence in tokens; None for the model's own limit.
+        num_swap_blocks: blocks of host memory for swapped sequences. If layers have several block tables, this and
+            num_blocks count blocks of each table.
+        enable_prefix_cache: whether prompts share the K/V of equal prefixes.
+        kv_cache_dtype: None or "auto" for that of the weights. Else an 8-bit dtype, as torch.dtype or a name of
+            KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales, or 1 if it has none; int8 with a
+            scale for each head and token.
+        max_loras: number of adapters that can be loaded at once.
+        max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
+            rank.
+        cuda_graphs: numbers of tokens up to which steps are padded and replayed from CUDA graphs, see `graph_shapes`.
+            True for 1 to 256 in 23 sizes, False for none. `warmup` of the executor or `prepare` of the model captures
+            them. None is True on a GPU; on a CPU with numba kernels it records decode steps, see `RECORDED_SIZES`.
+            Steps that cannot be recorded run without.
 
     Raises:
-        InvalidInputError: a value is of another kind or out of range, or the device is not there.
+        InvalidInputError: a value has another type or is out of range, or the device is not there.
     """
 
     device: torch.device = field(default_factory=partial(as_device, "device", None))
@@ -147,7 +148,7 @@ def as_folder(name: str, value: object) -> Path:
     """Return `value` as a path.
 
     Raises:
-        InvalidInputError: it is none, or no system could open it.
+        InvalidInputError: it is no path, or no system could open it.
     """
     try:
         path = os.fspath(value) if isinstance(value, os.PathLike) else value

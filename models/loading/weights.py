@@ -1,12 +1,13 @@
-"""Streams a checkpoint's tensors into the parameter slices they belong to. Only safetensors; nothing is unpickled."""
+"""Stream a checkpoint's tensors into the parameter slices they belong to. Only safetensors; nothing is unpickled."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
@@ -37,9 +38,10 @@ _MOST_FILES, _MAX_NAME = 4096, 1024
 
 
 class Slot(Protocol):
-    """Where a tensor of a checkpoint goes: a parameter or a slice of one, or what makes one of the tensor.
+    """Destination of a checkpoint's tensor: a parameter, a slice of one, or an object that converts it.
 
-    dtype: that of packed numbers and what belongs to them; of others, floating points of 16 bits or more, any.
+    dtype: that of packed numbers and tensors that belong to them; for others any floating dtype of 16 bits or more is
+    accepted.
     """
 
     @property
@@ -52,8 +54,11 @@ class Slot(Protocol):
 
 
 class ConvertedSlot(NamedTuple):
-    """A slot whose tensor `copy_` converts. is_loose: it may have further dimensions of size 1 at its end, as a number
-    for each row is stored both ways; `shape` is without them."""
+    """A slot whose `copy_` converts its tensor.
+
+    is_loose: whether the tensor may have more dimensions of size 1 at its end, because a number for each row is stored
+    both ways. `shape` is without them.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -63,14 +68,16 @@ class ConvertedSlot(NamedTuple):
 
 # Reads what a slot takes of a tensor that holds more: from an opened file, by its name there.
 Read = Callable[[TensorFile, str, Slot], torch.Tensor]
+# Iterates over a sequence of work, named by `desc`, and may show how far it has come: `unit` is what is counted, and
+# `size` how many of those an item is, one by default.
+Track = Callable[..., Iterable[Any]]
 # Checkpoint name of a tensor -> where it goes.
 WeightSlots = dict[str, Slot]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What the header of a file says of a tensor; dtype as safetensors names it. stamp: of the file, see
-    `TensorFile`."""
+    """A tensor as a file's header describes it; dtype as safetensors names it. stamp: the file's, see `TensorFile`."""
 
     name: str
     file: Path
@@ -83,11 +90,16 @@ class StoredTensor:
 StoredTensors = dict[str, StoredTensor]
 
 
+def untracked(items: Iterable[Any], **_: object) -> Iterable[Any]:
+    """Show nothing; a `Track`."""
+    return items
+
+
 def read_headers(folder: Path) -> StoredTensors:
-    """Every tensor of a checkpoint, from the headers of its files alone.
+    """Read every tensor's description from the headers of a checkpoint's files.
 
     Raises:
-        CheckpointError: a tensor is there twice or not where the index says, or a file is missing, unreadable,
+        CheckpointError: a tensor is there twice or not where the index says; or a file is missing, unreadable,
             truncated or outside of the folder.
     """
     stored: StoredTensors = {}
@@ -102,7 +114,7 @@ def read_headers(folder: Path) -> StoredTensors:
 
 
 def read_header(file: Path) -> StoredTensors:
-    """Every tensor of one file.
+    """Read the header of one file.
 
     Raises:
         CheckpointError: it is missing, unreadable or truncated.
@@ -115,13 +127,13 @@ def read_header(file: Path) -> StoredTensors:
 
 
 def check_weights(stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: Path) -> None:
-    """See that every slot has a tensor of its name and shape that it can take, and every tensor a slot.
+    """Check that every slot has a fitting tensor of its name, and every tensor a slot.
 
-    Tensors without a slot are errors, but for the `rotary_emb.inv_freq` buffers of old files, scales of the KV cache
-    (see `load_kv_scales`) and, with tied_head, an lm_head.weight.
+    Tensors without a slot are errors, with these exceptions: `rotary_emb.inv_freq` buffers of old files, scales of the
+    KV cache (see `load_kv_scales`) and, with tied_head, an lm_head.weight.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, misshapen or of another dtype.
+        CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
     """
     for name, tensor in sorted(stored.items()):
         if name in slots:
@@ -144,20 +156,24 @@ def load_weights(
     stored: StoredTensors,
     slots: Mapping[str, Slot],
     parts: Mapping[str, Read] = MappingProxyType({}),
+    track: Track = untracked,
+    tick: Callable[[], object] = lambda: None,
 ) -> None:
-    """Fill every slot, converting to its dtype and device, with the tensor of its name.
+    """Fill every slot with the tensor of its name, converted to the slot's dtype and device.
 
-    stored: as `check_weights` has found them to fit. parts: what is read of tensors of which a slot takes a part.
+    stored: as `check_weights` accepted them. parts: how to read tensors of which a slot takes a part. track: iterates
+    over the names, and may show progress in bytes. tick: called after every tensor.
 
     Raises:
-        CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots then hold
+        CheckpointError: a file became unreadable, or packed numbers contradict each other; the slots may then hold
             anything.
     """
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(slots):
-        by_file.setdefault(stored[name].file, []).append(name)
-    for file, names in by_file.items():
-        with open_tensors(file, stored[names[0]].stamp) as tensors:
+    ordered = sorted(slots, key=lambda name: (stored[name].file, name))
+    sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
+    stamps = {stored[name].file: stored[name].stamp for name in ordered}
+    read = track(ordered, desc="weights", unit="B", size=sizes.__getitem__)
+    for file, names in groupby(read, lambda name: stored[name].file):
+        with open_tensors(file, stamps[file]) as tensors:
             for name in names:
                 source, slot, part = stored[name].name, slots[name], parts.get(name)
                 try:
@@ -167,10 +183,11 @@ def load_weights(
                         slot.copy_(tensors.get_tensor(source) if part is None else part(tensors, source, slot))
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
+                tick()
 
 
 def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
-    """One tensor, on the CPU.
+    """Read one tensor to the CPU.
 
     Raises:
         CheckpointError: its file became unreadable.
@@ -182,13 +199,13 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
 def load_kv_scales(
     stored: StoredTensors, num_kv_heads: Sequence[int], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
-    """`k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads]: value = stored * scale.
+    """Return `k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads].
 
-    num_kv_heads: of each layer.
+    A value is stored * scale. num_kv_heads: of each layer.
 
     Raises:
-        CheckpointError: a scale is there twice, of a layer that is not, of another size, no floating point number, or
-            not finite and above 0.
+        CheckpointError: a scale is there twice, belongs to no layer, has another size or no floating dtype, or is not
+            finite and above 0.
     """
     scales: list[dict[str, torch.Tensor]] = [{} for _ in num_kv_heads]
     for name, tensor in sorted(stored.items()):
@@ -212,7 +229,7 @@ def load_kv_scales(
 
 @contextmanager
 def open_tensors(file: Path, stamp: tuple[int, ...] = ()) -> Iterator[TensorFile]:
-    """A safetensors file; with a stamp the same as before.
+    """Open a safetensors file; with a stamp, the same as before.
 
     Raises:
         CheckpointError: it is missing, no regular file, unreadable, truncated or changed.
@@ -239,12 +256,12 @@ def check_dtype(name: str, tensor: StoredTensor, expected: tuple[str, ...]) -> N
 
 
 def plain(text: str) -> str:
-    """What a file says, for a message: cut short, or its repr where it would do something to a terminal."""
+    """Return text of a file for a message: cut short, and as its repr if it could affect a terminal."""
     return text if len(text) <= _MAX_SHOWN and text.isprintable() else shown(text)
 
 
 def without_ones(shape: Sequence[int]) -> list[int]:
-    """The shape less dimensions of size 1 at its end."""
+    """Return the shape without dimensions of size 1 at its end."""
     end = len(shape)
     while end and shape[end - 1] == 1:
         end -= 1
@@ -252,7 +269,7 @@ def without_ones(shape: Sequence[int]) -> list[int]:
 
 
 class PackedModule(nn.Module):
-    """Holds weights in fewer numbers: each row of `values` stands for in_features of them."""
+    """Holds weights in fewer numbers: each row of `values` stands for in_features weights."""
 
     values: nn.Parameter
     in_features: int
@@ -262,7 +279,7 @@ class PackedModule(nn.Module):
         return self.values[..., 0].numel() * self.in_features
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Go to another device, but stay of the same types when the network is given one."""
+        """Move to another device, but keep the dtypes if the network is given one."""
 
         def keeping_type(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -273,7 +290,7 @@ class PackedModule(nn.Module):
 
 
 def num_weights(network: nn.Module) -> int:
-    """Weights and biases, a tied head once; scales and zero points are none."""
+    """Return the number of weights and biases, a tied head once, without scales and zero points."""
     count = 0
     for module in network.modules():
         if isinstance(module, PackedModule):
@@ -284,7 +301,7 @@ def num_weights(network: nn.Module) -> int:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files of a checkpoint, each with the tensors an index promises there."""
+    """Return the files of a checkpoint, each with the tensors that an index promises there."""
     if is_there(folder / _SINGLE):
         return {folder / _SINGLE: set()}
     index = folder / _INDEX
@@ -309,7 +326,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 
 def _inside(folder: Path, name: str, entry: Any, index: Path) -> Path:
-    """The file an index entry names. A plain name may be a symlink, as the Hub's cache makes them."""
+    """Return the file that an index entry names; a plain name may be a symlink, as in the Hub's cache."""
     name = plain(name)
     # What is not printable could do something to a terminal that shows a message with the file's name.
     if not isinstance(entry, str) or not entry.isprintable() or len(entry) > _MAX_NAME or Path(entry).is_absolute():

@@ -1,4 +1,4 @@
-"""The low-rank adapters that a model runs with: which are loaded, where their weights lie, which sequence has which."""
+"""A model's low-rank adapters: which are loaded, where their weights are, and which sequence uses which."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from paged.staging import to_device
 
 @dataclass
 class LoadedAdapter:
-    """slot: where its weights lie in every layer. num_tokens: how many it has run."""
+    """A loaded adapter.
+
+    slot: index of its weights in every layer's stack. num_tokens: tokens that ran with it.
+    """
 
     slot: int
     rank: int
@@ -37,14 +40,15 @@ class LoadedAdapter:
 
 
 class LoraAdapters:
-    """Up to max_loras adapters beside the base model, all of them in one batch.
+    """Up to max_loras adapters beside the base model, which run in one batch.
 
-    A sequence's adapter is that of its cache namespace, which is the adapter's name or a tuple that begins with it: so
-    no sequence finds K/V that another adapter computed, and a fork keeps its adapter. Nothing published under a name
-    outlives the adapter.
+    A sequence's adapter is decided by its cache namespace: the adapter's name, or a tuple that begins with it. So no
+    sequence finds K/V that another adapter computed, and a fork keeps its adapter. Published blocks of a name are
+    withdrawn with the adapter.
 
-    Weights lie in one stack a linear layer, max_loras times max_rank large. It is made when the first adapter changes
-    the layer and stays where it is; adapters come and go inside of it. num_layers: those that have one. Thread-safe.
+    Each linear layer has one stack of weights for max_loras adapters of max_rank. It is allocated when the first
+    adapter changes the layer and keeps its address; adapters come and go inside of it. num_layers: layers with a stack.
+    Thread-safe.
     """
 
     def __init__(self, network: Llama, kv_manager: PagedKvCacheManager, *, max_loras: int, max_rank: int) -> None:
@@ -55,17 +59,18 @@ class LoraAdapters:
         self._lock = RLock()
 
     def names(self) -> tuple[str, ...]:
-        """The loaded adapters, in the order they were loaded."""
+        """Names of the loaded adapters, in the order they were loaded."""
         return tuple(self._loaded)
 
     def load(self, name: str, path: str | Path) -> bool:
-        """Read an adapter from a folder that PEFT saved; sequences can take it as soon as this returns. Whether it is
-        the first one that changes some layer.
+        """Load an adapter from a folder that PEFT saved; return whether it is the first to change some layer.
+
+        Sequences can use it as soon as this returns.
 
         Raises:
-            InvalidInputError: the name is empty or taken, sequences without an adapter use it as their namespace, all
+            InvalidInputError: the name is empty or taken, or is the namespace of sequences without an adapter; all
                 slots are taken, or a rank is above max_rank.
-            CheckpointError, UnsupportedError: as `read_adapter`; or a weight is no finite number in the model's dtype.
+            CheckpointError, UnsupportedError: as `read_adapter`; or a weight is not finite in the model's dtype.
         """
         with self._lock:
             self._check_new(name)
@@ -97,10 +102,10 @@ class LoraAdapters:
             return is_first
 
     def unload(self, name: str) -> None:
-        """Give an adapter's slot up.
+        """Free an adapter's slot.
 
         Raises:
-            InvalidInputError: it is not loaded, or sequences hold it.
+            InvalidInputError: it is not loaded, or sequences use it.
         """
         with self._lock:
             self._check_loaded(name)
@@ -112,7 +117,7 @@ class LoraAdapters:
             del self._loaded[name]
 
     def choose(self, cache_id: SeqId, name: str | None) -> None:
-        """Say which adapter a sequence runs with, None for none; one that does not exist begins here.
+        """Choose a sequence's adapter, None for none; a new sequence begins here.
 
         Raises:
             InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
@@ -132,8 +137,9 @@ class LoraAdapters:
                 )
 
     def row_slots(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> NDArray[np.int32] | None:
-        """The slot of each row's adapter in a forward over `counts` tokens of each sequence, -1 for none; None where no
-        row has one.
+        """Return the adapter slot of each row in a forward over `counts` tokens of each sequence, -1 for none.
+
+        None if no row has an adapter.
         """
         if not self._loaded:
             return None
@@ -144,12 +150,12 @@ class LoraAdapters:
         return np.repeat(np.array(slots, np.int32), counts)
 
     def batch(self, row_slots: NDArray[np.int32]) -> LoraBatch:
-        """What `row_slots` returned, on the device."""
+        """Return the result of `row_slots` as a batch on the device."""
         grouped = LoraBatch.group(torch.from_numpy(row_slots))
         return LoraBatch(*to_device((grouped.rows.numpy(), grouped.slots.numpy()), self._kv_manager.device))
 
     def count(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> None:
-        """A forward over these tokens has succeeded."""
+        """Count the tokens of a forward that succeeded."""
         if self._loaded:
             for handle, count in zip(handles, counts, strict=True):
                 adapter = self._loaded.get(_owner(handle.namespace))
@@ -157,7 +163,7 @@ class LoraAdapters:
                     adapter.num_tokens += count
 
     def metrics_snapshot(self) -> dict[str, Any]:
-        """Slots, bytes of the stacks, and of every adapter its slot, rank, bytes, live sequences and tokens run."""
+        """Return slots, bytes of the stacks, and each adapter's slot, rank, bytes, live sequences and tokens run."""
         with self._lock:
             stacks = {linear.adapters for linear, _ in _adaptable(self._network).values() if linear.adapters}
             return {
@@ -203,7 +209,7 @@ class LoraAdapters:
                 self._kv_manager.forget_namespace(namespace)
 
     def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
-        """Fill the slot in every stack; in those that the adapter leaves alone its ranks are 0."""
+        """Fill the slot in every stack; ranks are 0 in layers that the adapter does not change."""
         for linear in {linear for linear, _ in changes}:
             if linear.adapters is None:
                 linear.adapters = self._empty_stack(linear)
@@ -241,7 +247,7 @@ def _owner(namespace: Hashable) -> Any:
 
 
 def _adaptable(network: Llama) -> dict[str, tuple[Linear, int]]:
-    """Checkpoint name of each projection that can be adapted -> its layer and which of its parts it is."""
+    """Return the layer and part of each projection that can be adapted, by checkpoint name."""
     found = {}
     for path, module in network.named_modules():
         if isinstance(module, Linear):

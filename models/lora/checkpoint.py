@@ -1,4 +1,4 @@
-"""Reads a low-rank adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+"""Read a low-rank adapter saved by PEFT: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.common.scalars import shown
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import FLOATING, check_dtype, open_tensors, plain, read_header
+from paged.models.loading.weights import FLOATING, StoredTensors, check_dtype, open_tensors, plain, read_header
 from paged.models.parallel.share import Section, cut
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -40,7 +41,7 @@ _MAX_SCALE = 65504.0
 
 @dataclass(frozen=True)
 class LowRank:
-    """What a projection gains: scale * b @ a, with a [rank, in_features] and b [out_features, rank], on the CPU."""
+    """The change of one projection, scale * b @ a: a [rank, in_features], b [out_features, rank], on the CPU."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -51,25 +52,34 @@ class LowRank:
         return self.a.shape[0]
 
     def part(self, dim: int, sections: Sequence[Section]) -> LowRank:
-        """What one rank holds: of the rows, where `dim` is 0, or of the columns."""
+        """Return one rank's part: of the rows if `dim` is 0, else of the columns."""
         if dim == 0:
             return replace(self, b=cut(self.b, sections, 0))
         return replace(self, a=cut(self.a, sections, 1))
 
 
+def adapter_files(folder: Path) -> tuple[Mapping[str, Any], StoredTensors]:
+    """Return an adapter's settings, and its tensors by the header of their file.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+    """
+    return HfConfig.read(folder, CONFIG_FILE).values, read_header(folder / WEIGHTS_FILE)
+
+
 def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
-    """The projections that an adapter changes, by their names in the base checkpoint.
+    """Return the projections that an adapter changes, by their names in the base checkpoint.
 
     The scale is lora_alpha / r, with rsLoRA lora_alpha / sqrt(r) (Kalajdzievski, 2023).
 
     Args:
-        folder: as `save_pretrained` of PEFT leaves it.
+        folder: as PEFT's `save_pretrained` writes it.
         shapes: (out_features, in_features) of every projection that can be adapted, by name.
 
     Raises:
-        CheckpointError: a file or tensor is missing, malformed, unexpected, misshapen or of another rank than the
-            configuration says, or a scale is absurd. What the tensors hold is not read here.
-        UnsupportedError: a setting, or a module that the adapter changes, is not known here.
+        CheckpointError: a file or tensor is missing, malformed or unexpected, has another shape or rank than the
+            configuration says, or a scale is absurd. Values of tensors are not read here.
+        UnsupportedError: a setting, or a module that the adapter changes, is not supported.
     """
     hf = HfConfig.read(folder, CONFIG_FILE)
     _check_settings(hf)
@@ -138,7 +148,7 @@ def _check_settings(hf: HfConfig) -> None:
 
 
 def _targets(hf: HfConfig) -> list[str]:
-    """The names of target_modules; none where it is a pattern, or absent."""
+    """Return the names of target_modules; empty if it is a pattern or absent."""
     return [] if isinstance(hf.value("target_modules"), str) else hf.items("target_modules", str)
 
 
@@ -151,14 +161,14 @@ def _check_module(name: str, key: str, shapes: Mapping[str, tuple[int, int]], fi
 
 
 def _promised(hf: HfConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
-    """The modules a plain list of targets names; patterns, and lists that other settings narrow, promise nothing."""
+    """Return the modules that a plain list of targets names; patterns and narrowed lists promise nothing."""
     narrowed = hf.value("exclude_modules") or hf.value("layers_to_transform") is not None
     targets = set() if narrowed else set(_targets(hf))
     return {name for name in shapes if not targets.isdisjoint(_suffixes(name))}
 
 
 def _suffixes(name: str) -> set[str]:
-    """`a.b.c`, `b.c`, `c`: what a setting can call a module."""
+    """Yield `a.b.c`, `b.c`, `c`: the names by which a setting can mean a module."""
     parts = name.split(".")
     return {".".join(parts[first:]) for first in range(len(parts))}
 
@@ -166,8 +176,9 @@ def _suffixes(name: str) -> set[str]:
 def _by_module(
     hf: HfConfig, key: str, read: Callable[[HfConfig, str], float], default: float
 ) -> Callable[[str], float]:
-    """What a setting says of a module by its name, else the default. Patterns proper are not run; of several names that
-    fit, the first one counts, as in PEFT.
+    """Return a setting's value for a module by its name, else the default.
+
+    Patterns are not run. If several names fit, the first one counts, as in PEFT.
 
     Raises:
         CheckpointError, UnsupportedError: as `read_adapter`.

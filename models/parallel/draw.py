@@ -1,4 +1,4 @@
-"""Tokens drawn where the logits are: a few numbers a row from every rank, in place of its part of the vocabulary."""
+"""Draw tokens on several ranks: each sends a few numbers a row instead of its part of the logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _MOST_CANDIDATES = 4096
 
 
 def candidates_of(count: int, num_ranks: int, logits_bytes: int) -> int | None:
-    """How many candidates each of several ranks sends for filters that `count` tokens of a row decide; None where its
-    logits of the row, so many bytes, are less.
+    """Return the candidates that each rank sends if `count` best tokens decide a row's filters.
+
+    None if a rank's logits of the row take fewer bytes.
     """
     padded = -(-count // CANDIDATES) * CANDIDATES
     sent = (num_ranks - 1) * padded * torch.float32.itemsize
@@ -34,14 +35,14 @@ def draw_tokens(
     *filters: torch.Tensor,
     num_candidates: int = 0,
 ) -> torch.Tensor:
-    """What `sample_tokens` draws from the logits of all ranks, int64 [n], on rank 0; on others something.
+    """Draw what `sample_tokens` draws from the logits of all ranks, int64 [n]; valid on rank 0 only.
 
-    Noise is a function of key and token, so every rank finds the best of its tokens, and the best of those wins.
+    Noise is a function of key and token, so every rank finds the best of its own tokens, and the best of those wins.
 
     Args:
         logits: float32 [n, m], of the tokens from `first` on.
-        keys, temperature, filters: as of `sample_tokens`, filters top_k, top_p and min_p.
-        num_candidates: at least as many of the best tokens as decide what filters keep; 0 where they keep all.
+        keys, temperature, filters: as in `sample_tokens`; filters are top_k, top_p and min_p.
+        num_candidates: at least the number of best tokens that decide what filters keep; 0 if they keep all.
     """
     if num_candidates:
         logits = _filtered(ranks, logits, num_candidates, temperature, *filters)
@@ -73,8 +74,10 @@ def _filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits, -inf for what filters leave out: all that is below the lowest which they keep of the best tokens of
-    all ranks, or without a top_k below min_p of the best one."""
+    """Return the logits with -inf for filtered tokens.
+
+    Those are below the lowest kept one of all ranks' best tokens, or without a top_k below min_p of the best token.
+    """
     own = logits.topk(min(num_candidates, logits.shape[1])).values
     best = ranks.gather_everywhere(functional.pad(own, (0, num_candidates - own.shape[1]), value=-torch.inf))
     kept = filter_logits(best, temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -1,24 +1,29 @@
-"""The processes that run one model together, and what they say to each other."""
+"""The processes that run one model together, and their collectives."""
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paged.errors import InvalidInputError, RankFailedError
-from paged.kernels.common.scalars import as_bool, as_float, as_int
+from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.models.parallel.meeting import Meeting, meet
 from paged.models.parallel.share import Share
 
-# Ranks may take this much longer than others to load a model.
-_LOADING = timedelta(hours=1)
+# Between two looks at how far the others have come.
+_BEAT_S = 0.05
+# In place of a rank's progress.
+_DONE, _FAILED = -1, -2
 # More ranks than any model has heads; a gloo group connects each with each.
 _MAX_RANKS = 1024
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 86_400.0
@@ -26,17 +31,19 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.1, 86_400.0
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One model over several processes, each of which holds a part of every layer and runs `from_pretrained`.
+    """How to spread one model over several processes; each holds a part of every layer and calls `from_pretrained`.
 
-    tensor_parallel_size: how many processes.
-    expert_parallel: every process holds whole experts, in place of a part of each.
-    mesh: a torch DeviceMesh of the processes, with one dimension or one named "tp"; None for those of the default
-        process group, which is made from torchrun's environment where there is none.
-    timeout_s: seconds after which a process that does not answer counts as failed.
-    check_steps: after so many steps the processes compare what they have been told and what they computed.
+    Attributes:
+        tensor_parallel_size: number of processes, 1 to 1024.
+        expert_parallel: whether each process holds whole experts instead of a part of each.
+        mesh: torch DeviceMesh of the processes, with one dimension or one named "tp". None for the default process
+            group, or for the processes of torchrun's environment if there is none.
+        timeout_s: seconds, 0.1 to 86,400, after which a process counts as failed that does not come, does not answer,
+            or stands still while it loads.
+        check_steps: number of steps after which processes compare the messages they had and their results.
 
     Raises:
-        InvalidInputError: a value is of another kind or out of range.
+        InvalidInputError: a value has another type or is out of range.
     """
 
     tensor_parallel_size: int = 1
@@ -53,14 +60,16 @@ class ParallelConfig:
 
 
 class Ranks:
-    """This process among those that share a model. One alone is the default, for which nothing is sent.
+    """This process among those that share a model; by default it is alone and sends nothing.
 
-    rank, size: which one, and of how many; rank 0 drives. num_bytes: those of the tensors that this process has given
-    to collectives so far, by their kind; of steps that CUDA graphs replay, those of the capture.
+    Attributes:
+        rank, size: number of this process and of all; rank 0 drives.
+        num_bytes: bytes of the tensors that this process gave to collectives so far, by kind. A CUDA graph counts only
+            when it is captured.
 
     Raises, in every method that sends or waits:
-        RankFailedError: another process has ended, or did not answer in time. Then, and after `close`, so does every
-            further call, and the others' calls, too.
+        RankFailedError: another process has ended or did not answer in time. Every later call, and every call after
+            `close`, then raises it too, on all ranks.
     """
 
     def __init__(self, share: Share | None = None, *, config: ParallelConfig | None = None) -> None:
@@ -68,149 +77,193 @@ class Ranks:
         self.rank, self.size = self.share.rank, self.share.size
         self.config = config or ParallelConfig()
         self.num_bytes: Counter[str] = Counter()
-        self._data: dist.ProcessGroup | None = None
-        self._control: dist.ProcessGroup | None = None
-        self._owns_default = False
-        self._first = 0
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._meeting: Meeting | None = None
+        self._progress = 0
         self._failure: str | None = None
 
     @classmethod
-    def join(cls, config: ParallelConfig, device: torch.device) -> Ranks:
-        """Meet the others, of the default process group or of the mesh; of one alone, nobody.
+    def join(cls, config: ParallelConfig) -> Ranks:
+        """Meet the other processes, see `meet`. They can then compare what they have, and `connect`.
 
         Raises:
-            InvalidInputError: there are not as many processes as the configuration says.
+            InvalidInputError: the number of processes is not tensor_parallel_size, or nothing names them.
+            RankFailedError: another process did not come in time.
         """
         size = config.tensor_parallel_size
         if size == 1 and config.mesh is None:
             return cls(config=config)
-        owns_default = not dist.is_initialized()
-        if owns_default:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LOADING)
-        group = dist.group.WORLD if config.mesh is None else _group_of(config.mesh)
-        assert group is not None
-        members = dist.get_process_group_ranks(group)
-        if len(members) != size:
-            raise InvalidInputError(f"tensor_parallel_size: {size}, but there are {len(members)} processes")
-        share = Share(members.index(dist.get_rank()), size, config.expert_parallel)
-        ranks = cls(share, config=config)
-        ranks._owns_default, ranks._first = owns_default, members[0]
-        timeout = timedelta(seconds=config.timeout_s)
-        options: dict[str, Any] = {"timeout": timeout, "use_local_synchronization": True}
-        with ranks._guarded():
-            ranks._data = dist.new_group(members, backend=dist.get_backend(group), **options)
-            ranks._control = dist.new_group(members, backend="gloo", **options)
+        meeting = meet(config.mesh, timedelta(seconds=config.timeout_s))
+        if meeting.size != size:
+            raise InvalidInputError(f"tensor_parallel_size: {size}, but there are {meeting.size} processes")
+        ranks = cls(Share(meeting.rank, size, config.expert_parallel), config=config)
+        ranks._meeting = meeting
+        ranks._connect("control", torch.device("cpu"))
         return ranks
 
+    def connect(self, device: torch.device) -> None:
+        """Let tensors of this device be sent."""
+        self._connect("data", device)
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in its place."""
+        """Return the sum of all ranks' x, in place."""
         if self.size > 1:
-            with self._counted("sum", x):
-                dist.all_reduce(x, group=self._data)
+            with self._sending("sum", x) as group:
+                group.allreduce([x]).wait()
         return x
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' x, in its place."""
+        """Return the mean of all ranks' x, in place."""
         return self.sum(x).div_(self.size)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' rows [n, m], each behind the other's, [n, size * m]; on others x."""
+        """Return on rank 0 all ranks' rows [n, m] side by side, [n, size * m]; on others x."""
         if self.size == 1:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        with self._counted("gather", x):
-            dist.gather(x, parts, dst=self._first, group=self._data)
-        return x if parts is None else torch.cat(parts, dim=-1)
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        with self._sending("gather", x) as group:
+            group.gather(parts, x, 0).wait()
+        return torch.cat(parts, dim=-1) if parts else x
 
     def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
-        """On every rank all ranks' rows [n, m], each behind the other's, [n, size * m]."""
+        """Return on every rank all ranks' rows [n, m] side by side, [n, size * m]."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with self._counted("gather_everywhere", x):
-            dist.all_gather(parts, x.contiguous(), group=self._data)
+        with self._sending("gather_everywhere", x) as group:
+            group.allgather(parts, x.contiguous()).wait()
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, which lies on the host, in the place of every rank's."""
-        with self._counted("broadcast", x):
-            dist.broadcast(x, self._first, group=self._control)
+        """Replace x on every rank by rank 0's, on the host."""
+        with self._sending("broadcast", x, "control") as group:
+            group.broadcast(x, 0).wait()
         return x
 
     def broadcast_on_device(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, on the device, in the place of every rank's."""
-        with self._counted("broadcast", x):
-            dist.broadcast(x, self._first, group=self._data)
+        """Replace x on every rank by rank 0's, on the device."""
+        with self._sending("broadcast", x) as group:
+            group.broadcast(x, 0).wait()
         return x
 
     def compare(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's values, int64 on the host."""
+        """Return every rank's values, int64 on the host."""
         if self.size == 1:
             return [values]
         found = [torch.empty_like(values) for _ in range(self.size)]
-        with self._guarded():
-            dist.all_gather(found, values, group=self._control)
+        with self._guarded("control") as group:
+            group.allgather(found, values).wait()
         return found
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+        """Return the least of all ranks' numbers."""
         return int(torch.stack(self.compare(torch.tensor([number]))).min())
 
-    def see_that_same(self, options: str) -> None:
-        """Compare what the processes were given.
+    def see_that_same(self, parts: Mapping[str, object]) -> None:
+        """Check that all processes have the same, each part by its name and its text.
 
         Raises:
-            InvalidInputError: it is not the same.
+            InvalidInputError: they have not; the message names the first part that differs.
         """
-        sums = self.compare(torch.tensor([zlib.crc32(options.encode())]))
-        others = [rank for rank, found in enumerate(sums) if not found.equal(sums[self.rank])]
-        if others:
-            raise InvalidInputError(f"options: ranks {others} were given others than {options}")
+        names, texts = list(parts), list(map(str, parts.values()))
+        # First the names: only ranks that have the same ones have equally many texts.
+        for given, labels in (([repr(names)], ["names of settings and tensors"]), (texts, names)):
+            sums = torch.stack(self.compare(torch.tensor([zlib.crc32(text.encode()) for text in given])))
+            differs = sums != sums[self.rank]
+            if differs.any():
+                ranks, first = differs.any(1).nonzero().flatten().tolist(), int(differs.any(0).nonzero()[0])
+                raise InvalidInputError(f"{labels[first]}: ranks {ranks} were given others than {shown(given[first])}")
 
-    def wait_for_all(self) -> None:
-        """Wait until every rank has come here; one may be much later than others."""
-        if self.size > 1:
-            with self._guarded():
-                dist.monitored_barrier(self._control, timeout=_LOADING)
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Work that each rank does by itself, such as loading; leaves when all have done it, and sends nothing inside.
+
+        It may take any time, as long as no rank spends `timeout_s` between two calls of `tick`.
+
+        Raises:
+            RankFailedError: another rank has failed, ended or stood still; `tick` raises it, too.
+        """
+        if self.size == 1:
+            yield
+            return
+        self._progress = 0
+        watch = Thread(target=self._watch, name="paged-ranks-apart", daemon=True)
+        watch.start()
+        try:
+            yield
+            self._progress = _DONE
+        except BaseException:
+            self._progress = _FAILED
+            raise
+        finally:
+            watch.join()
+        self._check()
+
+    def tick(self) -> None:
+        """Tell the others that this rank gets on with its work in `apart`."""
+        self._progress += 1
+        self._check()
+
+    def _watch(self) -> None:
+        """Compare the progress of all ranks again and again, until all are done or one has failed."""
+        counts, moved, pause = [0] * self.size, [monotonic()] * self.size, _BEAT_S / 64
+        with suppress(RankFailedError):
+            while any(count != _DONE for count in counts):
+                sleep(pause := min(2 * pause, _BEAT_S))
+                before, counts = counts, torch.cat(self.compare(torch.tensor([self._progress]))).tolist()
+                now = monotonic()
+                moved = [
+                    now if count == _DONE or count != old else at
+                    for count, old, at in zip(counts, before, moved, strict=True)
+                ]
+                failed = [rank for rank, count in enumerate(counts) if count == _FAILED]
+                idle = [rank for rank, at in enumerate(moved) if now - at > self.config.timeout_s]
+                if failed and self.rank not in failed:
+                    self.fail(f"ranks {failed} failed, as their own errors say")
+                elif idle:
+                    self.fail(f"ranks {idle} made no progress in {self.config.timeout_s:g} s")
+                if failed or idle:
+                    return
 
     def fail(self, reason: str) -> None:
-        """Give up, so that the others' calls fail as well."""
+        """Leave the group, so that the others' calls fail, too."""
         if self._failure is None:
             self._failure = reason
-            self._leave()
+            groups, self._groups = self._groups, {}
+            for group in groups.values():
+                with suppress(RuntimeError):
+                    group.shutdown()
 
     def close(self) -> None:
-        """Leave the others, who know of it."""
+        """Leave the group; the others' calls then fail."""
         self.fail("it has been shut down")
 
-    def _leave(self) -> None:
-        groups = [self._data, self._control, *([dist.group.WORLD] if self._owns_default else [])]
-        self._data = self._control = None
-        for group in groups:
-            if group is not None:
-                with suppress(RuntimeError, ValueError, AssertionError):  # the caller may have destroyed it
-                    dist.destroy_process_group(group)
-
-    @contextmanager
-    def _counted(self, kind: str, x: torch.Tensor) -> Iterator[None]:
-        with self._guarded():
-            yield
-        self.num_bytes[kind] += x.nbytes
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _check(self) -> None:
         if self._failure is not None:
             raise RankFailedError(f"rank {self.rank} of {self.size} cannot go on: {self._failure}")
+
+    @contextmanager
+    def _sending(self, kind: str, x: torch.Tensor, name: str = "data") -> Iterator[dist.ProcessGroup]:
+        with self._guarded(name) as group:
+            yield group
+        self.num_bytes[kind] += x.nbytes
+
+    def _connect(self, name: str, device: torch.device) -> None:
+        if self._meeting is not None:
+            with self._errors():
+                self._groups[name] = self._meeting.group(name, device, timedelta(seconds=self.config.timeout_s))
+
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[dist.ProcessGroup]:
+        group = self._groups.get(name)
+        self._check()
+        assert group is not None
+        with self._errors():
+            yield group
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # all that torch.distributed raises
             self.fail(f"another rank has ended, or did not answer in {self.config.timeout_s:g} s ({error})")
             raise RankFailedError(f"rank {self.rank} of {self.size} cannot go on: {self._failure}") from error
-
-
-def _group_of(mesh: Any) -> dist.ProcessGroup:
-    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
-        raise InvalidInputError(f"mesh: {type(mesh).__name__}, expected a torch DeviceMesh")
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and "tp" not in names:
-        raise InvalidInputError(f"mesh: dimensions {names or mesh.ndim}, expected one, or one that is named 'tp'")
-    return mesh.get_group("tp" if mesh.ndim > 1 else None)

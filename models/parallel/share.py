@@ -1,4 +1,4 @@
-"""Which part of a network one of several ranks holds: the sizes of its layers, and the slices of stored tensors."""
+"""The part of a network on one of several ranks: sizes of its layers, and slices of stored tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VOCABULARY = ("model.embed_tokens", "lm_head")
 
 
 class Section(NamedTuple):
-    """Features side by side in one dimension of a tensor, of which a rank holds those from `start` to `stop`."""
+    """Neighbouring features in one dimension of a tensor; a rank holds those from `start` to `stop`."""
 
     size: int
     start: int
@@ -33,8 +33,9 @@ class Section(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank reads of a stored tensor: `ranges` of dimension `dim`. numbers_groups: its numbers are those of
-    groups, which begin with 0 on every rank.
+    """The part of a stored tensor that a rank reads: `ranges` of dimension `dim`.
+
+    numbers_groups: whether values are group numbers, which begin with 0 on every rank.
     """
 
     dim: int
@@ -42,29 +43,29 @@ class Part(NamedTuple):
     numbers_groups: bool = False
 
     def read(self, tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
-        """It, from an opened file."""
+        """Read the part from an opened file."""
         parts = [tensors.get_part(name, self.dim, *bounds) for bounds in self.ranges]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
         return tensor - tensor.min() if self.numbers_groups else tensor
 
 
 def _zeros(tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
-    """For a bias that another rank adds."""
+    """Return zeros, for a bias that another rank adds."""
     return torch.zeros(slot.shape)
 
 
 def _own_sizes(tensors: TensorFile, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
-    """The sizes of a projection, of which a rank has these shares."""
+    """Return the sizes of a rank's shares of a projection."""
     sizes = tensors.get_tensor(name).tolist()
     return torch.tensor([int(size * share) for size, share in zip(sizes, shares, strict=True)])
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of rank `rank` of `size`: heads, units of MLPs and rows of the vocabulary in equal parts, and experts,
-    which with `expert_parallel` are whole. Norms, routers and what else is small are on every rank.
+    """The part of rank `rank` of `size`: equal parts of heads, MLPs and vocabulary.
 
-    Where there are more ranks than KV heads, several have the same one.
+    Experts are split too, or with `expert_parallel` spread whole. Norms, routers and other small tensors are on every
+    rank. With more ranks than KV heads, several ranks have the same head.
     """
 
     rank: int = 0
@@ -72,10 +73,10 @@ class Share:
     expert_parallel: bool = False
 
     def config(self, whole: DecoderConfig) -> DecoderConfig:
-        """The sizes of this rank's layers; those of the vocabulary stay.
+        """Return the configuration with the sizes of this rank's layers; those of the vocabulary stay.
 
         Raises:
-            UnsupportedError: something does not divide by the number of ranks.
+            UnsupportedError: a size does not divide by the number of ranks.
         """
         if self.size == 1:
             return whole
@@ -91,17 +92,17 @@ class Share:
         )
 
     def vocabulary(self, size: int) -> Section:
-        """Rows of the embedding and of the head; the last rank may have fewer."""
+        """Return this rank's rows of the embedding and the head; the last rank may have fewer."""
         rows = -(-size // self.size)
         return Section(size, min(self.rank * rows, size), min((self.rank + 1) * rows, size))
 
     def parts(self, config: DecoderConfig, whole: WeightSlots, own: WeightSlots) -> dict[str, Read]:
-        """What of which tensor this rank reads; of others all.
+        """Return the parts of tensors that this rank reads; tensors without an entry are read whole.
 
-        config: of the whole network. whole, own: where tensors go in that, and in this rank's.
+        config: of the whole network. whole, own: slots of the whole network, and of this rank.
 
         Raises:
-            UnsupportedError: what a rank would hold of a packed tensor does not begin or end with a word or a group.
+            UnsupportedError: a rank's part of a packed tensor does not begin and end with a word or a group.
         """
         parts: dict[str, Read] = {}
         for name, slot in own.items():
@@ -116,15 +117,13 @@ class Share:
         return parts
 
     def adapted(self, config: DecoderConfig, names: Iterable[str]) -> dict[str, tuple[int, list[Section]]]:
-        """Of projections, by their names in a checkpoint, those that ranks share: rows of them (0) or columns (1), and
-        which.
-        """
+        """Return the split dimension (0 rows, 1 columns) and this rank's part of each split projection."""
         if self.size == 1:
             return {}
         return {name: (int(name.endswith(_SUMMED)), self.sections(config, f"{name}.weight")) for name in names}
 
     def sections(self, config: DecoderConfig, name: str) -> list[Section]:
-        """The features of a projection that ranks share, by the name of one of its tensors in a checkpoint."""
+        """Return the features of a split projection, by the name of one of its tensors in a checkpoint."""
         if name.startswith(_VOCABULARY):
             return [self.vocabulary(config.vocab_size)]
         match = _LAYER.fullmatch(name)
@@ -156,11 +155,11 @@ class Share:
         return {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
 
     def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
-        """The first KV head of this rank, and how many there are."""
+        """Return the first KV head of this rank, and their number."""
         return self.rank * layer.num_kv_heads // self.size, max(1, layer.num_kv_heads // self.size)
 
     def scales(self, layer: AttentionConfig, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of scales of a layer's cache, one or one a KV head, those of this rank's heads."""
+        """Return this rank's scales of a layer's cache, which are one, or one for each KV head."""
         first, count = self._kv_heads(layer)
         return {name: scale if len(scale) == 1 else scale[first : first + count] for name, scale in scales.items()}
 
@@ -211,12 +210,12 @@ class Share:
 
 
 def cut(tensor: torch.Tensor, sections: Sequence[Section], dim: int) -> torch.Tensor:
-    """What a rank holds of a plain tensor, whose dimension `dim` the sections make up."""
+    """Return a rank's part of a plain tensor, whose dimension `dim` consists of the sections."""
     return torch.cat([tensor.narrow(dim, kept.start, len(kept)) for kept in _placed(sections)], dim)
 
 
 def _placed(sections: Sequence[Section]) -> list[range]:
-    """What a rank holds of sections that stand one behind the other."""
+    """Return a rank's ranges of sections that follow each other."""
     ends = accumulate((section.size for section in sections), initial=0)
     return [range(first + one.start, first + one.stop) for one, first in zip(sections, ends, strict=False)]
 
@@ -224,10 +223,13 @@ def _placed(sections: Sequence[Section]) -> list[range]:
 def step_bytes(
     config: DecoderConfig, *, num_sums: int, last_sums: int, size: int, itemsize: int, num_tokens: int, num_rows: int
 ) -> dict[str, int]:
-    """Bytes that a rank gives to collectives in a step, by their kind, as `Ranks.num_bytes` counts them.
+    """Return the bytes that a rank gives to collectives in a step, by kind, as `Ranks.num_bytes` counts them.
 
-    num_sums: all-reduces of hidden states, see `Llama.num_sums`. last_sums: those of them in the last layer, which has
-    the rows alone whose logits are gathered: `num_rows`. size: ranks. itemsize: of activations.
+    Args:
+        num_sums: all-reduces of hidden states, see `Llama.num_sums`.
+        last_sums: those of them in the last layer, over the `num_rows` rows whose logits are gathered.
+        size: number of ranks.
+        itemsize: bytes of an activation.
     """
     logits = -(-config.vocab_size // size)
     # Norms over all heads add up a float32 each, of queries and of keys.
@@ -240,5 +242,5 @@ def step_bytes(
 
 
 def ring_bytes(num_bytes: dict[str, int], size: int) -> float:
-    """What a rank sends for that: of an all-reduce, by a ring, every part but its own twice; what is gathered once."""
+    """Return the bytes that a rank sends for that: by a ring, every part except its own twice; gathered data once."""
     return num_bytes["sum"] * 2 * (size - 1) / size + num_bytes["gather"]

@@ -1,5 +1,4 @@
-"""What the weights of a projection are in a checkpoint, and what they become: a class for each format; and which
-projections are packed."""
+"""Storage formats of packed projections, one class each, and the choice of a projection's format."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Stored(NamedTuple):
-    """A tensor of a projection as a file holds it, but for dimensions of 1 at the end.
+    """A tensor of a projection as a file holds it, without dimensions of 1 at its end.
 
-    dtype: float32 for any floating point of 16 bits or more. row_dim: the dimension that runs along the output
-    features, of which an entry spans `rows_each`; None where there is none.
+    dtype: float32 for any floating dtype of 16 bits or more. row_dim: dimension along the output features, None if
+    there is none; an entry spans `rows_each` of them.
     """
 
     shape: tuple[int, ...]
@@ -35,11 +34,13 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ABC):
-    """How a projection is stored, and which fields of a `QuantizedWeight` it fills on a device.
+    """How a checkpoint stores a projection, and how it becomes a `QuantizedWeight`.
 
-    form: what a code is, as `QuantizedWeight.format` says it. group_size: columns that share a scale, 0 for all of a
-    row; of e4m3 128 for blocks of 128 x 128. scale_dtype: of scales of whole numbers on the device. in_words: what of
-    "rows" and "columns" is a multiple of the codes in a word.
+    Attributes:
+        form: format of the codes, as in `QuantizedWeight.format`.
+        group_size: columns that share a scale, 0 for all of a row; for e4m3 128 means blocks of 128 x 128.
+        scale_dtype: dtype of integer formats' scales on the device.
+        in_words: which of "rows" and "columns" must be a multiple of the codes in a word.
     """
 
     form: str
@@ -62,24 +63,24 @@ class Layout(ABC):
 
     @property
     def num_bits(self) -> int:
-        """Of a whole number."""
+        """Bits of an integer code."""
         return 4 if self.form == "int4" else 8
 
     @property
     def per_word(self) -> int:
-        """Whole numbers in 32 bits."""
+        """Integer codes in 32 bits."""
         return 32 // self.num_bits
 
     def scale_rows(self, rows: int) -> int:
-        """Rows of scales that belong to rows of weights."""
+        """Return the rows of scales for rows of weights."""
         return -(-rows // FP8_BLOCK) if self.in_blocks else rows
 
     def num_groups(self, columns: int) -> int:
-        """Scales of a row."""
+        """Return the number of scales in a row."""
         return -(-columns // self.group_size) if self.group_size else 1
 
     def check(self, name: str, rows: int, columns: int) -> None:
-        """See that a projection of this size can be stored so.
+        """Check that a projection of this size can be stored so.
 
         Raises:
             CheckpointError: groups or words do not divide it.
@@ -92,11 +93,11 @@ class Layout(ABC):
 
     @abstractmethod
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
-        """The tensors by the ends of their names."""
+        """Return the stored tensors by the ends of their names."""
 
     @abstractmethod
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        """The weights; called with some rows at a time, but for MXFP4, whose largest exponent counts.
+        """Return the weights; called with some rows at a time, for MXFP4 with all, because its largest exponent counts.
 
         Raises:
             InvalidInputError: numbers contradict each other.
@@ -105,10 +106,10 @@ class Layout(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EightBit(Layout):
-    """`weight` in its own type, e4m3 or int8, and scales: weight = code * scale.
+    """`weight` in its own dtype, e4m3 or int8, and scales: weight = code * scale.
 
-    one_scale: a scale for all weights; otherwise one a row, or of e4m3 one a block where group_size is 128.
-    scale_name, input_scale_name: the ends of the scales' names.
+    one_scale: one scale for all weights; otherwise one per row, or one per e4m3 block if group_size is 128. scale_name,
+    input_scale_name: ends of the scales' names.
     """
 
     one_scale: bool = False
@@ -139,7 +140,7 @@ class EightBit(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class PackQuantized(Layout):
-    """Whole numbers of compressed-tensors, see `from_compressed_tensors`."""
+    """Integers of compressed-tensors, see `from_compressed_tensors`."""
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         groups, per_word = self.num_groups(columns), self.per_word
@@ -164,8 +165,7 @@ class PackQuantized(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Gptq(Layout):
-    """GPTQ (Frantar et al., 2023), see `from_gptq`. Where there are no zero points the file still holds some, all of
-    them the middle code."""
+    """GPTQ (Frantar et al., 2023), see `from_gptq`; symmetric files still hold zero points, all of the middle code."""
 
     version: int
     in_words: ClassVar[tuple[str, ...]] = ("rows", "columns")
@@ -213,9 +213,9 @@ class Awq(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Nvfp4(Layout):
-    """NVFP4 as compressed-tensors or ModelOpt store it; the names are the ends of those of its tensors.
+    """NVFP4 as compressed-tensors or ModelOpt store it; the names are ends of tensor names.
 
-    ignored: the scale of activations where those are NVFP4 too; here they stay as they are, which is more exact.
+    ignored: scale of NVFP4 activations; here activations stay plain, which is more exact.
     """
 
     form: str = "nvfp4"
@@ -262,16 +262,18 @@ _ROUTER = re.compile(r".*(?:gate|router)\Z")
 
 @dataclass(frozen=True)
 class Quantization:
-    """rules: the first that matches counts, and of what none matches, and of routers, the weights are plain. plain:
-    projections that a file holds as floating point, whatever the rules say; None where no file is read."""
+    """Rules for packed projections; the first match counts. Without a match, and for routers, weights are plain.
+
+    plain: projections that a file holds as floating point, whatever the rules say; None if no file is read.
+    """
 
     rules: tuple[Rule, ...]
     plain: frozenset[str] | None = None
 
     def layout(self, name: str) -> Layout | None:
-        """How a projection is stored, None for plain weights.
+        """Return how a projection is stored, None for plain weights.
 
-        name: as `model.layers.0.mlp.down_proj`. Patterns may also know it as a part of a model that reads more.
+        name: such as `model.layers.0.mlp.down_proj`. Patterns may also name it as a part of a multimodal model.
         """
         if _ROUTER.match(name) or name in (self.plain or ()):
             return None
@@ -282,10 +284,10 @@ class Quantization:
         return None
 
     def common_layout(self, names: Iterable[str]) -> Layout | None:
-        """That of projections whose products are one.
+        """Return the layout of projections that run as one product.
 
         Raises:
-            UnsupportedError: some are stored in another way.
+            UnsupportedError: they are stored in several ways.
         """
         found = {name: self.layout(name) for name in names}
         first, *others = found

@@ -1,4 +1,4 @@
-"""The packed weights of projections whose products are one, and of experts that are stored together."""
+"""Packed weights of projections that run as one product, and of experts that are stored together."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _SCALES = {"e4m3": torch.float32, "mxfp4": torch.uint8, "nvfp4": torch.float8_e4
 
 
 class PackedWeights(PackedModule):
-    """Codes and scales of several projections, in one tensor each, and what the projections have of their own.
+    """Codes and scales of several projections in one tensor each.
 
-    runs: rows, and their weights: one run, and one product, where all projections have the same order and scale of
-    their input and the same scale of all weights, and none but the last ends within a block of 128 rows.
+    runs: rows and their weights, one product each. It is one run if all projections share input order, input scale and
+    tensor scale, and only the last ends within a block of 128 rows.
     """
 
     runs: tuple[tuple[slice, QuantizedWeight], ...]
 
     def __init__(self, layout: Layout, in_features: int, sizes: Sequence[int]) -> None:
-        """sizes: output features of each."""
+        """Allocate the tensors; sizes: output features of each projection."""
         super().__init__()
         self.layout, self.in_features, self.sizes = layout, in_features, tuple(sizes)
         rows, scale_rows = sum(sizes), sum(map(layout.scale_rows, sizes))
@@ -51,7 +51,7 @@ class PackedWeights(PackedModule):
         self.input_order = _parameter((len(sizes), in_features), torch.int32) if layout.has_order else None
 
     def bind(self) -> None:
-        """Find the runs; the weights are where they will be."""
+        """Find the runs, once the weights are at their final addresses."""
         starts = [0]
         for part in range(1, len(self.sizes)):
             if not self._continues(starts[-1], part):
@@ -60,7 +60,7 @@ class PackedWeights(PackedModule):
         self.runs = tuple((self._rows(start, end), self._weight(start, end)) for start, end in bounds)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [num_rows, in_features] times the weights, plus the bias [out_features]."""
+        """Return x [num_rows, in_features] times the weights, plus the bias [out_features]."""
         if len(self.runs) == 1:
             return quantized_linear(x, self.runs[0][1], bias=bias)
         out = x.new_empty(len(x), len(self.values))
@@ -69,11 +69,10 @@ class PackedWeights(PackedModule):
         return out
 
     def stacked(self, count: int) -> tuple[torch.Tensor, *tuple[torch.Tensor | None, ...]]:
-        """Of `count` experts one after the other, what `fused_moe` takes: weights, scales, zero points and the scale of
-        all weights of one.
+        """Return weights, scales, zero points and tensor scales of `count` experts as `fused_moe` takes them.
 
         Raises:
-            UnsupportedError: projections of one expert differ in that.
+            UnsupportedError: projections of one expert differ in them.
         """
         tensor_scale: torch.Tensor | None = self.tensor_scale
         if tensor_scale is not None:
@@ -87,11 +86,11 @@ class PackedWeights(PackedModule):
         return self.values.unflatten(0, (count, -1)), scale, zeros, tensor_scale
 
     def row_counts(self, most: int, dtype: torch.dtype) -> list[int]:
-        """The least number of rows for each way that up to `most` take."""
+        """Return the least number of rows, up to `most`, for each code path."""
         return sorted({count for _, weight in self.runs for count in row_counts(most, weight, dtype)})
 
     def weight_slots(self, names: Sequence[str]) -> WeightSlots:
-        """Where the tensors of the projections of these names go."""
+        """Return the slots for tensors of the projections of these names."""
         slots: WeightSlots = {}
         for part, (name, rows) in enumerate(zip(names, self.sizes, strict=True)):
             projection = _Projection(self.layout, rows, self.in_features, self._weight(part, part + 1))
@@ -99,7 +98,7 @@ class PackedWeights(PackedModule):
         return slots
 
     def _continues(self, first: int, part: int) -> bool:
-        """Whether a projection belongs to the run that begins with `first`."""
+        """Return whether a projection belongs to the run that begins with `first`."""
         own = (self.tensor_scale, self.input_scale, self.input_order)
         rows = self._rows(first, part)
         if self.layout.in_blocks and (rows.stop - rows.start) % FP8_BLOCK:
@@ -111,7 +110,7 @@ class PackedWeights(PackedModule):
         return slice(sum(sizes[:start]), sum(sizes[:end]))
 
     def _weight(self, start: int, end: int) -> QuantizedWeight:
-        """Projections `start` to `end`, with what the first has of its own."""
+        """Return projections `start` to `end` as one weight, with the input order and scales of the first."""
         scale_rows = self._rows(start, end, self.layout.scale_rows)
         return QuantizedWeight(
             self.values[self._rows(start, end)],
@@ -134,7 +133,7 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 class _Projection:
-    """Tensors that wait until all of a projection are there, and are then packed into its weight."""
+    """Collects the tensors of a projection and packs them once all are there."""
 
     def __init__(self, layout: Layout, rows: int, columns: int, weight: QuantizedWeight) -> None:
         self.layout, self.rows, self.weight = layout, rows, weight
@@ -186,8 +185,7 @@ class _Projection:
 
 
 class Mxfp4Experts(PackedModule):
-    """One projection of all experts in MXFP4 as `fused_moe` takes it: as many bits as in the checkpoint, in another
-    order."""
+    """One projection of all experts in MXFP4 for `fused_moe`: as many bits as in the checkpoint, reordered."""
 
     def __init__(self, num_experts: int, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -203,7 +201,7 @@ class Mxfp4Experts(PackedModule):
         return self.exponents.mT
 
     def weight_slots(self, name: str) -> WeightSlots:
-        """Where blocks and scales of the tensor of this name go."""
+        """Return the slots for blocks and scales of the tensor of this name."""
         # Codes, two a byte, the first in the low bits.
         shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
         return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}

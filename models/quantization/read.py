@@ -1,4 +1,4 @@
-"""The quantization_config of a checkpoint: a reader for each `quant_method`."""
+"""Read the quantization_config of a checkpoint; one reader for each `quant_method`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ONE_BY_ONE = {"float": "float-quantized", "int": "int-quantized"}
 
 
 def read_config(folder: Path) -> HfConfig:
-    """config.json, with the quantization_config that older versions of ModelOpt write beside it.
+    """Read config.json, with the quantization_config that older versions of ModelOpt write beside it.
 
     Raises:
         CheckpointError: a file is missing, or not a JSON object.
@@ -59,10 +59,10 @@ def read_config(folder: Path) -> HfConfig:
 
 
 def read_quantization(hf: HfConfig) -> Quantization | None:
-    """How the weights of a config.json are packed; None where they are plain.
+    """Read how the weights of a config.json are packed; None if they are plain.
 
     Raises:
-        UnsupportedError: a way to pack them, or an option of it, is not known here.
+        UnsupportedError: a format, or an option of it, is not supported.
         CheckpointError: a value is malformed.
     """
     section = hf.section("quantization_config")
@@ -77,8 +77,11 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
 
 
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
-    """The same as the tensors of a file show it: scales of groups in the type that all are of, or in float32; scales
-    of e4m3 by the names that they have; and weights plain that are stored as floating point."""
+    """Return the quantisation as the tensors of a file show it.
+
+    Group scales get the dtype that all of the file have, or float32; e4m3 scales the names that they have; and weights
+    that are stored as floating point are plain.
+    """
     if quantization is None:
         return None
     dtypes = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
@@ -98,7 +101,7 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
 
 
 def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> StoredTensors:
-    """What is stored, less biases that GPTQ files hold for projections without one, if they are 0.
+    """Return the stored tensors without zero biases that GPTQ files hold for projections without one.
 
     Raises:
         CheckpointError: a file became unreadable.
@@ -149,7 +152,7 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
 
 
 def _read_fp8(hf: HfConfig) -> list[Rule]:
-    """e4m3 in blocks of 128 x 128 as DeepSeek-V3 has it, or with a scale for all of a projection."""
+    """Read e4m3 in blocks of 128 x 128 as in DeepSeek-V3, or with one scale for a projection."""
     hf.choice("fmt", "e4m3", "float8_e4m3fn")
     block = hf.value("weight_block_size")
     if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
@@ -169,7 +172,7 @@ def _read_fp8(hf: HfConfig) -> list[Rule]:
 
 
 def _read_modelopt(hf: HfConfig) -> list[Rule]:
-    """ModelOpt (NVIDIA): NVFP4, or e4m3 with a scale for all of a projection."""
+    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale for a projection."""
     layout: Layout
     hf.choice("kv_cache_quant_algo", "FP8", "none")
     if hf.choice("quant_algo", "NVFP4", "FP8") == "FP8":
@@ -187,8 +190,10 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
 
 
 def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
-    """Groups of modules with types of their weights and activations, as llm-compressor writes them; no rules where only
-    the KV cache is concerned."""
+    """Read groups of modules with formats of weights and activations, as llm-compressor writes them.
+
+    There are no rules if only the KV cache is quantised.
+    """
     for key in ("sparsity_config", "transform_config"):
         section = hf.section(key)
         if section is not None and section.values and section.values.get("format") != "dense":
@@ -229,7 +234,7 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
 
 
 def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
-    """How the modules of a group of compressed-tensors are stored."""
+    """Return how the modules of a group of compressed-tensors are stored."""
     inputs = group.section("input_activations")
     group.choice("output_activations")
     kind, num_bits = weights.choice("type", "float", "int"), weights.choice("num_bits", 4, 8)
@@ -284,10 +289,10 @@ def _one_by_one(weights: HfConfig, inputs: HfConfig | None, form: str) -> EightB
 
 
 def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False) -> NamePattern:
-    """A regular expression that a configuration holds.
+    """Compile a regular expression of a configuration.
 
     Raises:
-        CheckpointError: it is none, or too long.
+        CheckpointError: it is malformed or too long.
         UnsupportedError: matching it may take long.
     """
     pattern = NamePattern(expression, is_module)
@@ -296,12 +301,12 @@ def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False
 
 
 def _unconverted(hf: HfConfig, key: str) -> list[Rule]:
-    """Rules for the modules that stay plain, as transformers reads them."""
+    """Return rules for modules that stay plain, as transformers reads them."""
     return [(_pattern(name, hf, key, is_module=True), None) for name in filter(None, hf.items(key, str))]
 
 
 def _group_size(hf: HfConfig) -> int:
-    """Columns that share a scale, 0 for all.
+    """Return the columns that share a scale, 0 for all.
 
     Raises:
         UnsupportedError: it is no multiple of 32.

@@ -21,6 +21,7 @@ class BlockTables:
         self._free: list[tuple[int, tuple[int, ...]]] = [(row, ()) for row in range(16)]
         # The sequence of each row, None for none; the last entry is what row -1 of removed sequences leads to.
         self._owners: list[SequenceState | None] = [None] * 17
+        self._is_updating = False
         # A decode step mostly has the sequences of the one before: comparing 256 takes 1 us, looking them up 20.
         self._last: list[SequenceState] = []
         self._last_rows = np.empty(0, np.int64)
@@ -41,17 +42,19 @@ class BlockTables:
 
     def remove(self, state: SequenceState) -> None:
         """Take its row back."""
-        self._free.append((state.row, state.row_blocks))
-        self._owners[state.row] = None
         self._last = []
+        self._owners[state.row] = None
+        self._free.append((state.row, state.row_blocks))
         state.row = -1
 
     def recount(self, states: list[SequenceState]) -> None:
-        """Give these sequences rows, and no others."""
-        live = set(map(id, states))
-        for owner in self._owners:
-            if owner is not None and id(owner) not in live:
-                self.remove(owner)
+        """Give these sequences rows, and no others, where a call that adds or removes one came to no end."""
+        owned, count = {state.row: state for state in states if state.row >= 0}, self._rows.shape[1]
+        owners = [*map(owned.get, range(count)), None]
+        if owners != self._owners or len(self._free) + len(owned) != count or len(self._num_blocks) != count:
+            self._owners, self._num_blocks = owners, np.zeros(count, np.int64)
+            self._free = [(row, ()) for row in range(count) if row not in owned]
+            self._last, self._is_updating = [], True
         for state in states:
             if state.row < 0:
                 self.add(state)
@@ -69,9 +72,16 @@ class BlockTables:
         """int32 [tables, len(states), most blocks of one], padded with block 0; for states that `owns` has just
         approved.
         """
+        if self._is_updating:  # a call before came to no end, so that rows hold anything
+            self._rows[:] = 0
+            self._free = [(row, ()) for row, _ in self._free]
+            for owner in filter(None, self._owners):
+                owner.row_blocks = ()
+        self._is_updating = True
         for state in states:
             if state.row_blocks is not state.blocks:
                 self._update(state)
+        self._is_updating = False
         width = int(self._num_blocks[self._last_rows].max(initial=0))
         return self._rows[:, self._last_rows, :width]
 

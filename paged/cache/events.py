@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from threading import RLock
+from functools import wraps
+from operator import call as call_of
+from threading import RLock, get_ident
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from paged.cache.blocks.rollback import Rollback
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
+
+C = TypeVar("C", bound=type)
 
 _LOG = logging.getLogger("paged")
 
@@ -68,13 +76,18 @@ class Notifier:
     callbacks run once the outermost holder has left, outside the lock. Every listener gets everything in order: a call
     that ends during a delivery adds to it. Errors in callbacks are logged; KeyboardInterrupt and the like are raised
     once everything is delivered.
+
+    An exception can also come within `__enter__` or `__exit__`, as Ctrl-C does: `recover` then undoes the call. A
+    process forked while another thread holds the lock gets a new lock, and that thread's call is undone there.
     """
 
     def __init__(self, pressure: Callable[[], MemoryPressure]) -> None:
         self._lock = RLock()
-        self._depth = 0
-        # Of each call within a call, as one that a caller's own code makes: where it began in `rollback` and in events.
-        self._marks: list[tuple[int, int]] = []
+        # By the thread that holds the lock: where its call began in `rollback` and in events, and each within that, as
+        # those that the garbage collector makes.
+        self._marks: dict[int, list[tuple[int, int]]] = {}
+        # What a call has done stands once its marks are gone; until the next one begins they and events are settled.
+        self._leave: tuple[Callable[[], None], ...] = (self._marks.clear, self._lock.release)
         self.rollback = Rollback()
         self._events: list[CacheEvent] = []
         self._pressure = pressure
@@ -83,6 +96,7 @@ class Notifier:
         self._event_listeners: list[Callable[[CacheEvent], None]] = []
         self._calls: deque[tuple[Callable[..., None], object]] = deque()
         self._is_delivering = False
+        _GUARDS.add(self)
 
     @property
     def has_event_listeners(self) -> bool:
@@ -92,7 +106,7 @@ class Notifier:
     def listen_to_pressure(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Register a callback for every level that differs from the one before."""
         _check_callable(callback)
-        with self._lock:
+        with self:
             if not self._pressure_listeners:
                 self._last_pressure = self._pressure()
             self._pressure_listeners.append(callback)
@@ -100,7 +114,7 @@ class Notifier:
     def listen_to_events(self, callback: Callable[[CacheEvent], None]) -> None:
         """Register a callback for every event."""
         _check_callable(callback)
-        with self._lock:
+        with self:
             self._event_listeners.append(callback)
 
     def add(self, event: CacheEvent) -> None:
@@ -108,60 +122,128 @@ class Notifier:
         self._events.append(event)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth > 1:
-            self._marks.append((len(self.rollback), len(self._events)))
+        thread = get_ident()
+        if thread not in self._marks:
+            self._lock.acquire()
+            self._settle()
+            self._marks[thread] = []
+        self._marks[thread].append((len(self.rollback), len(self._events)))
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        deliver = False
-        try:
-            if self._depth == 1:
-                if exc_type is not None:
-                    self._events.clear()
-                    self.rollback.put_back()
-                self.rollback.clear()
-                self._queue()
-                deliver = bool(self._calls) and not self._is_delivering
-                self._is_delivering |= deliver
-            else:
-                mark, num_events = self._marks.pop()
-                if exc_type is not None:
-                    del self._events[num_events:]
-                    self.rollback.put_back(mark)
-        finally:
-            self._depth -= 1
-            self._lock.release()
-        if deliver:
-            self._deliver()
+        marks = self._marks[get_ident()]
+        if exc_type is not None:
+            self._undo(marks, len(marks) - 1)
+        elif len(marks) > 1:
+            marks.pop()
+            return
+        if exc_type is None or not marks:
+            # In C and on one line, so that no exception comes between the first two and few before the third.
+            any(map(call_of, self._leave)) or self._deliver()  # type: ignore[func-returns-value]
 
-    def _queue(self) -> None:
-        """Queue the notifications of the call that ends."""
+    @property
+    def depth(self) -> int:
+        """How many calls of this thread are under way, one within the other."""
+        return len(self._marks.get(get_ident(), ()))
+
+    def recover(self, depth: int) -> None:
+        """After an exception in a call that began at `depth`: undo what it left half done, and let go of the lock."""
+        thread = get_ident()
+        if thread in self._marks:
+            self._undo(self._marks[thread], depth)
+        if depth == 0:
+            self._marks.pop(thread, None)
+            with suppress(RuntimeError):  # it does not hold it
+                self._lock.release()
+
+    def renew_lock(self) -> None:
+        """In a forked process, which has none of the other threads."""
+        if get_ident() not in self._marks:
+            self._lock, self._is_delivering = RLock(), False
+            self._leave = (self._marks.clear, self._lock.release)
+            for marks in self._marks.values():
+                self._undo(marks, 0)
+            self._marks.clear()
+
+    def _undo(self, marks: list[tuple[int, int]], depth: int) -> None:
+        """Put back what was before each call beyond `depth`."""
+        while len(marks) > depth:
+            mark, num_events = marks[-1]
+            del self._events[num_events:]
+            self.rollback.put_back(mark)
+            marks.pop()
+
+    def _settle(self) -> None:
+        """What the call before has left: nothing takes it back any more, and listeners are to hear of it."""
+        self.rollback.clear()
         if self._events:
             self._calls.extend((callback, event) for event in self._events for callback in self._event_listeners)
             self._events.clear()
         if self._pressure_listeners:
             level = self._pressure()
             if level is not self._last_pressure:
-                self._last_pressure = level
                 self._calls.extend((callback, level) for callback in self._pressure_listeners)
+                self._last_pressure = level
 
     def _deliver(self) -> None:
+        if not (self._event_listeners or self._pressure_listeners):
+            return
+        with self._lock:
+            self._settle()
+            if self._is_delivering or not self._calls:
+                return
+            self._is_delivering = True
         ending: BaseException | None = None
-        while True:
-            with self._lock:
-                if not self._calls:
-                    self._is_delivering = False
-                    break
-                callback, argument = self._calls.popleft()
-            try:
-                callback(argument)
-            except Exception:
-                _LOG.exception("a callback of the KV cache failed on %r", argument)
-            except BaseException as error:
-                ending = error
+        try:
+            while (told := self._next_call()) is not None:
+                callback, argument = told
+                try:
+                    callback(argument)
+                except Exception:
+                    _LOG.exception("a callback of the KV cache failed on %r", argument)
+                except BaseException as error:
+                    ending = error
+                self._calls.popleft()
+        except BaseException:  # whoever is next goes on
+            self._is_delivering = False
+            raise
         if ending is not None:
             raise ending
+
+    def _next_call(self) -> tuple[Callable[..., None], object] | None:
+        with self._lock:
+            if not self._calls:
+                self._is_delivering = False
+                return None
+            return self._calls[0]
+
+
+def recovering(cls: C) -> C:
+    """Have those methods of a class that take its `_guard` recover it where an exception leaves them."""
+    for name, method in list(vars(cls).items()):
+        function: Any = method.fget if isinstance(method, property) else method
+        if "_guard" in getattr(getattr(function, "__code__", None), "co_names", ()) and name != "__init__":
+            recovered = _recovering(function)
+            setattr(cls, name, property(recovered) if isinstance(method, property) else recovered)
+    return cls
+
+
+def _recovering(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard: Notifier = self._guard
+        depth = guard.depth
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            guard.recover(depth)
+            raise
+
+    return call
+
+
+_GUARDS: WeakSet[Notifier] = WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: deque(map(Notifier.renew_lock, list(_GUARDS)), maxlen=0))
 
 
 def _check_callable(callback: object) -> None:

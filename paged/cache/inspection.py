@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.cache.events import Notifier
+from paged.cache.events import Notifier, recovering
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.sliding_window import SlidingWindow
@@ -16,11 +16,12 @@ from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import as_int
 
 
+@recovering
 @dataclass(frozen=True)
 class KvInspection:
-    """Reads and writes K and V as a forward would. Slow: for tests and inspection. Takes `guard` itself."""
+    """Reads and writes K and V as a forward would. Slow: for tests and inspection. Takes the guard itself."""
 
-    guard: Notifier
+    _guard: Notifier
     sequences: LiveSequences
     slots: KvSlotAllocator
     tensors: KvCacheTensors
@@ -30,10 +31,10 @@ class KvInspection:
         """`PagedKvCacheManager.write_kv`."""
         layer, position = self.tensors.layer(layer), as_int("position", position)
         key, value = self.tensors.rows(layer, key, value)
-        with self.guard:
+        with self._guard:
             state = self.sequences.state(handle)
             end = position + len(key)
-            rollback = self.guard.rollback
+            rollback = self._guard.rollback
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
             self.window.check_seen(state, self.tensors.table_of(layer), position, end)
@@ -53,7 +54,7 @@ class KvInspection:
         """`PagedKvCacheManager.read_kv`."""
         layer, start = self.tensors.layer(layer), as_int("start", start)
         num_tokens = as_int("num_tokens", num_tokens)
-        with self.guard:
+        with self._guard:
             state = self.sequences.state(handle)
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)
             if end > readable:

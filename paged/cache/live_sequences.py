@@ -41,6 +41,7 @@ class LiveSequences:
     def add(self, state: SequenceState) -> KvCacheHandle:
         """Register a new sequence; return its handle."""
         handle = KvCacheHandle(state, self._pool, self._config)
+        self._rollback.append((setattr, state, "is_valid", False))
         self._rollback.keep_absence(self.handles, (state.request_id,))
         self.tables.add(state)
         self.handles[state.request_id] = handle

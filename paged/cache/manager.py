@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paged.batch import KvSlotRequest, UnifiedBatchItem
-from paged.cache.events import CacheEvent, MemoryPressure, Notifier
+from paged.cache.events import CacheEvent, MemoryPressure, Notifier, recovering
 from paged.cache.inspection import KvInspection
 from paged.cache.integrity import check_integrity, recount
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
@@ -33,11 +33,13 @@ from paged.staging import to_device
 from paged.token_ids import as_token_ids
 
 
+@recovering
 class PagedKvCacheManager:
     """The KV cache of many sequences, in fixed-size blocks of one preallocated pool.
 
     Thread-safe. Every call is atomic: on any error it is rolled back. Only cached blocks that it evicted in order to
-    write to them stay evicted.
+    write to them stay evicted. What a callback raises comes after the call has done its work; then only a
+    new sequence or reservation is given up. A caller interrupted before it noted a handle finds it by `get_handle`.
 
     `num_tokens` of a handle counts positions that hold valid K/V. `capacity` counts positions that its blocks can hold.
     Blocks may be shared; a shared block is copied before it is written.
@@ -105,16 +107,23 @@ class PagedKvCacheManager:
         ids = None if token_ids is None else as_token_ids("token_ids", token_ids)
         namespace = as_namespace("namespace", namespace)
         room = num_tokens if ids is None else max(num_tokens, len(ids))
-        with self._guard:
-            request_id = self._sequences.new_name(request_id)
-            self._sequences.check_length(room)
-            state = SequenceState(request_id, namespace)
-            if ids is None or not self.config.enable_prefix_cache:
-                state.blocks = self._prefixes.allocate(-(-room // self.config.block_size))
-            else:
-                self._prefixes.begin(state, ids, room)
-                self._window.drop_unseen([state])
-            return self._sequences.add(state)
+        made: KvCacheHandle | None = None
+        try:
+            with self._guard:
+                request_id = self._sequences.new_name(request_id)
+                self._sequences.check_length(room)
+                state = SequenceState(request_id, namespace)
+                if ids is None or not self.config.enable_prefix_cache:
+                    state.blocks = self._prefixes.allocate(-(-room // self.config.block_size))
+                else:
+                    self._prefixes.begin(state, ids, room)
+                    self._window.drop_unseen([state])
+                made = self._sequences.add(state)
+            return made  # noqa: RET504 (given up below)
+        except BaseException:
+            if made is not None:
+                self.free(made)
+            raise
 
     def extend(self, handle: KvCacheHandle, num_tokens: int) -> None:
         """Add capacity for `num_tokens` more positions and advance the length; the caller writes the K/V.
@@ -211,15 +220,22 @@ class PagedKvCacheManager:
         Raises:
             InvalidInputError: `request_id` is in use, or neither str nor int.
         """
-        with self._guard:
-            source = self._sequences.state(handle)
-            request_id = self._sequences.new_name(request_id)
-            source.begin_change(self._guard.rollback)
-            blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
-            self._pool.share([block for block in blocks if block])
-            forked = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
-            forked.chain = source.chain.copy(source.num_tokens, len(blocks))
-            return self._sequences.add(forked)
+        made: KvCacheHandle | None = None
+        try:
+            with self._guard:
+                source = self._sequences.state(handle)
+                request_id = self._sequences.new_name(request_id)
+                source.begin_change(self._guard.rollback)
+                blocks = source.blocks[: self.config.blocks_for(source.num_tokens)]
+                self._pool.share([block for block in blocks if block])
+                forked = SequenceState(request_id, source.namespace, blocks=blocks, num_tokens=source.num_tokens)
+                forked.chain = source.chain.copy(source.num_tokens, len(blocks))
+                made = self._sequences.add(forked)
+            return made  # noqa: RET504 (given up below)
+        except BaseException:
+            if made is not None:
+                self.free(made)
+            raise
 
     def free(self, handle: KvCacheHandle) -> None:
         """Free a sequence; a second call does nothing. A block becomes free with its last reference.
@@ -273,11 +289,18 @@ class PagedKvCacheManager:
             OutOfBlocksError: the pool has too few free blocks.
         """
         columns = as_columns(requests)
-        with self._guard:
-            states, targets, highest = self._sequences.requested(columns)
-            if highest is not None:
-                self._slots.require(states, highest)
-            return self._slots.reserve(states, targets)
+        made: KvSlotReservation | None = None
+        try:
+            with self._guard:
+                states, targets, highest = self._sequences.requested(columns)
+                if highest is not None:
+                    self._slots.require(states, highest)
+                made = self._slots.reserve(states, targets)
+            return made  # noqa: RET504 (given up below)
+        except BaseException:
+            if made is not None:
+                made.rollback()
+            raise
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
         """Give the empty sequence `target` the first `num_blocks` blocks of `source`, in place of its own.

@@ -11,7 +11,7 @@ from typing import Any
 
 from paged.cache.blocks.pool import BlockPool
 from paged.cache.blocks.rollback import Rollback
-from paged.cache.events import Notifier
+from paged.cache.events import Notifier, recovering
 from paged.cache.prefix.chain import TokenChain, pack
 from paged.errors import InvalidInputError
 from paged.kernels.common.scalars import shown
@@ -72,6 +72,7 @@ class Undo:
     replaced: dict[int, int]
 
 
+@recovering
 class KvSlotReservation:
     """Capacity reserved for a whole batch, as a context manager.
 
@@ -167,6 +168,11 @@ class KvSlotReservation:
                 self._pool.release(dropped)
             self._close(is_released=False)
 
+    def leave(self) -> None:
+        """Keep the room and leave the lengths alone. Does nothing once it is closed."""
+        with self._guard:
+            self._close()
+
     def settle(self, state: SequenceState) -> None:
         """Take one sequence out of the reservation; it keeps its capacity and its length."""
         self._keep([state], [state.num_tokens])
@@ -240,8 +246,7 @@ class KvSlotReservation:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._guard:
-            if exc_type is not None:
-                self.rollback()
-            else:
-                self._close()
+        if exc_type is not None:
+            self.rollback()
+        else:
+            self.leave()

@@ -1,4 +1,4 @@
-"""Stands in for others' attention and MoE functions, under their names and with their arguments."""
+"""Drop-in functions for FlashAttention and vLLM, with their names and arguments."""
 
 from paged.interop.flash_attention import flash_attn_func as flash_attn_func
 from paged.interop.flash_attention import flash_attn_kvpacked_func as flash_attn_kvpacked_func

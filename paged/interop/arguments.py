@@ -1,4 +1,4 @@
-"""Translates the arguments of FlashAttention's functions to the names here, and errors back to theirs."""
+"""Translate the arguments of FlashAttention's functions to this project's names, and errors back."""
 
 from __future__ import annotations
 
@@ -47,13 +47,16 @@ _CACHED_ATTENTION = _honoured(
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},
 )
 # What says how to compute a result, not which: taken whatever its value.
-_HINTS = frozenset("deterministic fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata sm_margin ver".split())
+_HINTS = frozenset(
+    "deterministic disable_scheduler_metadata fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata "
+    "seqlen_k_per_split sm_margin ver".split()
+)
 # None, False and 0 turn an argument off that is not honoured here. For these it is another number.
 _OFF = {"cp_world_size": 1, "window_size_left": -1, "window_size_right": -1}
 
 
 def as_flag(name: str, value: Any, default: bool = False) -> bool:
-    """True or False, or 1 or 0, of any library; `default` for None."""
+    """Return a bool from True, False, 1 or 0 of any library; `default` for None."""
     if value is None:
         return default
     number = as_index(value)
@@ -63,16 +66,16 @@ def as_flag(name: str, value: Any, default: bool = False) -> bool:
 class Arguments(dict[str, Any]):
     """The arguments of one call that are not None.
 
-    Keys are the names that `paged_attention` and `reshape_and_cache` have for a thing, or FlashAttention's where they
-    have none. Errors name the key; `names` has the caller's own for it.
+    Keys are the names that `paged_attention` and `reshape_and_cache` use, or FlashAttention's if they have none. Errors
+    name the key; `names` maps it to the caller's own name.
     """
 
     def __init__(self, function: str, given: Mapping[str, Any]) -> None:
-        """given: by the caller's names.
+        """Read arguments by the caller's names.
 
         Raises:
-            UnsupportedError: an argument that cannot be honoured, by name, with a value that asks for something.
-            InvalidInputError: the same thing twice under two names.
+            UnsupportedError: an argument that cannot be honoured has a value that asks for something.
+            InvalidInputError: one thing is given twice under two names.
         """
         super().__init__()
         self.function = function
@@ -93,7 +96,7 @@ class Arguments(dict[str, Any]):
                 raise InvalidInputError(f"{self.names[key]}, {name}: both given, expected one of them")
 
     def put(self, key: str, value: Any, name: str) -> None:
-        """Derive `key` from the caller's argument `name`."""
+        """Set `key` to a value derived from the caller's argument `name`."""
         self.names[key] = name
         if value is not None:
             self[key] = value
@@ -112,7 +115,7 @@ class Arguments(dict[str, Any]):
         return self.tensor(key) if key in self else None
 
     def refuse_gradients(self) -> None:
-        """Raise UnsupportedError for the first tensor that a gradient would have to reach."""
+        """Raise UnsupportedError for the first tensor that requires a gradient."""
         for key, value in self.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 refuse_gradients(f"{key}: requires a gradient, {self.function} here", value)
@@ -121,21 +124,21 @@ class Arguments(dict[str, Any]):
         return as_flag(key, self.get(key), default)
 
     def integer(self, key: str) -> int | None:
-        """An integer of any library, 0 or more."""
+        """Return an integer of any library, 0 or more, or None."""
         return as_int(key, self[key]) if key in self else None
 
     def softmax_scale(self) -> float | None:
         return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30) if "softmax_scale" in self else None
 
     def softcap(self) -> float:
-        """0 where there is none; FlashAttention takes every negative one for none too."""
+        """Return the softcap; 0 for none, which FlashAttention also spells as a negative number."""
         softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, 1000.0)
         if 0.0 < softcap < 1e-6:
             raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least 1e-06")
         return max(softcap, 0.0)
 
     def window(self) -> tuple[int, int]:
-        """(left, right); None, a negative edge and an edge of None stand for no limit."""
+        """Return (left, right); None and negative numbers become -1, no limit."""
         given = self.get("window_size", (None, None))
         try:
             left, right = given
@@ -146,8 +149,7 @@ class Arguments(dict[str, Any]):
 
 
 def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
-    """Give a function of arguments by name the parameters `needed`, which may not be None, those of `options`, and any
-    others by name."""
+    """Give a function of a dict the parameters `needed`, which may not be None, those of `options`, and any keyword."""
     first = needed.split()
     leading = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
     defaults = {name: parameter.default for name, parameter in signature(options).parameters.items()}

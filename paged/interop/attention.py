@@ -1,4 +1,4 @@
-"""The attention behind every function of FlashAttention's: one paged call for whatever layout the arguments have."""
+"""Attention behind all of FlashAttention's functions: one paged call for any layout of arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from paged.kernels.common.errors import arguments_named
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 
 Rows = dict[str, Any]  # a tensor or None, by the name of the argument
+_ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
 def attend(function: str, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a function, by name, with its arguments by the caller's names, those of any version.
+    """Run a function of FlashAttention, by name, with arguments by the caller's names, of any version.
 
     Returns:
-        out: like q, with the values' head_dim; bfloat16 where q has 8 bits.
-        lse: float32 [num_q_heads, total_q], or [batch, num_q_heads, seqlen_q]; None unless the caller asks for it.
+        out: like q with the values' head_dim; bfloat16 if q has 8 bits. lse: float32 [num_q_heads, total_q] or [batch,
+            num_q_heads, seqlen_q]; None unless the caller asks for it.
     """
     args = Arguments(function, given)
     try:
@@ -47,10 +48,13 @@ def attend(function: str, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch
 
 
 def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Errors speak of the keys of `args`."""
+    """Run the call; errors name the keys of `args`."""
     unpack(args)
     # All is read and checked before the first key is written: a call that fails leaves the cache as it was.
     batch = read_batch(args)
+    for key, values in (("q_scale", batch.q), ("k_scale", batch.k_cache), ("v_scale", batch.v_cache)):
+        if values.dtype != torch.float8_e4m3fn:  # FlashAttention reads no scale of other values
+            args.pop(key, None)
     new = _read_new_keys(args, batch)
     args.refuse_gradients()
     check_lengths(batch, 0 if new is None else new.counts)
@@ -69,8 +73,6 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
     q_scale, k_scale, v_scale = (_row_for_all(args, f"{x}_scale", num_seqs, num_kv_heads) for x in "qkv")
-    if q_scale is not None and dtype == batch.q.dtype:
-        raise UnsupportedError(f"q_scale: q is {batch.q.dtype}, not float8_e4m3fn")
     rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
         "k_scale": k_scale if q_scale is None else q_scale if k_scale is None else k_scale * q_scale,
@@ -85,8 +87,10 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     if padding is not None:
         check_within("cache_leftpad", padding, 0, batch.seq_lens, "seq_lens")
     in_tokens = batch if padding is None else by_token(batch, padding)
+    if new is not None and new.is_scaled:
+        k_scale = v_scale = None  # `rows` has what they are read with
     if new is not None and (_is_by_sequence(k_scale) or _is_by_sequence(v_scale)):
-        raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys")
+        raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys that are not float8_e4m3fn")
     is_local = options["window_size"] != (-1, -1) or options["attention_chunk_size"] > 0
     batch, new = _rotate(args, batch, new, in_order=options["causal"] or is_local)
     if new is not None:
@@ -106,7 +110,7 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The caller's `out`, and where rows go: the same memory if its rows can be addressed there."""
+    """Return the caller's `out`, and memory for the rows: the same if its rows can be addressed there."""
     given, v_head_dim = args.optional_tensor("out"), batch.v_cache.shape[3]
     if given is not None:
         check_tensor("out", given, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
@@ -119,7 +123,7 @@ def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.T
 
 
 def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[Batch, Rows]:
-    """Each sequence as two: its first `used` queries, and the others, which see no key."""
+    """Split each sequence in two: its first `used` queries, and the others, which see no key."""
     starts = batch.cu_seqlens_q[:-1]
     offsets = torch.cat([torch.stack([starts, starts + used], 1).flatten(), batch.cu_seqlens_q[-1:]])
     seq_lens = torch.stack([batch.seq_lens, torch.zeros_like(batch.seq_lens)], 1).flatten()
@@ -129,8 +133,10 @@ def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[
 
 
 def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], has_lse: bool) -> torch.Tensor | None:
-    """`paged_attention` to `out`, of one sequence after the other where they have rows of their own; the log-sum-exp,
-    where it is asked for."""
+    """Run `paged_attention` into `out` and return the log-sum-exp if asked for.
+
+    If sequences have rows of their own, they run one after the other.
+    """
     if not any(map(_is_by_sequence, rows.values())):
         result = paged_attention(**batch._asdict(), out=out, return_lse=has_lse, **options, **rows)
         return result[1] if isinstance(result, tuple) else None
@@ -157,11 +163,10 @@ def _is_by_sequence(row: torch.Tensor | None) -> bool:
 
 
 def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> torch.Tensor | None:
-    """Read slopes or scales, which FlashAttention takes as one row a sequence and `paged_attention` as one for all.
+    """Read slopes or scales: FlashAttention takes a row for each sequence, `paged_attention` one for all.
 
-    Returns [num_heads], or a scale's [] or [1]. Rows of [num_seqs, num_heads] that are one in memory, expanded, are
-    known to be equal. Others are compared on the host, which on a device waits for it; where they differ, all of them
-    come back.
+    Returns [num_heads], or [] or [1] for a scale. Rows of [num_seqs, num_heads] that are one in memory, expanded, are
+    equal. Others are compared on the host, which waits for the device; if they differ, all rows are returned.
     """
     values = args.optional_tensor(key)
     if values is None:
@@ -186,10 +191,11 @@ def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> to
 
 
 class _NewKeys(NamedTuple):
-    """key, value: [num_new, num_kv_heads, head_dim], each with its cache's. seqs, steps: int64 [num_new], whose
-    key a row is, and which of it.
+    """New keys and values of all sequences, with their places.
 
-    counts: int32 [num_seqs], or one number for all, how many a sequence gains.
+    key, value: [num_new, num_kv_heads, head_dim], each with its cache's head_dim. seqs, steps: int64 [num_new], the
+    sequence of each row and its index there. counts: new keys of each sequence, int32 [num_seqs], or one number for
+    all. is_scaled: they came as float8_e4m3fn, which the cache holds as they are.
     """
 
     key: torch.Tensor
@@ -197,10 +203,11 @@ class _NewKeys(NamedTuple):
     seqs: torch.Tensor
     steps: torch.Tensor
     counts: torch.Tensor | int
+    is_scaled: bool
 
 
 def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
-    """[batch, seqlen_new, num_kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new."""
+    """Read [batch, seqlen_new, num_kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new."""
     if ("key" in args) != ("value" in args):
         raise InvalidInputError("key, value: one of them is None, expected both or none")
     num_seqs, device = batch.num_seqs, batch.k_cache.device
@@ -211,36 +218,34 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
         raise InvalidInputError(f"cache_seqlens: None, expected one: {args.function} needs it")
     key, value = args.tensor("key"), args.tensor("value")
     rows: tuple[int | str, ...] = (num_seqs, "seqlen_new") if offsets is None else ("total_new",)
-    check_tensor("key", key, (*rows, *batch.k_cache.shape[2:]), FLOAT_DTYPES, device)
+    dtypes = FLOAT_DTYPES if batch.k_cache.dtype != torch.float8_e4m3fn else _ROUNDED_DTYPES
+    check_tensor("key", key, (*rows, *batch.k_cache.shape[2:]), dtypes, device)
     check_tensor("value", value, (*key.shape[:-1], batch.v_cache.shape[3]), (key.dtype,), device)
-    key, value = with_contiguous_rows(key), with_contiguous_rows(value)
+    is_scaled = key.dtype == torch.float8_e4m3fn
+    key, value = (with_contiguous_rows(x.float() if is_scaled else x) for x in (key, value))
     if offsets is None:
         seqs_and_steps = _steps(num_seqs, key.shape[1], device)
-        return _NewKeys(key.flatten(0, 1), value.flatten(0, 1), *seqs_and_steps, key.shape[1])
+        return _NewKeys(key.flatten(0, 1), value.flatten(0, 1), *seqs_and_steps, key.shape[1], is_scaled)
     check_offsets("cu_seqlens_k_new", offsets, len(key))
-    return _NewKeys(key, value, *_packed_steps(offsets, len(key)), offsets.diff())
+    return _NewKeys(key, value, *_packed_steps(offsets, len(key)), offsets.diff(), is_scaled)
 
 
 def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bool) -> tuple[Batch, _NewKeys | None]:
-    """Rotated copies, from each sequence's length on; without `in_order` all its queries at that one position."""
+    """Return rotated copies, from each sequence's length on; without `in_order` its queries all take that position."""
     cos, sin = args.optional_tensor("rotary_cos"), args.optional_tensor("rotary_sin")
+    if cos is None:
+        return batch, new  # FlashAttention reads none of the others then
+    if sin is None or new is None:
+        raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
     starts = lengths(args, "rotary_seqlens", batch.num_seqs, batch.k_cache.device)
     is_interleaved = args.flag("rotary_interleaved", True)
-    if cos is None and sin is None:
-        if starts is not None:
-            raise InvalidInputError("rotary_seqlens: given without rotary_cos and rotary_sin")
-        return batch, new
-    if cos is None or sin is None or new is None:
-        raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
-    if batch.q.dtype == torch.float8_e4m3fn:
-        raise UnsupportedError("rotary_cos: q is float8_e4m3fn, which cannot be rotated")
-    check_tensor("rotary_cos", cos, ("max_position", "rotary_dim / 2"), FLOAT_DTYPES, batch.k_cache.device)
-    check_tensor("rotary_sin", sin, cos.shape, FLOAT_DTYPES, batch.k_cache.device)
+    check_tensor("rotary_cos", cos, ("max_position", "rotary_dim / 2"), _ROUNDED_DTYPES, batch.k_cache.device)
+    check_tensor("rotary_sin", sin, cos.shape, _ROUNDED_DTYPES, batch.k_cache.device)
     if not 0 < 2 * cos.shape[1] <= batch.k_cache.shape[3]:
         raise InvalidInputError(f"rotary_cos: {cos.shape[1]} columns, expected 1 to {batch.k_cache.shape[3] // 2}")
     if batch.num_seqs == 0:
         return batch, new
-    table, starts = torch.cat([cos, sin], 1).float(), (batch.seq_lens if starts is None else starts).long()
+    table, starts = torch.cat([cos.float(), sin.float()], 1), (batch.seq_lens if starts is None else starts).long()
     if "cu_seqlens_q" in args:
         seqs, steps = _packed_steps(batch.cu_seqlens_q, len(batch.q))
     else:
@@ -251,13 +256,14 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
     rotated = []
     for positions, rows in ((of_queries, batch.q), (of_keys, new.key)):
         check_within("rotary_cos", positions, 0, len(table) - 1, f"{len(table) - 1}, its rows, as positions")
-        rotated.append(rows.clone(memory_format=torch.contiguous_format))
+        dtype = torch.float32 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+        rotated.append(rows.to(dtype, copy=True, memory_format=torch.contiguous_format))
         rotary_embedding(positions, rotated[-1], None, table, interleaved=is_interleaved)
     return batch._replace(q=rotated[0]), new._replace(key=rotated[1])
 
 
 def _append(batch: Batch, new: _NewKeys, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> Batch:
-    """Write the new keys and values behind those that are there."""
+    """Write the new keys and values behind those in the cache."""
     num_blocks, block_size = batch.k_cache.shape[:2]
     positions = batch.seq_lens.index_select(0, new.seqs) + new.steps
     blocks = batch.block_table[new.seqs, (positions // block_size).clamp_(min=0)].long()
@@ -269,13 +275,13 @@ def _append(batch: Batch, new: _NewKeys, k_scale: torch.Tensor | None, v_scale: 
 
 
 def _steps(num_seqs: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whose row each of [num_seqs, seqlen] is, and which of it."""
+    """Return for each row of [num_seqs, seqlen] its sequence and its index there."""
     rows = torch.arange(num_seqs * seqlen, device=device)
     return rows // max(seqlen, 1), rows % max(seqlen, 1)
 
 
 def _packed_steps(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of rows in sequences that begin at `offsets`; step -1 behind the last."""
+    """Return the same for sequences that begin at `offsets`; index -1 behind the last one."""
     rows = torch.arange(num_rows, device=offsets.device)
     seqs = torch.searchsorted(offsets[1:], rows, right=True, out_int32=False).clamp_(max=offsets.shape[0] - 2)
     return seqs, torch.where(rows < offsets[-1], rows - offsets[seqs], -1)

@@ -1,11 +1,13 @@
-"""FlashAttention 2's functions on `paged_attention`, with its order of arguments; 3 and 4 have files of their own.
+"""FlashAttention 2's functions on `paged_attention`, with its order of arguments.
 
-By keyword all of them take the other versions' arguments too, and those of vLLM's fork: `page_table`, `seqused_q`,
-`seqused_k`, `learnable_sink` or `s_aux`, scales of 8-bit caches, `out`, `return_softmax_lse`. Nothing is ignored but
-what says how to compute and not what: `deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `pack_gqa`,
-`sm_margin`. What cannot be honoured raises UnsupportedError with its name, unless it is None, False or 0.
+Versions 3 and 4 are in `flash_attention_3` and `flash_attention_4`. By keyword, all functions also take the arguments
+of the other versions and of vLLM's fork: `page_table`, `seqused_q`, `seqused_k`, `learnable_sink` or `s_aux`, scales of
+8-bit caches, `out`, `return_softmax_lse`. Arguments that do not change the result are accepted without effect:
+`deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`,
+and what FlashAttention does not read either. Any other argument raises UnsupportedError with its name, unless its value
+turns it off: None, False or 0; 1 for `cp_world_size`, -1 for `window_size_left` and `window_size_right`.
 
-Forward only. A row of queries that sees no key gives 0 and, unlike there, lse -inf.
+Forward only. A query row that sees no key gives 0 and, unlike FlashAttention, lse -inf.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, 
 
 @_takes("q k v")
 def flash_attn_func(given: dict[str, Any]) -> Result:
-    """`flash_attn.flash_attn_func`: attention of sequences of one length.
+    """Attention of sequences of one length, as `flash_attn.flash_attn_func`.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim].
         k, v: [batch, seqlen_k, num_kv_heads, head_dim].
 
-    The others, the result and the errors are those of `flash_attn_varlen_func`, with the log-sum-exp
-    [batch, num_q_heads, seqlen_q].
+    The other arguments, the result and the errors are those of `flash_attn_varlen_func`; the log-sum-exp is [batch,
+    num_q_heads, seqlen_q].
     """
     return _attend("flash_attn_func", given)
 
@@ -58,39 +60,39 @@ def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
     block_table=None: None
 )  # fmt: skip
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
-    """`flash_attn.flash_attn_varlen_func`: attention of sequences of different lengths.
+    """Attention of sequences of different lengths, as `flash_attn.flash_attn_varlen_func`.
 
     Args:
-        q: [total_q, num_q_heads, head_dim], float32, float16, bfloat16, or float8_e4m3fn with keys of that type.
-        k, v: [total_k, num_kv_heads, head_dim], 1 to 512, v's may be another; with a block table
-            [num_blocks, block_size, num_kv_heads, head_dim]; of q's type or float8_e4m3fn.
-        cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1], where sequences begin; those of the keys are not needed with
-            a block table and seqused_k.
-        max_seqlen_q, max_seqlen_k: at least the longest; that of the keys is not needed with a block table. Without one
-            a table of int32 [num_seqs, max_seqlen_k] is made.
+        q: [total_q, num_q_heads, head_dim], float32, float16 or bfloat16; or float8_e4m3fn with keys of that dtype.
+        k, v: [total_k, num_kv_heads, head_dim], or with a block table [num_blocks, block_size, num_kv_heads, head_dim];
+            dtype of q or float8_e4m3fn. Head sizes are 1 to 512; that of v may differ.
+        cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1], offsets of the sequences. cu_seqlens_k may be None with
+            seqused_k and a block table.
+        max_seqlen_q, max_seqlen_k: upper bounds of the longest. max_seqlen_k may be None with a block table. Without
+            one, a table of int32 [num_seqs, max_seqlen_k] is made.
         dropout_p: 0.
-        softmax_scale: 0 to 1e30; 1 / sqrt(head_dim) when not given.
-        causal: the last query stands at the last key, and each sees what is not behind it.
-        window_size: (left, right) keys seen on each side besides the own one; None, or a negative number, is no limit.
-        attention_chunk: position i sees j only where j // attention_chunk is i // attention_chunk; 0 is no limit.
-        softcap: 1e-6 to 1000, scores become softcap * tanh(score / softcap); None, 0 or a negative number is none.
-        alibi_slopes: [num_q_heads], or [num_seqs, num_q_heads].
+        softmax_scale: 0 to 1e30; None for 1 / sqrt(head_dim).
+        causal: whether a query sees only keys up to its own position; the last query stands at the last key.
+        window_size: (left, right) keys seen on each side besides the own one; None or negative for no limit.
+        attention_chunk: position i sees j only if j // attention_chunk equals i // attention_chunk; 0 for no limit.
+        softcap: 1e-6 to 1000: scores become softcap * tanh(score / softcap). None, 0 or negative for none.
+        alibi_slopes: [num_q_heads] or [num_seqs, num_q_heads].
         block_table (page_table): int32 [num_seqs, max_blocks_per_seq].
-        seqused_q, seqused_k: int32 [num_seqs], how many queries and keys of each sequence count; all where not given.
-            The rows of other queries give 0 and -inf.
-        s_aux (learnable_sink, sinks): [num_q_heads], the score of one more key, whose value is 0.
-        q_descale, k_descale, v_descale: float32, one, [num_kv_heads] or [num_seqs, num_kv_heads], what 8-bit values are
-            multiplied by. Rows that are not one row expanded are compared, on a device after waiting for it, and where
-            they differ sequences run one after the other.
-        out: like q (bfloat16 where that has 8 bits) with v's head_dim, written in place.
+        seqused_q, seqused_k: int32 [num_seqs], number of queries and keys of each sequence that count; None for all.
+            Rows of other queries give 0 and -inf.
+        s_aux (learnable_sink, sinks): [num_q_heads], score of one more key, whose value is 0.
+        q_descale, k_descale, v_descale: float32, one value, [num_kv_heads] or [num_seqs, num_kv_heads], factors for
+            8-bit values, not read beside others. Rows that are not one row expanded are compared, which waits for the
+            device. If they differ, sequences run one after the other.
+        out: like q (bfloat16 if q has 8 bits) with v's head_dim; None makes one.
 
     Returns:
-        out [total_q, num_q_heads, v's head_dim]; with return_softmax_lse (out, lse), lse float32 [num_q_heads,
-        total_q]; with return_attn_probs (out, lse, None), there being no probabilities without dropout.
+        out [total_q, num_q_heads, v's head_dim]. With return_softmax_lse (out, lse), lse float32 [num_q_heads,
+        total_q]. With return_attn_probs (out, lse, None), because without dropout there are no probabilities.
 
     Raises:
-        InvalidInputError: an argument does not fit, by its name.
-        UnsupportedError: an argument that cannot be honoured, by its name; or one that requires a gradient.
+        InvalidInputError: an argument does not fit; the message has its name.
+        UnsupportedError: an argument cannot be honoured, or requires a gradient; the message has its name.
     """
     if given["cu_seqlens_k"] is None and given.get("seqused_k") is None:
         raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
@@ -119,31 +121,34 @@ def flash_attn_varlen_qkvpacked_func(given: dict[str, Any]) -> Result:
     alibi_slopes=None, num_splits=0, return_softmax_lse=False: None
 )  # fmt: skip
 def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
-    """`flash_attn.flash_attn_with_kvcache`: new keys and values go to the cache, and the queries attend to all of it.
+    """Attention to a KV cache, after new keys and values are written to it, as `flash_attn.flash_attn_with_kvcache`.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim]; with cu_seqlens_q (and max_seqlen_q) as in
             `flash_attn_varlen_func`.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] with a block table, else [batch_cache,
             seqlen_cache, num_kv_heads, head_dim].
-        k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys that are there; with
-            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim].
-        rotary_cos, rotary_sin: [max_position, rotary_dim / 2]: k, and q where causal or windowed, are rotated from
-            position cache_seqlens on (rotary_seqlens where given), as they are written and read; otherwise all of q at
-            that one position.
-        cache_seqlens: int32 [batch], or one length for all; the whole cache where not given, which takes no k and v.
-        cache_batch_idx: int32 or int64 [batch], rows of a cache without block table; 0, 1, ... where not given.
+        k, v: [batch, seqlen_new, num_kv_heads, head_dim], written behind the cache_seqlens keys of each sequence; with
+            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim]. float8_e4m3fn only for a cache of
+            that dtype, which keeps them as they are. Others are divided by its scales.
+        rotary_cos, rotary_sin: [max_position, rotary_dim / 2]. k is rotated from position cache_seqlens on, or from
+            rotary_seqlens if given, before it is written. q is too if causal or windowed; otherwise all of q takes that
+            one position.
+        cache_seqlens: int32 [batch], or one length for all. None for the whole cache, without k and v.
+        cache_batch_idx: int32 or int64 [batch], rows of block_table, or of a cache without one; None for
+            0, 1, ...
         cache_leftpad: int32 [batch], keys at the start of each sequence that no query sees.
-        block_table (page_table): int32 [batch, max_blocks_per_seq].
+        block_table (page_table): int32 [batch, max_blocks_per_seq], of any number of rows with cache_batch_idx.
 
-    The others are those of `flash_attn_varlen_func`.
+    The other arguments are those of `flash_attn_varlen_func`.
 
     Returns:
-        out like q; with return_softmax_lse also float32 [batch, num_q_heads, seqlen_q], or [num_q_heads, total_q].
+        out like q. With return_softmax_lse also the log-sum-exp, float32 [batch, num_q_heads, seqlen_q] or
+        [num_q_heads, total_q].
 
     Raises:
         InvalidInputError: k without v, new keys without lengths, rotation without new keys, or an argument does not
-            fit, by its name. The cache is as before.
+            fit; the message has its name. The cache is unchanged.
         UnsupportedError: as in `flash_attn_varlen_func`.
     """
     return _attend("flash_attn_with_kvcache", given)

@@ -1,4 +1,4 @@
-"""FlashAttention 3's functions with its order of arguments; what they take and compute is said in `flash_attention`.
+"""FlashAttention 3's functions, with its order of arguments; `flash_attention` describes them.
 
 With the log-sum-exp the result is (out, lse).
 """
@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from paged.errors import InvalidInputError
 from paged.interop.arguments import takes
 from paged.interop.attention import attend
+from paged.interop.layouts import with_contiguous_rows
+from paged.kernels.attention.merge_attn_states import merge_attn_states
+from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor | None, ...]
 
@@ -30,7 +34,7 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
-    """The same with qkv [batch, seqlen, 3, num_heads, head_dim]; num_heads_q is None."""
+    """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]; num_heads_q is None."""
     return _attend("flash_attn_qkvpacked_func", given)
 
 
@@ -52,12 +56,66 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False: None
 )  # fmt: skip
 def flash_attn_with_kvcache(given: dict[str, Any]) -> Result:
-    """Attention to a cache, after new keys are added to it.
+    """Attention to a KV cache, after new keys and values are written to it.
 
     Returns:
-        out; with return_softmax_lse (out, lse, None, None), as there, where the last two are partial results.
+        out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 has partial results in the last two
+        places.
     """
     return _attend("flash_attn_with_kvcache", given, None, None)
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor, lse_partial: torch.Tensor, out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, cu_seqlens: Any = None, seqused: Any = None, varlen_batch_idx: Any = None,
+    return_lse: bool = True, *, virtual_batch_idx: Any = None, max_seqlen_q: Any = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Attention over all keys, from the results over parts of them.
+
+    Args:
+        out_partial: float32, float16 or bfloat16 [num_parts, batch, seqlen, num_heads, head_dim], or [num_parts,
+            total_q, num_heads, head_dim].
+        lse_partial: float32 [num_parts, ..., num_heads], natural log; -inf and inf mark a part without keys.
+        out: like one part, written in place.
+        out_dtype: of the result; out's, or out_partial's where not given.
+        return_lse: from version 4, whose other arguments are not read: rows beyond seqused are computed, too.
+
+    Returns:
+        out like one part, and its log-sum-exp, float32 [..., num_heads], or None without return_lse.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit.
+        UnsupportedError: a gradient is asked for.
+    """
+    check_is_tensor("out_partial", out_partial)
+    leading = ("num_parts", "batch", "seqlen") if out_partial.dim() == 5 else ("num_parts", "total_q")
+    check_tensor("out_partial", out_partial, (*leading, "num_heads", "head_dim"), FLOAT_DTYPES)
+    check_tensor("lse_partial", lse_partial, out_partial.shape[:-1], (torch.float32,), out_partial.device)
+    refuse_gradients("flash_attn_combine", out_partial, lse_partial)
+    dtype = out_dtype or (out_partial if out is None else out).dtype
+    if dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(f"out_dtype: {dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
+    if out is not None:
+        check_tensor("out", out, out_partial.shape[1:], (dtype,), out_partial.device)
+    rows = out_partial.new_zeros(out_partial.shape[1:], dtype=torch.float32).flatten(0, -3)
+    lse = lse_partial.new_full(rows.shape[1::-1], -torch.inf)
+    for part, lse_of_part in zip(out_partial, lse_partial, strict=True):
+        part = with_contiguous_rows(part.float()).flatten(0, -3)
+        rows, lse = merge_attn_states(rows, lse, part, lse_of_part.flatten(0, -2).T)
+    merged = rows.view(out_partial.shape[1:])
+    out = merged.to(dtype) if out is None else out.copy_(merged)
+    return out, lse.T.reshape(out.shape[:-1]) if return_lse else None
+
+
+@takes("batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens", lambda
+    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
+    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
+    num_splits=0, pack_gqa=None, sm_margin=0: None
+)  # fmt: skip
+def get_scheduler_metadata(given: dict[str, Any]) -> torch.Tensor:
+    """One int32 on the device of cache_seqlens, for scheduler_metadata, which is not read here."""
+    check_is_tensor("cache_seqlens", given["cache_seqlens"])
+    return torch.zeros(1, dtype=torch.int32, device=given["cache_seqlens"].device)
 
 
 def _attend(function: str, given: dict[str, Any], *partial: None) -> Result:

@@ -1,6 +1,6 @@
-"""FlashAttention 4's functions (`flash_attn.cute`) with its order of arguments, the same as in `flash_attention`.
+"""FlashAttention 4's functions (`flash_attn.cute`), with its order of arguments; `flash_attention` describes them.
 
-Both return (out, lse), lse None unless return_lse.
+Both return (out, lse); lse is None unless return_lse.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 
 from paged.interop.arguments import takes
 from paged.interop.attention import attend
+from paged.interop.flash_attention_3 import flash_attn_combine as flash_attn_combine
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -31,12 +32,16 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
     window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
     score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
-    return_lse=False: None
+    return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False: None
 )  # fmt: skip
 def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of different lengths.
 
-    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. The longest lengths are all rows
-    where not given.
+    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. Longest lengths of None count
+    all rows.
     """
     return attend("flash_attn_varlen_func", given)
+
+
+def get_scheduler_metadata(*args: Any, **named: Any) -> None:
+    """None, which scheduler_metadata takes: nothing is scheduled ahead here."""

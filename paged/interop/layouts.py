@@ -1,6 +1,6 @@
-"""Queries and keys in every layout that FlashAttention knows, as rows, offsets and a block table.
+"""Queries and keys in every layout of FlashAttention, as rows, offsets and a block table.
 
-Lengths, offsets and ids are checked on the host; on a device they are not read, as that would wait for it.
+Lengths, offsets and ids are checked on the host. On a device they are not read, because that would wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from paged.kernels.common.scalars import as_int
 
 
 class Batch(NamedTuple):
-    """Arguments of `paged_attention`, by its names. seq_lens: keys that are there before any are added."""
+    """Arguments of `paged_attention`, by its names.
+
+    seq_lens: number of keys before any are added.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -34,7 +37,7 @@ class Batch(NamedTuple):
 
     @property
     def max_seqlen_k(self) -> int:
-        """How many keys of a sequence the table has room for."""
+        """Keys of a sequence that the block table can hold."""
         return self.block_table.shape[1] * self.k_cache.shape[1]
 
 
@@ -52,7 +55,7 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(args: Arguments) -> None:
-    """Put q, k and v for a caller's packed qkv or kv, and both offsets for its one."""
+    """Replace packed qkv or kv by q, k and v, and shared offsets by both."""
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
         if name in args:
             packed = args.tensor(name)
@@ -69,10 +72,11 @@ def unpack(args: Arguments) -> None:
 
 
 def read_batch(args: Arguments) -> Batch:
-    """Queries [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q; keys in blocks with a
-    block table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...].
+    """Read queries and keys of any layout. Only those that are not a cache are copied, if their last stride is not 1.
 
-    Without a table nothing is copied either: a row is then a block of one token, a padded sequence one block.
+    Queries: [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys: in blocks with a block
+    table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...]. Without a table, a packed row
+    is a block of one token, and a padded sequence is one block.
     """
     q = args.tensor("q")
     check_dtype("q", q, *FLOAT_DTYPES, torch.float8_e4m3fn)
@@ -92,8 +96,6 @@ def read_batch(args: Arguments) -> Batch:
         if q.dim() != 4:
             raise InvalidInputError(f"q: shape {list(q.shape)}, expected [batch, seqlen_q, num_q_heads, head_dim]")
         batch, seqlen = q.shape[:2]
-        if max_seqlen_q is not None and max_seqlen_q < seqlen:
-            raise InvalidInputError(f"max_seqlen_q: {max_seqlen_q}, q has {seqlen} rows a sequence")
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
         max_seqlen_q, q = seqlen, with_contiguous_rows(q).flatten(0, 1)
 
@@ -101,21 +103,26 @@ def read_batch(args: Arguments) -> Batch:
     offsets = lengths(args, "cu_seqlens_k", num_seqs + 1, q.device)
     table, rows = args.optional_tensor("block_table"), args.optional_tensor("cache_batch_idx")
     _check_shapes(args, q, k, v, num_seqs, is_packed=table is None and offsets is not None)
+    if rows is not None:
+        check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), q.device)
+    if not args.adds_keys:  # a copy of a cache would lose what is written to it
+        k, v = with_contiguous_rows(k), with_contiguous_rows(v)
     longest = k.shape[1]
     if table is not None:
+        num_rows = num_seqs if rows is None else "num_rows"
+        check_tensor("block_table", table, (num_rows, "max_blocks_per_seq"), (torch.int32,), q.device)
         if rows is not None:
-            raise UnsupportedError(f"cache_batch_idx: {args.function} takes it without block_table only")
-        check_tensor("block_table", table, (num_seqs, "max_blocks_per_seq"), (torch.int32,), q.device)
+            check_within("cache_batch_idx", rows, 0, len(table) - 1, f"{len(table) - 1}, rows of block_table")
+            table = table.index_select(0, rows)
         table, longest = with_contiguous_rows(table), table.shape[1] * k.shape[1]
     elif offsets is not None:
         longest = len(k) if max_seqlen_k is None else min(max_seqlen_k, len(k))
-        k, v = with_contiguous_rows(k).unsqueeze(1), with_contiguous_rows(v).unsqueeze(1)
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
         table = offsets[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
     else:
         if rows is None:
             rows = torch.arange(num_seqs, device=q.device)
         else:
-            check_tensor("cache_batch_idx", rows, (num_seqs,), (torch.int32, torch.int64), q.device)
             args.put("block_table", None, "cache_batch_idx")
         table = rows.to(torch.int32).unsqueeze(1)
         if longest == 0:  # no keys at all: blocks of a token that no table names
@@ -130,7 +137,7 @@ def read_batch(args: Arguments) -> Batch:
 
 
 def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
-    """The same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
+    """Return the same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
 
     Raises:
         UnsupportedError: blocks do not begin at multiples of the distance between two tokens.
@@ -161,13 +168,13 @@ def check_offsets(name: str, offsets: torch.Tensor, total: int) -> None:
 
 
 def check_within(name: str, values: torch.Tensor, least: int, most: torch.Tensor | int, what: str) -> None:
-    """Raise InvalidInputError unless all of `values` lie in least..most, which is what `what` says."""
+    """Raise InvalidInputError unless all of `values` lie in least..most; `what` describes the range."""
     if is_readable(values) and bool(((values < least) | (values > most)).any()):
         raise InvalidInputError(f"{name}: {_few(values)}, expected {least} to {what}")
 
 
 def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
-    """num_new: keys that are yet to be added to each sequence."""
+    """Check lengths and block ids; num_new: keys yet to be added to each sequence."""
     if is_readable(batch.seq_lens):
         room = batch.max_seqlen_k - num_new
         check_within("seq_lens", batch.seq_lens, 0, room, f"{_few(room)}, for which there is room")
@@ -206,17 +213,17 @@ def _check_shapes(
     if k.shape[-2] == 0 or num_q_heads == 0 or num_q_heads % k.shape[-2]:
         heads = f"{num_q_heads} heads, expected a multiple of the keys' {k.shape[-2]}"
         raise InvalidInputError(f"q: {heads}")
-    if not is_packed:
-        for name, x in (("k_cache", k), ("v_cache", v)):
-            check_last_dim_contiguous(name, x)
-        if k.shape[1] == 0 and (is_paged or "key" in args):
-            raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
+    if args.adds_keys:
+        check_last_dim_contiguous("k_cache", k)
+        check_last_dim_contiguous("v_cache", v)
+    if not is_packed and k.shape[1] == 0 and (is_paged or "key" in args):
+        raise InvalidInputError("k_cache: room for 0 tokens, expected at least 1")
 
 
 def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """How many keys of each sequence count: so many, one number for all, those between the offsets, or all."""
+    """Return the number of keys of each sequence: as given, between the offsets, or all."""
     given = args.get("seq_lens")
     if args.names.get("seq_lens") == "cache_seqlens" and given is not None and getattr(given, "ndim", 0) == 0:
         length = as_int("cache_seqlens", given)

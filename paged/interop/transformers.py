@@ -1,11 +1,11 @@
-"""transformers' models on our attention and fused MoE: `register`, then ask for them by the name `paged_triton`.
+"""Attention and fused MoE for transformers' models: call `register`, then select `paged_triton` by name.
 
     register()
     model.set_attn_implementation("paged_triton")
     model.set_experts_implementation("paged_triton")
     model.generate_batch(...)
 
-Its continuous batching keeps K and V in pages of its own; layers with full attention read them where they stand.
+Continuous batching keeps K and V in pages of transformers' own; layers with full attention read them in place.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 def register() -> None:
-    """Add `paged_triton` to transformers' attention and experts functions, and to those continuous batching takes.
+    """Add `paged_triton` to transformers' attention and experts functions, and admit it to continuous batching.
 
-    Once or more often. For inference: the attention needs the cache of `generate_batch`.
+    May be called repeatedly. For inference only: the attention needs the cache of `generate_batch`.
 
     Raises:
-        UnsupportedError: this version of transformers decides in another way what continuous batching takes; 5.23 is
-            one that fits.
+        UnsupportedError: this transformers version selects implementations for continuous batching in another way; 5.23
+            works.
     """
     for module in _ASKING:
         if not hasattr(module, "is_flash_attention_requested"):
@@ -59,7 +59,7 @@ def register() -> None:
 def _needs_no_mask(
     config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
 ) -> bool:
-    """transformers' `is_flash_attention_requested`, which we are in all but the functions of a given version."""
+    """Replace transformers' `is_flash_attention_requested`: true also for `paged_triton`, unless a version is given."""
     name = requested_attention_implementation if config is None else config._attn_implementation
     if name == NAME:
         return version is None
@@ -93,14 +93,17 @@ class PagedTritonAttention:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [1, num_q_heads, num_tokens, head_dim], key [1, num_kv_heads, num_tokens, head_dim], value likewise; in
-        layers with full attention its head_dim may be smaller.
+        """Write new keys and values to the cache and attend to it.
+
+        Args:
+            query: [1, num_q_heads, num_tokens, head_dim].
+            key, value: [1, num_kv_heads, num_tokens, head_dim]; in layers with full attention value may be narrower.
 
         Returns:
-            [1, num_tokens, num_q_heads, the values' head_dim], and no weights.
+            Attention [1, num_tokens, num_q_heads, the values' head_dim], and None for weights.
 
         Raises:
-            UnsupportedError: no paged cache, a mask, a position bias, dropout, new keys by block table, or heads of
+            UnsupportedError: no paged cache, a mask, a position bias, dropout, a block table for new keys, or heads of
                 other sizes than the cache's.
         """
         paged_cache, table = kwargs.get("cache"), kwargs.get("block_table")
@@ -163,9 +166,10 @@ class PagedTritonAttention:
     def _step(
         self, allocator: Any, write_index: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, AttentionPlan]:
-        """The block table from the index of every token to read, of which each page holds a run from its first slot.
+        """Return the block table and the plan, from the index of every token to read.
 
-        The index is empty where nothing was cached before: the tokens to read are those just written.
+        In each page the tokens fill a run from its first slot. The index is empty if nothing was cached before: the
+        tokens to read are those just written.
         """
         steps: dict[bool, tuple[torch.Tensor, AttentionPlan]] = self._steps.setdefault(write_index, {})
         capturing = write_index.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -184,23 +188,23 @@ class PagedTritonAttention:
 def fused_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """An experts function of transformers on `fused_moe`; without gradients.
+    """Run transformers' experts with `fused_moe`, without gradients.
 
     Raises:
-        UnsupportedError: a gradient is asked for, or as in `_read_experts`.
+        UnsupportedError: a tensor requires a gradient, or as in `_read_experts`.
     """
     weights, ids = top_k_weights.float().contiguous(), top_k_index.to(torch.int32).contiguous()
     return fused_moe(hidden_states, topk_weights=weights, topk_ids=ids, **_read_experts(self))
 
 
 def _read_experts(experts: Any) -> dict[str, Any]:
-    """The weights, biases and activation of a module of experts, by the names that `fused_moe` has for them.
+    """Return weights, biases and activation of a module of experts, as arguments of `fused_moe`.
 
-    Weights stored as [num_experts, in, out] are written anew in memory, once, so that the rows of each output stand
-    together; the parameter keeps its shape and values.
+    Weights stored as [num_experts, in, out] are rewritten in memory once, so that the rows of each output are
+    contiguous; the parameter keeps its shape and values.
 
     Raises:
-        UnsupportedError: experts that are no gated SiLU or gpt-oss MLPs, or whose weights stand in another order.
+        UnsupportedError: the experts are no gated SiLU or gpt-oss MLPs, or their weights have another order.
     """
     gate = type(experts)._apply_gate
     is_clamped = gate.__qualname__ == "GptOssExperts._apply_gate"
@@ -229,7 +233,7 @@ def _read_experts(experts: Any) -> dict[str, Any]:
 
 
 def _transposed(weight: torch.Tensor) -> torch.Tensor:
-    """[num_experts, out, in] with contiguous rows."""
+    """Return [num_experts, out, in] with contiguous rows."""
     if weight.stride(-2) == 1:
         return weight.mT
     # What is made in a graph is the graph's.

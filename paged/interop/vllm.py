@@ -1,4 +1,4 @@
-"""vLLM's cache write and fused experts on the operations here, with the arguments of its version 0.33."""
+"""vLLM's cache write and fused experts on this project's operations, with the arguments of vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def reshape_and_cache_flash(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """`vllm._custom_ops.reshape_and_cache_flash`: `reshape_and_cache` of the first len(slot_mapping) rows.
+    """Write new K and V to the cache, as `vllm._custom_ops.reshape_and_cache_flash`.
 
     Args:
         key, value: [at least num_tokens, num_kv_heads, head_dim]; rows beyond num_tokens are padding.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]; uint8 stands for e4m3.
-        slot_mapping: int64 [num_tokens], negative to skip.
-        kv_cache_dtype: "auto", "float16" and "bfloat16" store values as they are, whatever the scales; "fp8" and
-            "fp8_e4m3" divide them by their scales.
+        slot_mapping: int64 [num_tokens]; negative to skip a token.
+        kv_cache_dtype: "auto", "float16" and "bfloat16" store values as they are and ignore the scales; "fp8" and
+            "fp8_e4m3" divide values by their scales.
         k_scale, v_scale: float32, one value or [num_kv_heads].
 
     Raises:
-        UnsupportedError: another kv_cache_dtype, or a tensor that requires a gradient.
+        UnsupportedError: another kv_cache_dtype, or a tensor requires a gradient.
         InvalidInputError: as in `reshape_and_cache`.
     """
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
@@ -78,18 +78,19 @@ def fused_experts(
     *,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """`vllm...fused_moe.fused_experts`: `fused_moe` with the router's weights and ids of any float and integer dtype.
+    """Run `fused_moe` with the arguments of vLLM's `fused_experts`.
 
     Args:
+        topk_weights, topk_ids: as in `fused_moe`, of any float and integer dtype.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" (w1's gate and up rows alternate) or
             "swigluoai_uninterleave", or the member of vLLM's enumeration with that value.
-        global_num_experts: the length of expert_map, or of w1 without one; -1 is either.
-        quant_config: None, or vLLM's configuration of weights that are not quantised, whose biases are taken.
-        inplace: the result goes to hidden_states.
+        global_num_experts: length of expert_map, or of w1 without one; -1 for either.
+        quant_config: None, or vLLM's configuration of plain weights, whose biases are used.
+        inplace: whether to write the result to hidden_states.
 
     Raises:
-        UnsupportedError: another activation, router weights on the input, quantised experts, or a tensor that requires
-            a gradient.
+        UnsupportedError: another activation, router weights on the input, quantised experts, or a tensor requires a
+            gradient.
         InvalidInputError: as in `fused_moe`.
     """
     given = {"hidden_states": hidden_states, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}

@@ -1,4 +1,4 @@
-"""vLLM's entry point `vllm.general_plugins`: makes attention here its backend CUSTOM."""
+"""vLLM's entry point `vllm.general_plugins`: registers this attention as backend CUSTOM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the backend as `AttentionBackendEnum.CUSTOM`; nothing is chosen by that.
+    """Register the backend as `AttentionBackendEnum.CUSTOM`; this does not select it.
 
-    vLLM calls it in each of its processes, whichever backend is in use, so where it cannot register it logs a warning
-    that says why and leaves vLLM as it was: with a version that VERSIONS does not name, or where CUSTOM is another
-    plug-in's. Choosing CUSTOM then ends in vLLM's own error, or in that plug-in's backend.
+    vLLM calls it in each of its processes, even if another backend is in use. If it cannot register, it logs a warning
+    with the reason and leaves vLLM unchanged: VERSIONS lacks vLLM's version, or CUSTOM is another plug-in's. Selecting
+    CUSTOM then gives vLLM's own error, or that plug-in's backend.
     """
     import vllm
 
@@ -39,8 +39,11 @@ def register() -> None:
 
 
 def _offer_on_cpu(custom: Any) -> None:
-    """Wrap the CPU platform's choice of a backend, once: it knows its own alone, and takes one of them instead of
-    CUSTOM. For that it now answers as vLLM's GPU platforms do, with its path, or why not; others stay as they are."""
+    """Let the CPU platform accept CUSTOM, which by itself it would replace by one of its own backends.
+
+    Its choice is wrapped once: for CUSTOM it answers as vLLM's GPU platforms do, with the path or the reasons against
+    it.
+    """
     from vllm import platforms
 
     platform = type(platforms.current_platform)

@@ -14,7 +14,8 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
     held = {block for handle in manager.handles() for block in handle.blocks} | set(index.published)
     host = manager._swap.pool
     return {
-        "handles": [(handle.cache_id, handle, _state(handle)) for handle in manager.handles()],
+        # Of the order of sequences nothing depends; one whose `free` failed is the newest.
+        "handles": {handle.cache_id: (handle, _state(handle)) for handle in manager.handles()},
         "free": (list(pool._free), list(pool._cached), dict(pool._extra_references)),
         "host": (list(host._free), manager._swap.num_sequences, manager._swap.num_blocks_out),
         "published": (dict(index._hash_of), dict(index._block_of)),

@@ -130,7 +130,7 @@ def test_limits_of_loading(checkpoint: tuple[Path, Any], tmp_path: Path) -> None
 
 def test_packs_what_is_worth_it_as_it_loads(checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[PagedCausalLM] = []
-    monkeypatch.setattr(PagedCausalLM, "pack", lambda model: packed.append(model))
+    monkeypatch.setattr(PagedCausalLM, "pack", lambda model, _: packed.append(model))
     size = LlmExecutor.from_pretrained(checkpoint[0], device="cpu").capabilities().memory_requirements.weight_bytes
     assert packed == []
     for threshold, is_packed in ((size + 1, False), (size, True)):

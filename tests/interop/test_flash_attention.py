@@ -12,6 +12,7 @@ from paged.bench.attention.problem import Problem, make
 from paged.interop import flash_attention, flash_attention_3, flash_attention_4
 from paged.interop.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from paged.kernels.attention import reference as attention_reference
+from paged.kernels.layers.reference import rotate
 from tests.tolerance import assert_close
 
 
@@ -53,7 +54,7 @@ def test_what_is_rotated_stays_as_it_was_given(device: torch.device, monkeypatch
 
 
 def test_8_bit_queries(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of FlashAttention 3: the result is bfloat16, and a scale of q counts; of other queries there is none."""
+    """Of FlashAttention 3: the result is bfloat16, and a scale of q counts; beside wider values no scale is read."""
     if device.type == "cpu":  # Triton's interpreter mishandles bfloat16
         monkeypatch.setenv("PAGED_BACKEND", "torch")
     problem = _problem(device)
@@ -64,18 +65,100 @@ def test_8_bit_queries(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     out = flash_attn_varlen_func(*narrow.values(), **arguments, causal=True)
     assert out.dtype == torch.bfloat16
     assert_close(out, attention_reference.paged_attention(**{**problem, **wide}, k_scale=scales[0] * scales[1])[0])
-    with pytest.raises(UnsupportedError, match=r"^q_descale: q is torch.float32"):
-        flash_attn_varlen_func(*wide.values(), **arguments)
+    plain = flash_attn_varlen_func(*wide.values(), **_paged(problem), causal=True)
+    assert torch.equal(flash_attn_varlen_func(*wide.values(), **arguments, causal=True), plain)
+    new = {"k": narrow["q"][None, :1, :2], "v": narrow["q"][None, :1, :2], "cache_seqlens": 2}
+    with pytest.raises(InvalidInputError, match=r"^k: dtype"):  # a cache that cannot hold them as they are
+        flash_attn_with_kvcache(wide["q"][None, :1], wide["k_cache"][:1], wide["v_cache"][:1], **new)
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_8_bit_keys_are_added_to_8_bit_caches(
+    is_rotated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FlashAttention 3 takes them: not divided by scales, those of sequences included, rounded once if rotated."""
+    if device.type == "cpu":  # Triton's interpreter mishandles bfloat16
+        monkeypatch.setenv("PAGED_BACKEND", "torch")
+    dtype, before = torch.float8_e4m3fn, torch.tensor([5, 2], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(2, 2, heads, 16, device=device).to(dtype) for heads in (4, 2, 2))
+    caches = torch.randn(2, 2, 9, 2, 16, device=device).to(dtype).unbind(0)
+    scales = {name: torch.rand(2, 2, device=device) + 0.5 for name in ("k_descale", "v_descale")}
+    rotary, want_q, want_k = {}, q.double(), k.double()
+    if is_rotated:
+        angles = torch.randn(9, 8, device=device)
+        table = [angles.cos().to(dtype), angles.sin().to(dtype)]
+        rotary = dict(zip(("rotary_cos", "rotary_sin"), table, strict=True))
+        positions = before[:, None] + torch.arange(2, device=device)
+        turned = [rotate(x.flatten(0, 1), positions.flatten(), torch.cat(table, 1).float(), True) for x in (q, k)]
+        want_q, want_k = (x.view(2, 2, -1, 16).to(device) for x in turned)
+        want_q = want_q.bfloat16().double()
+    keys, values = (cache.double() for cache in caches)
+    for seq, n in enumerate(before.tolist()):
+        keys[seq, n : n + 2], values[seq, n : n + 2] = want_k[seq].float().to(dtype).double(), v[seq].double()
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=before, causal=True, **rotary, **scales)
+    assert torch.equal(caches[1].double(), values)
+    torch.testing.assert_close(caches[0].double(), keys, atol=2**-9, rtol=0.13)  # a step of e4m3
+    for seq in range(2):
+        k_seq, v_seq = (
+            x[seq] * scales[f"{y}_descale"][seq][:, None] for x, y in ((caches[0].double(), "k"), (values, "v"))
+        )
+        ends = {"cu_seqlens_q": torch.tensor([0, 2]), "seq_lens": before[seq : seq + 1] + 2}
+        block = torch.zeros(1, 1, dtype=torch.long)
+        want, _ = attention_reference.paged_attention(want_q[seq], k_seq[None], v_seq[None], block_table=block, **ends)
+        assert_close(out[seq], want)
+
+
+@pytest.mark.parametrize("module", [flash_attention_3, flash_attention_4])
+@pytest.mark.parametrize("leading", [(2, 3), (5,)])
+def test_combine(leading: tuple[int, ...], module: Any, device: torch.device) -> None:
+    """Any number of parts, in any strides, parts and rows without keys included."""
+    for num_parts in (0, 1, 3, 7):
+        parts = torch.randn(2 * num_parts, *leading[:-1], 4, leading[-1], 8, device=device).transpose(-2, -3)
+        lses = torch.randn(2 * num_parts, *leading[:-1], 4, leading[-1], device=device).transpose(-1, -2)
+        parts, lses = parts[:num_parts], lses[:num_parts]
+        lses[num_parts // 2 :, :1] = -math.inf
+        parts[num_parts // 2 :, :1] = math.nan
+        lse = lses.double().logsumexp(0)
+        weights = (lses.double() - lse).exp().nan_to_num(0.0).unsqueeze(-1)
+        want = (weights * parts.double().nan_to_num()).sum(0)
+        out, got = module.flash_attn_combine(parts, lses)
+        assert_close(out, want)
+        assert_close(got, lse)
+        given = torch.full_like(out, math.nan, dtype=torch.float16)
+        result = module.flash_attn_combine(parts, lses, out=given, seqused=torch.ones(2), return_lse=False)
+        assert result[0] is given
+        assert result[1] is None
+        assert_close(given, want)
+    for name, change in {"lse_partial": (parts, lses[1:]), "out_partial": (parts.double(), lses)}.items():
+        with pytest.raises(InvalidInputError, match=f"^{name}: "):
+            module.flash_attn_combine(*change)
+    for options in ({"out": given, "out_dtype": torch.float32}, {"out_dtype": torch.int8}):
+        with pytest.raises(InvalidInputError, match=r"^out"):
+            module.flash_attn_combine(parts, lses, **options)
+
+
+def test_scheduler_metadata_is_taken(device: torch.device) -> None:
+    problem = _problem(device)
+    call, lengths = [problem[name] for name in ("q", "k_cache", "v_cache")], problem["seq_lens"]
+    ahead = [
+        flash_attention_3.get_scheduler_metadata(2, 3, 20, 4, 2, 16, lengths, torch.float32, page_size=8, num_splits=3),
+        flash_attention_4.get_scheduler_metadata(2, 3, 20, 4, 2, 16, 3, 64, 64, seqused_k=lengths),
+    ]
+    assert ahead[0].dtype == torch.int32
+    assert ahead[0].device == lengths.device
+    want = flash_attn_varlen_func(*call, **_paged(problem))
+    for metadata in ahead:
+        assert torch.equal(flash_attn_varlen_func(*call, **_paged(problem), scheduler_metadata=metadata), want)
 
 
 # What changes nothing: others' defaults, and hints.
-NEUTRAL = dict.fromkeys(("q_descale", "q_v", "mask_mod", "block_sparse_tensors", "no_such_argument"))
+NEUTRAL = dict.fromkeys(("q_v", "mask_mod", "block_sparse_tensors", "no_such_argument"))
 NEUTRAL |= dict.fromkeys(("dropout_p", "attention_chunk", "nor_this"), 0) | {"nor_such": False, "window_size_left": -1}
 NEUTRAL |= {"cp_world_size": 1, "deterministic": True, "num_splits": 3, "scheduler_metadata": torch.ones(1)}
-NEUTRAL |= {"fa_version": 3, "pack_gqa": False, "sm_margin": 8}
+NEUTRAL |= {"fa_version": 3, "pack_gqa": False, "sm_margin": 8, "seqlen_k_per_split": 64}
+NEUTRAL |= {"q_descale": torch.ones(3, 2), "disable_scheduler_metadata": True}
 OTHERS = {
     "dropout_p": 0.1,
-    "q_descale": torch.ones(1),
     "q_v": torch.ones(1),
     "cp_world_size": 2,
     "mask_mod": len,
@@ -95,8 +178,9 @@ def test_varlen_refuses_by_name(device: torch.device) -> None:
     for name, value in OTHERS.items():
         with pytest.raises(UnsupportedError, match=name):
             flash_attn_varlen_func(*call, **_paged(problem), **{name: value})
+    narrow = [tensor.to(torch.float8_e4m3fn) for tensor in call[1:]]
     with pytest.raises(InvalidInputError, match=r"^v_descale: shape \[3, 2\]"):
-        flash_attn_varlen_func(*call, **_paged(problem), v_descale=torch.ones(3, 2, device=device))
+        flash_attn_varlen_func(call[0], *narrow, **_paged(problem), v_descale=torch.ones(3, 2, device=device))
 
 
 def test_varlen_needs_lengths(device: torch.device) -> None:
@@ -123,7 +207,9 @@ def test_varlen_needs_lengths(device: torch.device) -> None:
         ("k", {"k": torch.zeros(2, 1, 3, 16)}),
         ("learnable_sink", {"s_aux": torch.zeros(4), "learnable_sink": torch.zeros(4)}),
         ("cache_leftpad", {"cache_leftpad": torch.zeros(2)}),
-        ("unsupported: cache_batch_idx", {"block_table": torch.zeros(2, 1, dtype=torch.int32)}),
+        ("cache_batch_idx", {"block_table": torch.zeros(2, 1, dtype=torch.int32)}),
+        ("block_table", {"block_table": torch.zeros(2, dtype=torch.int32)}),
+        ("k_cache", {"k_cache": torch.zeros(3, 9, 16, 2).transpose(2, 3)}),
         ("unsupported: cu_seqlens_q", {"cu_seqlens_q": torch.zeros(3)}),
         ("unsupported: q", {"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}),
     ],
@@ -180,11 +266,17 @@ ORDERS = {
         "flash_attn_with_kvcache": f"q k_cache v_cache k v qv {_CACHED} page_table cu_seqlens_q cu_seqlens_k_new "
         f"max_seqlen_q rotary_seqlens {_DESCALE} softmax_scale causal window_size attention_chunk softcap "
         "rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
+        "flash_attn_combine": "out_partial lse_partial out out_dtype",
+        "get_scheduler_metadata": "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
+        "qkv_dtype headdim_v cu_seqlens_q cu_seqlens_k_new cache_leftpad page_size max_seqlen_k_new causal window_size "
+        "attention_chunk has_softcap num_splits pack_gqa sm_margin",
     },
     flash_attention_4: {
         "flash_attn_func": f"q k v qv gather_kv_indices softmax_scale causal {_TAIL_4}",
         "flash_attn_varlen_func": f"q k v qv {_PACKED} min_seqlen_k seqused_q seqused_k gather_kv_indices page_table "
-        f"softmax_scale causal {_TAIL_4}",
+        f"softmax_scale causal {_TAIL_4} block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata "
+        "seqlen_k_per_split disable_scheduler_metadata",
+        "flash_attn_combine": "out_partial lse_partial out out_dtype cu_seqlens seqused varlen_batch_idx return_lse",
     },
 }
 

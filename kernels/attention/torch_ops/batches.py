@@ -108,8 +108,10 @@ class SequenceBatch:
 
     @cached_property
     def bias(self) -> torch.Tensor:
-        """float32 like visible: 0, or -inf. Fused attention makes it of bools anew in every layer, 5 % of a step of 32
-        decodes of 10M parameters."""
+        """float32 like visible: 0 or -inf.
+
+        Fused attention would convert bools in every layer, 5 % of a step of 32 decodes of 10M parameters.
+        """
         return torch.zeros(self.visible.shape, device=self.visible.device).masked_fill_(~self.visible, -math.inf)
 
     def distance(self) -> torch.Tensor:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
-    """PyTorch implementation of `kernels.attention.paged_attention`: what fills `out` and, where given, `lse` of calls
-    like this, of their tensors by the names of the call's fields.
+    """Return a function that fills `out`, and `lse` if given, in PyTorch, for calls like this one.
 
-    A numba kernel trusts lengths and blocks, which are checked here; all else looks at them in every call.
+    It takes the call's tensors by the names of its fields. Numba kernels trust lengths and blocks, which are checked
+    here; the other implementations check them in every call.
     """
     is_plain = _is_plain(call)
     loops = _loops(call) if is_plain else None
@@ -51,8 +51,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Compute:
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Whether no result needs the scores, which PyTorch's fused attention never writes: a third of the time for a long
-    chunk."""
+    """Return whether PyTorch's fused attention can run: it never writes scores, and takes a third of the time."""
     return call.lse is None and call.sinks is None and call.alibi_slopes is None and call.softcap == 0
 
 
@@ -87,10 +86,10 @@ def _fill(call: AttentionCall, shared: SharedBatches, is_plain: bool) -> None:
 
 
 def _loops(call: AttentionCall) -> Any:
-    """Loops that numba compiles; None where they do not take this call.
+    """Return the numba kernels; None if they do not take this call.
 
     On one core of a Xeon with AMX they take 0.3 to 0.5 of the time for 32 prompts of 512 tokens in bfloat16, 0.5 to 0.6
-    in float32: no keys are gathered for a mask to hide.
+    in float32, because no keys are gathered to be masked.
     """
     loops = loops_of(sys.modules[__name__], call.q, call.k_cache, call.v_cache)
     takes = call.mask is None and call.is_causal is None and call.head_scales == (None, None)
@@ -98,8 +97,10 @@ def _loops(call: AttentionCall) -> Any:
 
 
 def _stays_narrow(call: AttentionCall) -> bool:
-    """Whether the products are those of bfloat16, with sums in float32: 0.4 of the time of a prompt's attention on a
-    Xeon with AMX, whose error is that of the result's own rounding."""
+    """Return whether products are bfloat16 with float32 sums, whose error is that of rounding the result.
+
+    They take 0.4 of the time of a prompt's attention on a Xeon with AMX.
+    """
     is_narrow = call.q.dtype == call.k_cache.dtype == torch.bfloat16 and call.head_scales == (None, None)
     return is_narrow and call.q.device.type == "cpu" and MULTIPLIES_BF16
 

@@ -9,8 +9,10 @@ from paged.kernels.attention.torch_ops.batches import RowLayout, SequenceBatch
 
 
 class GatheredProducts:
-    """Matrix products of all queries of a group of heads, of n sequences with Q queries and L keys each; `keys` and
-    `values` are [n, Hkv, L, D] and Dv, of `dtype`."""
+    """Matrix products of a group's queries with gathered keys and values, for n sequences of Q queries and L keys.
+
+    `keys` and `values` are [n, Hkv, L, D] and [n, Hkv, L, Dv] of `dtype`.
+    """
 
     def __init__(self, call: AttentionCall, batch: SequenceBatch, dtype: torch.dtype = torch.float32) -> None:
         self.softmax_scale = call.softmax_scale
@@ -37,8 +39,11 @@ class GatheredProducts:
 
 
 class ProductsInPlace:
-    """The same as PyTorch's sparse operations see it: scores are a matrix product sampled at the pairs of a query and
-    its keys, sums of values are an embedding bag of them with weights. Both read the cache by indices."""
+    """The same products by PyTorch's sparse operations, which read the cache by indices.
+
+    Scores are a matrix product sampled at the pairs of a query and its keys. Sums of values are an embedding bag of
+    them with weights.
+    """
 
     def __init__(self, call: AttentionCall, pairs: torch.Tensor, layout: RowLayout) -> None:
         self.softmax_scale, self.pairs = call.softmax_scale, pairs

@@ -38,8 +38,10 @@ def reshape_and_cache(write: CacheWrite) -> None:
 def cast_to_cache(
     rows: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """rows [..., num_kv_heads, head_dim] in the cache's dtype, 8-bit floats saturated, divided by their heads' scale,
-    or with int8 by their own, which are returned too: float32 [..., num_kv_heads].
+    """Return rows [..., num_kv_heads, head_dim] in the cache's dtype, divided by their heads' scale.
+
+    8-bit floats saturate. With int8 rows are divided by their own scales, which are returned too: float32 [...,
+    num_kv_heads].
     """
     if dtype == torch.int8:
         wide = rows.float()

@@ -1,4 +1,4 @@
-"""Loops for a CPU, compiled by numba: what such kernels are made of; `LoopLaunch` runs them."""
+"""Building blocks of CPU kernels compiled by numba; `LoopLaunch` runs them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 
 
 def cpu_features() -> Mapping[str, bool]:
-    """The instruction sets that numba compiles for: the processor's, unless NUMBA_CPU_FEATURES names others. An
-    instruction of any other one ends the process."""
+    """Return the instruction sets that numba compiles for: the processor's, unless NUMBA_CPU_FEATURES names others.
+
+    An instruction of a set that the processor lacks ends the process.
+    """
     if config.CPU_FEATURES is None:
         return dict(llvmlite.binding.get_host_cpu_features())
     return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
@@ -38,16 +40,16 @@ inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
 
 @cache
 def _sources(folder: Path) -> str:
-    """A number of what the files say that a folder's kernels take device functions from: its own and this one's."""
+    """Return a hash of the files that a folder's kernels use: the folder's own, and those beside this one."""
     paths = [path for each in (folder, Path(__file__).parent) for path in sorted(each.glob("*.py"))]
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in paths)):08x}"
 
 
 class Kernel:
-    """A function of one array of int64, see `LoopLaunch`, as machine code that all threads of a call run side by side.
+    """Machine code of a function of one int64 array, see `LoopLaunch`, which all threads of a call run side by side.
 
-    numba keeps the code beside the file or in the user's cache, and compiles anew once a file of its folder or of this
-    one has changed.
+    numba keeps the code beside the file or in the user's cache. It compiles again after a file of the kernel's folder
+    or of this folder changes.
     """
 
     def __init__(self, body: Callable[[Any], None]) -> None:
@@ -57,7 +59,7 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """That of the machine code; the first use compiles it, or reads what was compiled before."""
+        """Address of the machine code; the first use compiles it or loads it from the cache."""
         options = {"fastmath": FASTMATH, "error_model": "numpy"}
         signature = types.void(types.CPointer(types.int64))
         try:

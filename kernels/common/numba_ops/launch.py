@@ -1,4 +1,4 @@
-"""Launches of loops that numba compiled, on the threads that PyTorch has; it needs no numba itself."""
+"""Launches of numba kernels on PyTorch's threads; this file itself needs no numba."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if _run_in_parallel is not None:
 
 
 class LoopLaunch:
-    """One kernel, run again and again with tensors that differ in their addresses alone: what `Launch` is to Triton's.
+    """One numba kernel, run again and again with tensors that differ only in their addresses, as `Launch` for Triton.
 
     The kernel takes an array of int64: a status, which it may set, then its arguments.
     """
@@ -37,10 +37,15 @@ class LoopLaunch:
         scratch_size: int = 0,
         before: LoopLaunch | None = None,
     ) -> None:
-        """address: of the kernel's code. work: products, or elements, there are, or a function of the
-        tensors that says so before each run. arguments: numbers, and names of
-        tensors, whose addresses they are, or `SCRATCH`: `scratch_size` float32 for each thread. before: what runs
-        first, with the same tensors.
+        """Keep the kernel and its fixed arguments.
+
+        Args:
+            address: of the kernel's code.
+            work: number of multiplications or elements, or a function that counts them from the tensors before each
+                run.
+            arguments: numbers, or names of tensors whose addresses are passed, or `SCRATCH`.
+            scratch_size: float32 elements of scratch memory for each thread.
+            before: launch that runs first, with the same tensors.
         """
         self._before = before
         self._address = address
@@ -50,7 +55,7 @@ class LoopLaunch:
         self._positions = [(at, name) for at, name in enumerate(arguments, 1) if isinstance(name, str)]
 
     def __call__(self, tensors: Mapping[str, Any]) -> int:
-        """Run, and return the status, 0 where the kernel does not set it; where it does, a repetition ends."""
+        """Run, and return the status, 0 unless the kernel sets it; any other ends a recording's repetition."""
         if self._before is not None:
             self._before(tensors)
         if (current := recording()) is None:

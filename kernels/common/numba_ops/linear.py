@@ -1,4 +1,4 @@
-"""Products of few rows with weights by numba, which read every weight once: a matrix for each group of rows."""
+"""Products of few rows with weights, by numba; each weight is read once. One matrix, or one for each group of rows."""
 
 from __future__ import annotations
 

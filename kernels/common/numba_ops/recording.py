@@ -1,4 +1,4 @@
-"""What a function computes on a CPU, recorded so that it can be done again without the Python that led to it."""
+"""Recordings of CPU computations, repeated without the Python that led to them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ _INTO: dict[Any, Any] = {torch.ops.aten.mm.default: torch.mm, torch.ops.aten.add
 
 
 class Recording:
-    """The loops and operations of PyTorch that a function has run, on the tensors that they had, which it keeps.
+    """The numba kernels and PyTorch operations that a function ran, on the tensors they had, which it keeps.
 
-    Nothing else that the function did is done again: shapes, strides and views are what they were. obstacle: the first
-    operation that cannot be repeated, "" if all can: it read a value of a tensor, which may be another one the next
-    time, or is not known here.
+    Nothing else of the function is repeated: shapes, strides and views stay. obstacle: the first operation that cannot
+    be repeated, because it reads a tensor's value or is unknown here; "" if all can.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
-        """Call a function, and record it."""
+        """Call a function and record it."""
         self.obstacle = ""
         self._calls: list[Callable[[], object]] = []
         self._is_reading = False
@@ -49,11 +48,11 @@ class Recording:
             _RECORDING.reset(token)
 
     def add(self, call: Callable[[], object]) -> None:
-        """Have this called here in every repetition; it returns something true where that must end."""
+        """Add a call to every repetition; it returns True to end the repetition."""
         self._calls.append(call)
 
     def repeat(self) -> bool:
-        """Do it all again, on what the tensors hold by now; False where a call has ended it."""
+        """Repeat everything on the tensors' present values; return False if a call ended it."""
         for call in self._calls:
             if call():
                 break
@@ -62,7 +61,7 @@ class Recording:
         return False
 
     def read(self, call: Callable[[], _T]) -> _T:
-        """Call what reads values, and record nothing of it: something that is added does the same."""
+        """Call a function that reads values, without recording it, because an added call does the same."""
         self._is_reading = True
         try:
             return call()
@@ -70,12 +69,12 @@ class Recording:
             self._is_reading = False
 
     def note_read(self, operation: str) -> None:
-        """Take in that an operation read a value."""
+        """Note that an operation read a value."""
         if not self._is_reading:
             self._stop_at(operation)
 
     def note(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Take in an operation of PyTorch that was run."""
+        """Note a PyTorch operation that was run."""
         name = operation._schema.name
         if self._is_reading or operation.is_view or name in _EMPTY:
             return

@@ -38,12 +38,12 @@ _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"
 
 
 def num_words(num_columns: int) -> int:
-    """Words of a row of `pack_codes`."""
+    """Return the number of words in a row of `pack_codes`."""
     return UNIT // 8 * -(-num_columns // UNIT)
 
 
 def format_of(values: torch.Tensor, scale: torch.Tensor) -> str:
-    """What codes are: "e4m3", "int8", "int4", "mxfp4" or "nvfp4"; of words the type of their scales tells."""
+    """Return the format of codes, "e4m3", "int8", "int4", "mxfp4" or "nvfp4"; words differ by the dtype of scales."""
     if values.dtype != torch.int32:
         return _FORMATS[values.dtype]
     if scale.dtype in E8M0:
@@ -52,7 +52,7 @@ def format_of(values: torch.Tensor, scale: torch.Tensor) -> str:
 
 
 def group_of(form: str, scale_shape: Sequence[int], columns: int) -> tuple[int, int]:
-    """Rows and columns of weights with so many columns that share a scale; 0 for all of them."""
+    """Return the numbers of rows and columns of weights that share a scale; 0 for all of them."""
     if len(scale_shape) < 2:
         return len(scale_shape), 0
     if form == "e4m3":
@@ -68,11 +68,13 @@ def check_scales(
     zeros: torch.Tensor | None,
     tensor_scale: torch.Tensor | None,
 ) -> None:
-    """See that scales, zero points and scales of all weights, which have these names, fit codes [..., rows, columns].
+    """Check that scale, zero points and tensor scale fit codes [..., rows, columns].
+
+    names: those of the three arguments, for errors.
 
     Raises:
-        InvalidInputError: a shape, dtype or device is another.
-        UnsupportedError: a group of columns is no multiple of 32.
+        InvalidInputError: a shape, dtype or device does not fit.
+        UnsupportedError: a group is no multiple of 32 columns.
     """
     (*lead, rows, _), form, device = values.shape, format_of(values, scale), values.device
     expected: tuple[int | str, ...] = (rows,)[: max(scale.dim() - len(lead), 0)]
@@ -100,10 +102,12 @@ def check_scales(
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns] of 0 to 15 as int32 words [rows, 16 * ceil(columns / 128)], filled up with code 0.
+    """Pack uint8 codes 0 to 15, [rows, columns], into int32 words [rows, 16 * ceil(columns / 128)].
+
+    The last words are filled with code 0.
 
     Raises:
-        InvalidInputError: the shape or dtype is another.
+        InvalidInputError: the shape or dtype does not fit.
     """
     check_shape("codes", codes, ("rows", "columns"))
     check_dtype("codes", codes, torch.uint8)
@@ -116,12 +120,12 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(words: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """The uint8 codes [rows, num_columns] of `pack_codes`."""
+    """Return the uint8 codes [rows, num_columns] of words of `pack_codes`."""
     octets = words.view(torch.uint8).view(len(words), -1, UNIT // 8, 2, 2)  # unit, r, half, i // 2
     octets = octets.permute(0, 1, 4, 2, 3).reshape(*octets.shape[:2], 2, 1, UNIT // 4)
     return torch.cat([octets & 15, octets >> 4], 3).flatten(1)[:, :num_columns]
 
 
 def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """The uint8 codes [..., columns] of bytes [..., columns / 2] that hold two, the first in the low bits."""
+    """Unpack bytes [..., columns / 2] into uint8 codes [..., columns]; the first of two is in the low bits."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)

@@ -1,4 +1,4 @@
-"""The product of rows with quantised weights, as every kernel that has such weights runs it."""
+"""The product of rows with packed weights, shared by every kernel that has such weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations in e4m3 or int8, with a scale a token, a scale for every 128 values of one, or a scale given."""
+"""Activations in e4m3 or int8, with a scale for each token, for every 128 values of one, or a given scale."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def _quantize_rows_kernel(
 def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype, *, in_groups: bool
 ) -> Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
-    """Bind, for tensors like x, a function of x [num_rows, size] and a scale given, float32 [], or None.
+    """Bind a function that quantises rows like x, [num_rows, size], with a given scale, float32 [], or None.
 
-    It returns (q, scale): q * scale is x rounded to dtype, scale float32 [num_rows, groups of 128 or 1]. dtype: int8,
-    or float8_e4m3fn, of which q has the dtype where the chip multiplies it and x has 16 bits, else that of x with the
-    same values: sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
+    It returns (q, scale): q * scale is x rounded to dtype, scale is float32 [num_rows, groups of 128 or 1]. dtype is
+    int8 or float8_e4m3fn. With the latter q keeps the dtype of x, with the rounded values, unless the chip multiplies
+    e4m3 and x has 16 bits: sums of Hopper's 8-bit products keep about 14 bits (DeepSeek-V3, 2024), too few for float32.
     """
     num_rows, size = x.shape
     native = has_native_e4m3(x.device)

@@ -1,4 +1,4 @@
-"""Products with weights; on a CPU by numba or by oneDNN, which PyTorch itself takes for 16-bit types alone."""
+"""Products with weights; on a CPU by numba or oneDNN, which PyTorch itself uses only for 16-bit dtypes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ _ROWS_IN_LOOPS = {torch.bfloat16: range(1, 513), torch.float32: range(4, 129)}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of [out_features, in_features] in the order in which a CPU multiplies it, opaque to all but `linear`; the
-    weight itself where there is none: on other devices, for types that the processor does not multiply, and where MKL
-    or loops are faster."""
+    """Return a copy of a weight [out_features, in_features] in the order that a CPU multiplies fastest.
+
+    Only `linear` can read it. The weight itself is returned if there is no such order: on other devices, for dtypes
+    that the processor does not multiply, and if MKL or numba kernels are faster.
+    """
     has_onednn = weight.device.type == "cpu" and not weight.is_mkldnn and _has_onednn(weight.dtype)
     if not has_onednn or _loops(weight) is not None or (has_mkl(weight.dtype) and weight.numel() * 4 <= _MKL_BYTES):
         return weight
@@ -55,9 +57,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, without gradients: x [..., in_features], weight [out_features, in_features].
+    """Return `torch.nn.functional.linear` without gradients: x [..., in_features], weight [out_features, in_features].
 
-    Packed weights are for eager calls alone: a compiler cannot look into them.
+    Packed weights work in eager mode only: a compiler cannot trace them.
     """
     if torch.compiler.is_dynamo_compiling():
         return functional.linear(x, weight, bias)
@@ -76,7 +78,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """silu(gate) * up, the halves of `linear(x, weight)`, rounded once; None where no loops do it in one pass."""
+    """Return silu(gate) * up for the halves of `linear(x, weight)`, rounded once; None if no numba kernel does it."""
     if torch.compiler.is_dynamo_compiling() or not _are_few(x, weight):
         return None
     loops = _loops(weight)
@@ -85,13 +87,13 @@ def linear_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether loops are fast for such rows."""
+    """Return whether numba kernels are fast for this number of rows."""
     is_one = x.dtype == weight.dtype and x.dtype in _ROWS_IN_LOOPS and x.is_cpu
     return is_one and x.dim() == 2 and len(x) in _ROWS_IN_LOOPS[x.dtype] and x.stride(1) == 1
 
 
 def _loops(weight: torch.Tensor) -> Any:
-    """Loops for plain weights of this type and these sizes; else None."""
+    """Return the numba kernels for plain weights of this dtype and these sizes, or None."""
     is_wanted = weight.dtype == torch.bfloat16 or has_mkl(weight.dtype)
     if not is_wanted or weight.is_mkldnn or not (wants_loops() and has_numba()):
         return None
@@ -102,22 +104,23 @@ def _loops(weight: torch.Tensor) -> Any:
 
 
 def _is_taken_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes these weights as they are."""
+    """Return whether oneDNN takes these weights without packing."""
     return x.dtype == weight.dtype and x.is_cpu and _has_onednn(x.dtype) and not has_mkl(x.dtype)
 
 
 def bound_products() -> None:
-    """Let oneDNN keep fewer of its products in memory, unless the environment says how many; to be called before the
-    process multiplies by it, as later it does not look."""
+    """Let oneDNN cache fewer products, unless the environment sets a number; call it before the first product."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_PRODUCTS))
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this type on a CPU, by instructions of the processor."""
+    """Return whether oneDNN multiplies this dtype on this CPU with instructions for it."""
     return MULTIPLIES_BF16 if dtype == torch.bfloat16 else dtype == torch.float32 and _HAS_ONEDNN
 
 
 def has_mkl(dtype: torch.dtype) -> bool:
-    """Whether MKL multiplies by plain weights of this type on a CPU, and is no slower than oneDNN: numba's loops then
-    take what it is slow at."""
+    """Return whether MKL multiplies plain weights of this dtype on this CPU, no slower than oneDNN.
+
+    Numba kernels then take the products that MKL is slow at.
+    """
     return dtype == torch.float32 and _HAS_INTEL_MKL

@@ -8,10 +8,10 @@ import torch
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, *, eps: float
 ) -> None:
-    """PyTorch implementation of `kernels.layers.rms_norm` and `fused_add_rms_norm`: of rows x, or of residual += x
-    where there is one, float32 inside, rounded once into `out`, which may be x.
+    """Run `kernels.layers.rms_norm` or `fused_add_rms_norm` in PyTorch, on rows x or on residual += x.
 
-    One temporary as large as x: three of them made 2,048 rows fifteen times as slow, by the pages that memory came in.
+    Computed in float32 and rounded once into `out`, which may be x. It makes one temporary as large as x: three of them
+    made 2,048 rows fifteen times as slow, because of the pages that memory came in.
     """
     if residual is not None:
         x = residual.add_(x)

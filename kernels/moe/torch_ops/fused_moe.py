@@ -47,10 +47,10 @@ class SortedEntries(NamedTuple):
 
 
 def fused_moe(call: MoeCall) -> bool:
-    """PyTorch implementation of `kernels.moe.fused_moe`: entries sorted by expert, one product an expert in use; fills
-    `call.out`, and says whether it did so by loops.
+    """Run `kernels.moe.fused_moe` in PyTorch, into `call.out`; return whether numba kernels did it.
 
-    Entries are gathered, activated and summed all at once: beside the products, the number of operations is fixed.
+    Entries are sorted by expert, with one product for each expert in use. They are gathered, activated and summed all
+    at once: besides the products, the number of operations is fixed.
     """
     x, weights, out = call.hidden_states, call.topk_weights, call.out
     loops = loops_of(sys.modules[__name__], x)
@@ -85,8 +85,10 @@ def _sort_entries(experts: torch.Tensor, num_experts: int) -> SortedEntries:
 
 
 def _parts(call: MoeCall, entries: SortedEntries) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the experts make of entries, float32 or of the dtype of hidden_states, and each entry's row of it, -1 for
-    those of no expert."""
+    """Return the experts' results of entries, float32 or in the dtype of hidden_states, and each entry's row in them.
+
+    The row is -1 for entries of no expert.
+    """
     x, gate_up, down, (ends, rows, experts, positions) = call.hidden_states, call.gate_up, call.down, entries
     loops = _loops(call, len(rows))
     if loops is not None:
@@ -109,7 +111,7 @@ def _parts(call: MoeCall, entries: SortedEntries) -> tuple[torch.Tensor, torch.T
 
 
 def _loops(call: MoeCall, num_entries: int) -> Any:
-    """Loops that numba compiles for the products, where they are faster; else None."""
+    """Return numba kernels for the products if they are faster, else None."""
     weights = call.gate_up.w, call.down.w
     loops = None if call.is_quantized else loops_of(linear_op, call.hidden_states, *weights)
     if loops is None or num_entries > min(map(loops.max_rows, weights)) * len(weights[0]):

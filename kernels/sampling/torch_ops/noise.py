@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a key and a token: nothing is kept from draw to draw."""
+"""Random numbers as a function of key and token, without state between draws."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ TOKEN_FACTOR = 0x9E3779B1 - (1 << 32)
 
 
 def exponential(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Exponentially distributed numbers of mean 1, float32, for tokens int64 and keys int64 [..., 2], two 32-bit halves
-    each, of shapes that broadcast.
+    """Return exponentially distributed float32 numbers of mean 1 for keys and tokens.
 
-    argmax(logits - log E) draws from softmax(logits) (the Gumbel-max trick).
+    tokens: int64. keys: int64 [..., 2], two 32-bit halves each. Their shapes broadcast. argmax(logits - log E) draws
+    from softmax(logits) (the Gumbel-max trick).
     """
     low, high = keys.to(torch.int32).unbind(-1)
     bits = _mix32_(tokens.to(torch.int32) * TOKEN_FACTOR + low)

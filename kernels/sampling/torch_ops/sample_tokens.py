@@ -1,4 +1,4 @@
-"""Penalties, filters and draws in PyTorch. What a row asks for decides which rows are worked on: on a GPU it waits."""
+"""Penalties, filters and draws in PyTorch; on a GPU it waits, because rows with filters are handled apart."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def sample_tokens(
 
 
 def penalised(logits: torch.Tensor, penalties: Penalties, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of float32 logits with penalties. rows: int64, those that have any; looked for where not given."""
+    """Return a copy of float32 logits with penalties.
+
+    rows: int64, the rows with penalties; None looks for them.
+    """
     if rows is None:
         (rows,) = (penalties.rows >= 0).nonzero(as_tuple=True)
     tables = penalties.rows[rows]
@@ -51,8 +54,9 @@ def penalised(logits: torch.Tensor, penalties: Penalties, rows: torch.Tensor | N
 def apply_penalties(
     logits: torch.Tensor, counts: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [n, V] of rows whose outputs hold each token `counts` times, and whose outputs or prompts hold those that
-    are `seen`. weights: float32 [n, 3], repetition, presence and frequency penalties.
+    """Return logits [n, V] of rows after repetition, presence and frequency penalties, weights float32 [n, 3].
+
+    counts: occurrences of each token in the row's output. seen: whether it occurs in the output or the prompt.
     """
     repetition, presence, frequency = weights.split(1, dim=-1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -65,7 +69,7 @@ def apply_penalties(
 
 
 def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Logits less the largest of the row, over the temperature; NaN in rows of which nothing can be drawn."""
+    """Return logits less the row's largest, over the temperature; NaN in rows without a choice."""
     # Less the best one's, which changes no probability: so the smallest temperature leaves it finite.
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
@@ -73,7 +77,7 @@ def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 def lowest_kept(
     scores: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, log_min_p: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of `scaled` logits, the lowest that top_k, top_p and min_p keep, float32 [n]; -inf for a row without."""
+    """Return the lowest of `scaled` logits that top_k, top_p and min_p keep, float32 [n]; -inf without filters."""
     num_tokens = scores.shape[1]
     limits = torch.full_like(scores[:, 0], num_tokens, dtype=torch.int64) if top_k is None else top_k
     limits = limits.clamp(max=num_tokens)
@@ -97,7 +101,7 @@ def lowest_kept(
 
 
 def _draw(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """One token a row from softmax(scores), which change; -1 where that is undefined."""
+    """Draw one token a row from softmax(scores), which are overwritten; -1 if that is undefined."""
     num_tokens = scores.shape[1]
     left = (scores > -torch.inf).flatten()
     if int(left.sum()) < _FEW * left.numel():

@@ -1,1 +1,1 @@
-"""vLLM's attention backend on the operations here; its modules import vLLM. docs/interop.md tells of versions."""
+"""vLLM's attention backend on this project's operations; its modules import vLLM. For versions see docs/interop.md."""

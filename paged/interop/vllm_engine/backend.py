@@ -1,7 +1,7 @@
-"""vLLM's attention backend on the operations here; importing this imports vLLM.
+"""vLLM's attention backend on this project's operations; importing this imports vLLM.
 
-vLLM owns the cache and the batch: a layer's cache is [num_blocks, num_kv_heads, block_size, head_dim + v_head_dim] with
-strides of any of its layouts, keys before values, and is read and written in place.
+vLLM owns the cache and the batch. A layer's cache is [num_blocks, num_kv_heads, block_size, head_dim + v_head_dim],
+keys before values, with the strides of any of vLLM's layouts. It is read and written in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paged.kernels.common.operation import bound_for, layout
 
 
 class PagedBackend(AttentionBackend):
-    """What vLLM asks before it chooses a backend. What is not answered here is vLLM's default: no."""
+    """Answers vLLM's questions about the backend; anything not answered here is vLLM's default, no."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
@@ -57,14 +57,14 @@ class PagedBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **named: Any
     ) -> str | None:
-        """A cache in 16 bits has the model's own type."""
+        """Check that a 16-bit cache has the model's own dtype."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"kv_cache_dtype {kv_cache_dtype} of a model in {dtype} not supported"
         return None
 
 
 class PagedImpl(AttentionImpl[PagedMetadata]):
-    """One layer's attention."""
+    """Attention of one layer."""
 
     supports_dcp = True
     can_return_lse_for_decode = True
@@ -85,11 +85,11 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """vLLM's arguments, in its order; sliding_window counts the query's own position.
+        """Take vLLM's arguments, in its order; sliding_window includes the query's own position.
 
         Raises:
-            UnsupportedError: encoder or cross attention, another kv_cache_dtype, an argument unknown here, or what
-                depends on positions (ALiBi, a window) where the cache is spread over ranks.
+            UnsupportedError: encoder or cross attention, another kv_cache_dtype, an unknown argument, or ALiBi or a
+                window if the cache is spread over ranks.
         """
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
@@ -130,16 +130,16 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over the cache, into `output`; rows beyond the batch and a run without metadata (profiling) give 0.
+        """Attend to the cache and write `output`; rows beyond the batch, and runs without metadata (profiling), give 0.
 
         Args:
             query: [num_tokens, num_q_heads, head_dim].
             output: [num_tokens, num_q_heads, v_head_dim].
-            key, value: used where the cache is spread over ranks alone; `do_kv_cache_update` has written them.
+            key, value: used only if the cache is spread over ranks; `do_kv_cache_update` has written them.
             kv_cache: as above.
 
         Raises:
-            UnsupportedError: a scale of the output, or a cache of another content.
+            UnsupportedError: a scale of the output, or another cache content.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale, output_block_scale: attention here does not quantise its output")
@@ -189,14 +189,16 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write key [at least num_tokens, num_kv_heads, head_dim] and value [..., v_head_dim] to slot_mapping int64
-        [num_tokens]."""
+        """Write key and value to the cache.
+
+        key: [at least num_tokens, num_kv_heads, head_dim], value [..., v_head_dim]. slot_mapping: int64 [num_tokens].
+        """
         caches = self._caches(kv_cache, value.shape[-1])
         scales = layer._k_scale, layer._v_scale
         reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
     def _caches(self, kv_cache: torch.Tensor, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in a layer's cache: [num_blocks, block_size, num_kv_heads, head_dim], [..., v_head_dim]."""
+        """Return keys and values of a layer's cache, [num_blocks, block_size, num_kv_heads, head_dim or v_head_dim]."""
         sizes = self.head_size, v_head_dim
         if kv_cache.dim() != 4 or kv_cache.shape[3] != sum(sizes):
             raise UnsupportedError(
@@ -213,14 +215,16 @@ LayerStep = tuple[Any, int, int, bool]
 
 
 class AttentionWarmup(VllmJitKernel[LayerStep]):
-    """The kernels of attention and of the cache write, as vLLM's registry of what is compiled before requests come.
+    """Attention and cache-write kernels for vLLM's registry of kernels to compile before requests come.
 
-    vLLM asks for the steps once the layers have their caches, and for their compilation before it captures graphs.
+    vLLM asks for the steps once the layers have their caches. It compiles them before it captures graphs.
     """
 
     def get_warmup_keys(self, vllm_config: Any) -> list[LayerStep]:
-        """Steps of every size that tiles depend on, of each layer; none where the cache is spread over ranks, whose
-        layers wait for each other."""
+        """Return steps of every size that selects tiles, for each layer.
+
+        There are none if the cache is spread over ranks, because their layers wait for each other.
+        """
         context = vllm_config.compilation_config.static_forward_context
         layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), PagedImpl)]
         flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
@@ -237,20 +241,20 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         self.compile_many([compile_key])
 
     def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
-        """Compile several kernels at once, and launch them; from here on a compilation is what PAGED_JIT says."""
+        """Compile several kernels at once and launch them; from here on PAGED_JIT decides what a compilation does."""
         steps = list(compile_keys)
 
         def run() -> None:
             for step in steps:
                 _run(*step)
 
-        run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=not is_global_first_rank()))
+        is_disabled = None if is_global_first_rank() else True  # None: where there is no terminal
+        run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=is_disabled))
         serving_begins()
 
 
 def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
-    """Write and attend to nothing but padding: rows that lie in one projection's output, by themselves, or with values
-    alone in one."""
+    """Write and attend to padding only; q, k and v are views of one tensor, separate, or only v is a view."""
     device = layer.kv_cache.device
     none = torch.zeros(2, dtype=torch.int32, device=device)  # offsets: there is no query, so that all rows are padding
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)

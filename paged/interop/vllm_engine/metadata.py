@@ -1,8 +1,8 @@
-"""One step's batch for vLLM's attention layers, and attention over a cache whose positions vLLM deals out to the ranks
-of a group (decode context parallelism); importing this imports vLLM.
+"""One step's batch for vLLM's attention layers, also with decode context parallelism; importing this imports vLLM.
 
-Each rank attends with the queries of all ranks to the positions that it holds, and their results are joined by their
-log-sum-exps; the step's own keys, which every rank is given whole, are joined to that. All ranks have the same KV head.
+With decode context parallelism vLLM spreads the positions of the cache over the ranks of a group. Each rank attends
+with the queries of all ranks to the positions it holds. Results are merged by their log-sum-exps, and then with the
+step's own keys, which every rank has. All ranks have the same KV head.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paged.kernels.attention.plan import AttentionPlan
 
 @dataclass(frozen=True)
 class ContextShard:
-    """What one rank makes of a step, for the layers of a group.
+    """One rank's part of a step, for the layers of a group.
 
-    context: the plan over what it holds of the positions before the step. own: the plan over the step's own keys, in
-    blocks of one; own_table: int32 [num_seqs, longest query], where they lie among the step's rows.
+    context: plan over its positions before the step. own: plan over the step's own keys, in blocks of one. own_table:
+    int32 [num_seqs, longest query], rows of these keys.
     """
 
     context: AttentionPlan
@@ -40,7 +40,7 @@ class ContextShard:
 
     @classmethod
     def of(cls, common: Any, world_size: int, rank: int, interleave_size: int) -> ContextShard:
-        """common: vLLM's metadata of the step. interleave_size: so many positions in a row are one rank's."""
+        """Make the part from vLLM's metadata; interleave_size: positions in a row on one rank."""
         offsets, longest = common.query_start_loc, common.max_query_len
         query_lens = offsets.diff()
         context_lens = get_dcp_local_seq_lens(common.seq_lens - query_lens, world_size, rank, interleave_size)
@@ -53,12 +53,17 @@ class ContextShard:
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """One step's batch for the layers of one group, under the names of vLLM's own backends, which connectors read.
+    """One step's batch for the layers of one group, with the names of vLLM's own backends, which connectors read.
 
-    query_start_loc int32 [num_seqs + 1], seq_lens int32 [num_seqs], block_table int32 [num_seqs, max_blocks_per_seq],
-    slot_mapping int64 [num_tokens]. num_actual_tokens, max_query_len and max_seq_len are host-known upper bounds.
-    causal: bool, or one flag a sequence. shard: where the cache is spread over ranks. plans: by whether a CUDA graph is
-    being captured.
+    Attributes:
+        query_start_loc: int32 [num_seqs + 1].
+        seq_lens: int32 [num_seqs].
+        block_table: int32 [num_seqs, max_blocks_per_seq].
+        slot_mapping: int64 [num_tokens].
+        num_actual_tokens, max_query_len, max_seq_len: upper bounds known to the host.
+        causal: bool, or one flag for each sequence.
+        shard: this rank's part, if the cache is spread over ranks.
+        plans: by whether a CUDA graph is being captured.
     """
 
     num_actual_tokens: int
@@ -73,10 +78,10 @@ class PagedMetadata(AttentionMetadata):
     plans: dict[bool, tuple[AttentionPlan, bool | torch.Tensor]] = field(default_factory=dict)
 
     def plan(self) -> tuple[AttentionPlan, bool | torch.Tensor]:
-        """The step's plan and its causality as `paged_attention` takes it, shared by the layers of the step.
+        """Return the step's plan and causality as `paged_attention` takes them, shared by the layers of the step.
 
-        A captured graph must cut up the batch anew with every replay, so its first layer makes a plan of its own even
-        where the same metadata served a warm-up.
+        A captured graph must split the batch anew in every replay. So its first layer makes a plan of its own, even if
+        the same metadata served a warm-up.
         """
         capturing = _is_capturing(self.seq_lens)
         if capturing not in self.plans:
@@ -87,7 +92,7 @@ class PagedMetadata(AttentionMetadata):
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Makes the metadata of a step from vLLM's, without a copy or a launch."""
+    """Makes a step's metadata from vLLM's, without a copy or a launch."""
 
     # Work lists are made on the device; the sizes of launches follow from upper bounds that hold for every replay.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -102,17 +107,17 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where the cache is spread over ranks: what each holds is counted anew for every step."""
+        """Return NEVER if the cache is spread over ranks: what each holds is counted anew for every step."""
         is_whole = vllm_config.parallel_config.decode_context_parallel_size == 1
         return cls._cudagraph_support if is_whole else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """vLLM's arguments; common_prefix_len is always 0 in this version, and fast_build changes nothing.
+        """Make the metadata from vLLM's arguments; common_prefix_len is always 0, and fast_build changes nothing.
 
         Raises:
-            UnsupportedError: tokens that see each other (a prefix LM's images).
+            UnsupportedError: tokens see each other (a prefix LM's images).
         """
         common = common_attn_metadata
         if common.mm_req_doc_ranges is not None:
@@ -130,7 +135,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedMetadata:
-        """`build`, with lengths of 1 while the graph is captured: as long as the model allows, its warm-up takes long.
+        """Run `build` with lengths of 1 during capture, because a warm-up at the model's longest length takes long.
 
         The lengths' tensor is vLLM's own, which it fills again before every replay.
         """
@@ -141,11 +146,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def update_block_table(
         self, metadata: PagedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PagedMetadata:
-        """The same batch in another group's blocks; the plan is shared."""
+        """Return the same batch with another group's blocks; the plan is shared."""
         return replace(metadata, block_table=blk_table[: metadata.block_table.shape[0]], slot_mapping=slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
-        """After the lengths have changed in place: the next layer plans anew, in the graph where one is captured."""
+        """Drop the plans after lengths changed in place; the next layer plans anew, in the graph if one is captured."""
         metadata.plans.clear()
 
 
@@ -161,13 +166,16 @@ def attend_shard(
     scales: dict[str, Any],
     **options: Any,
 ) -> torch.Tensor:
-    """Attention of this rank's heads, float32 [num_tokens, num_q_heads, v_head_dim]; every rank of the group calls it.
+    """Return attention of this rank's heads, float32 [num_tokens, num_q_heads, v_head_dim].
+
+    All ranks of the group call it.
 
     Args:
         query: [num_tokens, num_q_heads, head_dim], of this rank's heads.
         new: the step's keys [num_tokens, num_kv_heads, head_dim] and values.
-        caches: as `paged_attention` takes them; block_table: of them.
-        scales: k_scale and v_scale, of the caches alone. options: of both attentions.
+        caches, block_table: as `paged_attention` takes them.
+        scales: k_scale and v_scale of the caches.
+        options: other arguments of both attention calls.
     """
     group, num_heads = get_dcp_group(), query.shape[1]
 
@@ -190,5 +198,5 @@ def attend_shard(
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether work on the tensor's device is being captured in a graph; a build of torch for the CPU cannot say."""
+    """Return whether work on the tensor's device is being captured in a graph; False on CPU builds of torch."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,13 +1,12 @@
 """A call that fails in the middle, wherever that is, leaves everything as it was."""
 
 import contextlib
-import functools
-import sys
+import os
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,51 +18,10 @@ from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatchIt
 from paged.forward_step import forward_step
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
+from tests.failure import Failure
 
 CACHE = Path(paged.cache.manager.__file__).parent
 OURS = {CACHE.parent, CACHE, CACHE / "blocks", CACHE / "prefix"}
-# What takes changes back cannot fail itself.
-EXEMPT = {"events.py", "rollback.py"}
-
-
-@functools.cache
-def _may_fail(filename: str) -> bool | None:
-    """Whether it is the cache's code; None for what takes changes back."""
-    path = Path(filename)
-    return None if path.name in EXEMPT else path.parent in OURS
-
-
-class Failure:
-    """Raises `error` at the first call, of Python or C, that the cache's code makes after `count` others."""
-
-    def __init__(self, count: int, error: BaseException) -> None:
-        self.count, self.error, self.is_raised = count, error, False
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        # Closing a generator that is not used up cannot raise.
-        if event not in ("call", "c_call") or not _may_fail(code.co_filename) or code.co_name == "<genexpr>":
-            return
-        caller: FrameType | None = frame
-        while (caller := caller.f_back) is not None:
-            if _may_fail(caller.f_code.co_filename) is None:
-                return
-        self.count -= 1
-        if self.count < 0:
-            self.is_raised = True
-            raise self.error
-
-    def hits(self, call: Callable[[], object]) -> bool:
-        """Whether the call got so far; it must then raise the error, and nothing else ever."""
-        sys.setprofile(self)
-        try:
-            call()
-        except BaseException as error:
-            sys.setprofile(None)
-            if error is not self.error:
-                raise
-        sys.setprofile(None)
-        return self.is_raised
 
 
 def _busy_cache(device: torch.device, groups: list[CacheGroup] | None) -> Cache:
@@ -145,33 +103,122 @@ CASES: dict[str, Case] = {
     "write": _call("write_kv", "fork", 1, 5, torch.ones(4, 1, 8), torch.ones(4, 1, 8)),
     "forward": lambda m: partial(_forward, m),
 }
+# What they make is given up where they fail late.
+MAKING = ("allocate", "fork", "reserve")
 # Evicted blocks that may have been written to stay evicted, and those that a forward took before it failed.
 EVICTING = {"extend and evict", "forward"}
+GROUPS = pytest.mark.parametrize(
+    "groups", [None, [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]], ids=["", "two"]
+)
 
 
-@pytest.mark.parametrize("groups", [None, [CacheGroup((0,)), CacheGroup((1,), sliding_window=6)]], ids=["", "groups"])
+@GROUPS
 @pytest.mark.parametrize("name", CASES)
 def test_failure_anywhere_changes_nothing(name: str, groups: list[CacheGroup] | None, device: torch.device) -> None:
+    """At every line, also those that take the lock and let go of it."""
     if device.type != "cpu":
         pytest.skip("it is the bookkeeping that fails here")
-    manager = _busy_cache(device, groups).manager
-    events: list[object] = []
-    manager.subscribe(events.append)
-    call = CASES[name](manager)
-    before = snapshot(manager)
-    events.clear()
-    count = 0
-    while Failure(count, KeyboardInterrupt() if count % 3 == 0 else MemoryError()).hits(call):
+    count, num_rows = 0, 0
+    while True:
+        if num_rows != 16:  # more of them were made, which stays
+            manager, events = _busy_cache(device, groups).manager, list[object]()
+            call, before = CASES[name](manager), snapshot(manager)
+            if name != "forward":  # where what comes in a callback is logged, and the next call runs
+                manager.subscribe(events.append)
+        failure = Failure(count, OURS, KeyboardInterrupt() if count % 3 == 0 else MemoryError())
+        if not failure.hits(call):
+            break
+        if "_deliver" in failure.path and (name != "forward" or "commit" in failure.path):  # it has done its work
+            break
         after = snapshot(manager)
         for part, value in before.items():
             if name not in EVICTING or part in ("handles", "host", "rows"):
-                assert after[part] == value, f"{part}, after failing at call {count}"
+                assert after[part] == value, f"{part}, after failing at line {count}"
+        if count % 10 == 0:
+            _check_lock(manager)
         assert name in EVICTING or not events
-        count += 1
+        count, num_rows = count + 1, len(manager._sequences.tables._num_blocks)
     assert count > 5
-    manager.check_integrity()
-    if name not in ("commit ids", "append"):  # of nothing, but it is what they would check first
-        assert snapshot(manager) != before
+    after = snapshot(manager)
+    if name.startswith(MAKING):
+        assert after["handles"] == before["handles"]
+    elif name not in ("commit ids", "append"):  # of nothing, but it is what they would check first
+        assert after != before
+    _check_lock(manager)
+
+
+def _check_lock(manager: PagedKvCacheManager) -> None:
+    """Another thread gets it."""
+    other = threading.Thread(target=manager.stats, daemon=True)
+    other.start()
+    other.join(20)
+    assert not other.is_alive()
+
+
+@GROUPS
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough
+def test_failure_at_any_bytecode_leaves_nothing(
+    name: str, groups: list[CacheGroup] | None, device: torch.device
+) -> None:
+    """Some stand where the work is done: that may stay, but a new sequence or reservation is given up."""
+    count, is_hit = len(name) % 7, True
+    while is_hit:
+        manager = _busy_cache(device, groups).manager
+        call, owned = CASES[name](manager), {handle.cache_id for handle in manager.handles()}
+        manager.on_pressure(lambda level: None)
+        is_hit = Failure(count, OURS, KeyboardInterrupt(), event="opcode").hits(call)
+        assert not is_hit or {handle.cache_id for handle in manager.handles()} <= owned
+        manager.check_integrity()
+        _check_lock(manager)
+        for handle in manager.handles():
+            manager.free(handle)
+        stats = manager.stats()
+        assert (stats.used_blocks, stats.swap_blocks_free) == (0, manager.config.num_swap_blocks)
+        manager.check_integrity()
+        count += 7
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(MAKING)])
+def test_a_listener_that_ends_the_program_leaves_nothing(name: str, ending: type[BaseException]) -> None:
+    """Of a pressure that changes with every call: what was made for nobody is given up."""
+    manager = _busy_cache(torch.device("cpu"), None).manager
+    call, before = CASES[name](manager), snapshot(manager)
+    manager.on_pressure(Mock(side_effect=ending))
+    manager._guard._last_pressure = None  # type: ignore[assignment]
+    with pytest.raises(ending):
+        call()
+    after = snapshot(manager)
+    assert all(after[part] == before[part] for part in ("handles", "host", "rows"))
+    assert manager.stats().free_blocks == sum(map(len, before["free"][:2]))
+    _check_lock(manager)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is none")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_forked_process_has_a_lock_of_its_own(cache: Cache) -> None:
+    """Also amid another thread's call, which it takes back."""
+    manager, amid, goes_on = cache.manager, threading.Event(), threading.Event()
+    before = snapshot(manager)
+
+    def hold() -> None:
+        with manager._guard:
+            manager.allocate("half done", 9)
+            amid.set()
+            goes_on.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    amid.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(not (snapshot(manager) == before and manager.allocate("child", 9).is_valid))
+    assert os.waitpid(child, 0)[1] == 0
+    goes_on.set()
+    thread.join()
+    assert [handle.cache_id for handle in manager.handles()] == ["half done"]
 
 
 @pytest.mark.parametrize("outer", ["reserve", "build_metadata", "commit", "append_tokens"])

@@ -1,6 +1,8 @@
 """`paged generate`: right answers, options that reach the engine, where prompts and checkpoints come from, errors."""
 
 import io
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +12,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from paged import Engine, LlmExecutor, SamplingParams
+from paged.errors import CheckpointError, UnsupportedError
 from paged.executors.command_line import cli
 from paged.executors.command_line.cli import RECALL
 from paged.models.recall.task import sample_prompts
@@ -150,3 +154,78 @@ def test_models_of_the_hub(generate: Generate, inspect: Generate, copy: Path, mo
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     error = generate("owner/model", "--prompt", "x", code=1)["error"]
     assert "UnsupportedError" in error
+
+
+@pytest.mark.parametrize(
+    ("says", "given", "expected"),
+    [
+        ({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}, (), (0.7, 0.8, 20, 1.1)),
+        ({"do_sample": True, "temperature": 0.7, "top_k": None}, ("--temperature", "0.2"), (0.2, 1.0, 0, 1.0)),
+        ({"temperature": 0.7, "top_k": 20}, ("--temperature", "0", "--top-k", "0"), (0.0, 1.0, 0, 1.0)),
+        ({"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1}, (), (0.0, 1.0, 0, 1.1)),
+        ({}, (), (0.0, 1.0, 0, 1.0)),
+    ],
+)
+def test_sampling_is_what_the_checkpoint_says(
+    says: dict[str, Any],
+    given: tuple[str, ...],
+    expected: tuple[float, ...],
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3], **says}))
+    added: list[SamplingParams] = []
+    add = Engine.add_request
+    monkeypatch.setattr(
+        Engine, "add_request", lambda self, ids, params, **rest: added.append(params) or add(self, ids, params, **rest)
+    )
+    assert cli.main(["generate", str(copy), "--prompt", PROMPT.text, "--max-new-tokens", "1", "--verbose", *given]) == 0
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    assert tuple(getattr(added[0], name) for name in names) == expected
+    table = [line.split(maxsplit=2) for line in capsys.readouterr().err.splitlines()[:6]]
+    for name, value, source in table:
+        if name in names:
+            is_given, is_said = f"--{name.replace('_', '-')}" in given, says.get(name) is not None
+            is_said |= name == "temperature" and says.get("do_sample") is False
+            assert source == ("command line" if is_given else "generation_config.json" if is_said else "default")
+            assert float(value) == getattr(added[0], name)
+    assert " ".join(table[-1]).split() == ["end", "tokens", "1,", "3", "checkpoint"]
+    params = LlmExecutor.from_pretrained(copy, num_blocks=4).default_sampling_params
+    of_file = {name: value for name, value in says.items() if value is not None and name in names}
+    if says.get("do_sample") is False:
+        of_file["temperature"] = 0.0
+    assert params == SamplingParams(**of_file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", -1), ("temperature", True), ("top_p", 1.5), ("top_k", 0.5), ("top_k", "20")]
+)
+def test_sampling_that_cannot_be_is_named(name: str, value: object, copy: Path, generate: Generate) -> None:
+    """By who uses it: the checkpoint loads."""
+    (copy / "generation_config.json").write_text(json.dumps({name: value}))
+    assert f"generation_config.json: {name}: " in generate(str(copy), "--prompt", "x", code=1)["error"]
+    executor = LlmExecutor.from_pretrained(copy, num_blocks=4)
+    with pytest.raises(CheckpointError, match=name):
+        _ = executor.default_sampling_params
+
+
+def test_from_pretrained_takes_the_hubs_cache(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    commit, cached = "0" * 40, tmp_path / "hub" / "models--an-owner--its-model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    shutil.copytree(copy, cached / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    assert LlmExecutor.from_pretrained("an-owner/its-model", num_blocks=4).info().model_id == "an-owner/its-model"
+    with pytest.raises(CheckpointError, match=r"an-owner/other.*not in the Hub's cache"):
+        LlmExecutor.from_pretrained("an-owner/other")
+    shutil.copytree(copy, tmp_path / "an-owner" / "other")
+    assert LlmExecutor.from_pretrained("an-owner/other", num_blocks=4).info().model_id == "other", (
+        "a folder comes first"
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UnsupportedError, match="huggingface_hub"):
+        LlmExecutor.from_pretrained("an-owner/its-model")

@@ -48,15 +48,22 @@ class Followers:
 
     def order(self, folder: Path, size: int, config: dict[str, Any], options: dict[str, Any]) -> LlmExecutor:
         """Let the others load it and serve, and load it here; `config` is that of the parallel model."""
+        self.invite(folder, size, config, options)
+        config = {"tensor_parallel_size": size} | config
+        return LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
+
+    def invite(
+        self, folder: Path, size: int, config: dict[str, Any], options: dict[str, Any], **way: int | str
+    ) -> None:
+        """Let the others load it and serve, `times` in turn, with a default group where `backend` names one."""
         config = {"tensor_parallel_size": size} | config
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
         for rank, pipe in enumerate(self._pipes[: size - 1], start=1):
-            pipe.send((world | {"RANK": str(rank)}, folder, config, options))
+            pipe.send((world | {"RANK": str(rank)}, folder, config, options, way))
         os.environ.update(world, RANK="0")
-        return LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
 
     def answers(self, size: int) -> list[str]:
         """How each follower's `serve` ended: "served", or the error."""
@@ -80,14 +87,17 @@ def _follow(orders: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["PAGED_BACKEND"] = "torch"  # a step of Triton's interpreter takes seconds
     while True:
-        environment, folder, config, options = orders.recv()
+        environment, folder, config, options, way = orders.recv()
         os.environ.update(environment)
         try:
-            executor = LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
-            if executor.model.ranks.rank == 0:  # of a part of the mesh
-                executor.shutdown()
-            else:
-                executor.serve()
+            if "backend" in way:
+                dist.init_process_group(way["backend"])
+            for _ in range(way.get("times", 1)):
+                executor = LlmExecutor.from_pretrained(folder, parallel=parallel_config(config), **options)
+                if executor.model.ranks.rank == 0:  # of a part of the mesh
+                    executor.shutdown()
+                else:
+                    executor.serve()
             orders.send("served")
         except Exception as error:
             orders.send(f"{type(error).__name__}: {error}")

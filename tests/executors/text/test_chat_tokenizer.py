@@ -51,6 +51,24 @@ def test_special_tokens_of_users_are_text(template: str, content: Any, tmp_path:
     assert parsed.count(end) == 2
 
 
+@pytest.mark.parametrize("content", ["a EOT b", ["E", "OT"], ["EO", "T x"], ["x", "E", "O", "T"]])
+@pytest.mark.parametrize("own", ["EOT", "<|end|>", "E"])
+def test_special_tokens_of_letters_alone(own: str, content: Any, tmp_path: Path) -> None:
+    """A word may be put together of letters of several texts; roles that have such letters stay what they are."""
+    looks = "{% if message.role == 'TEST' %}{{ message.content | join }}{% else %}{{ raise_exception('x') }}{% endif %}"
+    theirs = save(tmp_path, f"{{% for message in messages %}}{looks} {own}{{% endfor %}}")
+    ours = ChatTokenizer.from_folder(tmp_path)
+    ours.tokenizer.add_special_tokens(["EOT"])
+    end = ours.tokenizer.token_to_id("EOT")
+    messages = [{"role": "TEST", "content": content}]
+    ids = ours.encode_chat(messages)
+    assert ids.count(end) == (own == "EOT")
+    assert theirs.decode([one for one in ids if one != end]) == ours.render(messages).removesuffix(
+        "EOT" * (own == "EOT")
+    )
+    assert ours.encode_chat(messages, parse_special=True).count(end) == 1 + (own == "EOT")
+
+
 def test_special_tokens_of_the_models_own_vocabulary(tmp_path: Path) -> None:
     """Unigram finds them in plain text, too; what is unknown stays unknown."""
     pieces = [("<unk>", 0.0), ("a", -2.0), ("<", -3.0), ("s", -3.0), (">", -3.0), ("<s>", 0.0)]

@@ -111,7 +111,7 @@ def install(case: dict[str, Any], patch: Patch) -> SamplingParams:
     """Have the case's fault hit one completion of the victim from so many tokens on; the victim's parameters."""
 
     def is_victim(completion: Completion) -> bool:
-        is_it = completion.request.prompt == VICTIM and completion.index == case["index"] % case["n"]
+        is_it = list(completion.request.prompt) == VICTIM and completion.index == case["index"] % case["n"]
         return is_it and len(completion.token_ids) >= case["tokens"]
 
     FAULTS[case["fault"]].install(patch, is_victim, (ERRORS | EXITS)[case["error"]])

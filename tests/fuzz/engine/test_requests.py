@@ -3,20 +3,24 @@ that change what they gave or got, or call from within a step."""
 
 import gc
 import itertools
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import strategies as st
 
 from paged import AsyncEngine, Engine, InvalidInputError, PagedError, PromptLookup, SamplingParams, UnsupportedError
+from paged.executors.sampling.counts import TokenCounts
 from tests.executors.engine_cases import check_empty
 from tests.fuzz.engine.neighbours import (
     Letters,
     add_neighbours,
+    alone,
     check_ended,
     check_neighbours,
     run_to_end,
@@ -104,7 +108,7 @@ CHANGES = expressions("""
     prompt.clear(); prompt.insert(0, 10**9); metadata.clear(); params.logit_bias.update({10**6: 1.0});
     params.logit_bias.update({'a': None}); change(params, 'temperature', 'hot'); change(params, 'n', 10**9);
     change(params, 'stop', None); change(output, 'metrics', None); change(output, 'num_cached_tokens', 'many');
-    change(output, 'request_id', ['a']); change(output, 'prompt_token_ids', None); change(output, 'finished', 'no');
+    change(output, 'request_id', ['a']); change(output, 'prompt', None); change(output, 'finished', 'no');
     output.outputs.clear(); change(output.outputs[0], 'index', 'first'); output.outputs[0].token_ids.clear();
     output.outputs[0].token_ids.extend([10**9, 'a']); output.outputs[0].logprobs.clear()
 """)
@@ -217,3 +221,78 @@ def test_tokenizers_that_give_no_text(decoded: Any, max_tokens: int) -> None:
     check_neighbours(engine, outputs)
     assert odd.outputs[0].text == ""
     assert "decode gave" in str(odd.error)
+
+
+@pytest.mark.parametrize("where", ["prompt_token_ids", "metadata"])
+def test_reading_an_argument_may_add_requests(where: str) -> None:
+    """Also one of the same id: the one that came first runs, the other is refused."""
+    engine, inner = small_engine(max_waiting=3), []
+
+    def add() -> int:
+        inner.append(engine.add_request(PROMPT, GREEDY, request_id="a"))
+        return 5
+
+    class Adding(UserDict[str, Any]):
+        def keys(self) -> Any:
+            add()
+            return super().keys()
+
+    given: dict[str, Any] = {"prompt_token_ids": PROMPT, "params": GREEDY, "request_id": "a"}
+    given[where] = {"prompt_token_ids": (add() for _ in range(1)), "metadata": Adding(b=1)}[where]
+    with pytest.raises(InvalidInputError, match="in use"):
+        engine.add_request(**given)
+    run_to_end(engine)
+    assert [len(one.outputs[0].token_ids) for one in inner] == [5]
+    check_empty(engine)
+
+
+def test_what_completions_share_cannot_be_changed() -> None:
+    """Metadata, prompt and parameters are there once for all completions; what outputs give is the reader's own."""
+    engine, seen = small_engine(), []
+    forward = engine.executor.unified_decode
+
+    def look(batch: Any) -> Any:
+        seen.extend(item.metadata for item in batch.items)
+        return forward(batch)
+
+    engine.executor.unified_decode = look  # type: ignore[method-assign]
+    output = engine.add_request(PROMPT, SamplingParams(n=8, max_tokens=3, logprobs=1), metadata={"a": 1})
+    run_to_end(engine)
+    assert len(seen) > 8
+    assert len(set(map(id, seen))) == 1
+    with pytest.raises(TypeError):
+        seen[0]["a"] = 2
+    copy = output.copy()
+    copy.prompt_token_ids.clear()
+    for one in copy.outputs[0].logprobs or ():
+        one.clear()
+    assert output.prompt_token_ids == copy.prompt_token_ids == PROMPT
+    assert all(output.outputs[0].logprobs or ())
+    assert copy.prompt is output.prompt
+
+
+def test_an_output_that_is_changed_still_ends_in_time() -> None:
+    engine = small_engine()
+    output = engine.add_request(PROMPT, SamplingParams(max_tokens=300), timeout_s=0.0)
+    output.finished = True
+    engine.step()
+    assert (output.outputs[0].finish_reason, engine.num_unfinished) == ("timeout", 0)
+    check_empty(engine)
+
+
+def test_no_memory_while_errors_are_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling finds none, and then neither does what makes it anew: that request ends, and others run."""
+    engine = small_engine()
+    outputs = add_neighbours(engine)
+    engine.step()
+    odd = engine.add_request([9], SamplingParams(presence_penalty=0.5, max_tokens=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenCounts, "rows", Mock(side_effect=MemoryError))
+        patch.setattr(TokenCounts, "__init__", Mock(side_effect=MemoryError))
+        for _ in range(2):
+            engine.step()
+    assert "MemoryError" in str(odd.error)
+    run_to_end(engine)
+    check_ended(odd)
+    assert outputs[0].outputs[0].token_ids == alone(0)[0]
+    check_empty(engine)

@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"{name} {version}": function
     for version, module in ((2, flash_attention), (3, flash_attention_3), (4, flash_attention_4))
     for name, function in vars(module).items()
-    if name.startswith("flash_attn_")
+    if name.startswith("flash_attn_") and name != "flash_attn_combine"
 }
 HEAD_DIM, BLOCK_SIZE, ROOM = 8, 4, 12
 # The same thing under the names of other versions and forks, which all functions take by keyword.
@@ -47,13 +47,14 @@ CASES = st.fixed_dictionaries({
     "function": _pick(*sorted(FUNCTIONS), *sorted(name for name in FUNCTIONS if "kvcache" in name) * 4),
     # Of up to three sequences: queries, keys that are there, new keys.
     "lengths": st.lists(st.tuples(*[st.integers(0, n) for n in (3, 6, 3)]), min_size=1, max_size=3),
-    "heads": _pick([4, 2], [2, 2], [3, 1]), "layout": _pick("padded", "picked", "paged"),
+    "heads": _pick([4, 2], [2, 2], [3, 1]), "layout": _pick("padded", "picked", "paged", "rows"),
     "new": _pick("", "padded", "packed"), "rotary": _pick("", "interleaved", "halves", "elsewhere"),
     "window": _pick(*NO_LIMIT, [2, 1], [0, 0], [None, 1], [2, -1], [-2, 0]), "softcap": _pick(None, 0.0, -1.0, 1.5),
     "scale": _pick(None, 0.7), "alibi": _pick("", "row", "rows", "expanded", "equal"),
     "descale": _pick("", "one", "row", "rows", "expanded"), "spelling": st.integers(0, 2), "seed": st.integers(0, 99),
 } | dict.fromkeys(
-    ["packs_queries", "leftpad", "spare", "causal", "sinks", "lse", "probs", "out", "hints"], st.booleans()
+    ["packs_queries", "leftpad", "spare", "causal", "sinks", "lse", "probs", "out", "hints", "narrow", "strided"],
+    st.booleans(),
 ))  # fmt: skip
 
 
@@ -79,6 +80,8 @@ class Call:
         self._lay_out_keys()
         if self.new:
             self._lay_out_new_keys()
+        for name in set("q k v kv qkv".split()) & self.given.keys() if case["strided"] else ():
+            self.given[name] = self.given[name].transpose(-1, -2).contiguous().transpose(-1, -2)
 
     def rand(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -112,15 +115,21 @@ class Call:
         self.sinks = self.rand(self.heads[0]) if case["sinks"] else None
         self._give("sinks", self.sinks)
         # 8-bit values are few and scales powers of two, so that all products are exact.
-        self.is_8_bit = case["descale"] != "" and self.is_cached and not (self.new and case["descale"] == "rows")
-        kind, scales = case["descale"] if self.is_8_bit else "", lambda x: 2.0 ** x.round().clamp(-1, 1)
+        kind, scales = case["descale"], lambda x: 2.0 ** x.round().clamp(-1, 1)
+        self.is_8_bit = kind != "" and self.is_cached and not (self.new and kind == "rows" and not case["narrow"])
         self.scales = [self._by_sequence(name, kind, self.heads[1], scales) for name in ("k_descale", "v_descale")]
+        if not self.is_8_bit:
+            self.scales = [None, None]  # given, and not read
         self.has_lse, self.has_probs = case["lse"], case["probs"] and not self.is_cached
         self._give("return_lse", self.has_lse)
         if self.has_probs:
             given["return_attn_probs"] = True
         if case["hints"]:
             given |= {"num_splits": 3, "pack_gqa": True, "sm_margin": 2, "deterministic": True, "no_such_thing": None}
+            given |= {"seqlen_k_per_split": 64, "disable_scheduler_metadata": True, "q_descale": torch.tensor(3.0)}
+            given["max_seqlen_q"] = 0  # read beside cu_seqlens_q only
+            if self.is_cached:
+                given |= {"rotary_seqlens": self.before + 7, "rotary_sin": torch.zeros(1)}
 
     def _by_sequence(self, name: str, kind: str, heads: int, make: Callable[..., Any]) -> torch.Tensor | None:
         """Given as one value, one row, or one a sequence; for the oracle [num_seqs, heads]."""
@@ -194,10 +203,14 @@ class Call:
     def _lay_out_cache(self, before: list[list[torch.Tensor]]) -> None:
         given, layout = self.given, self.case["layout"]
         order = torch.randperm(10, generator=self.generator).int()
-        block_size, size = BLOCK_SIZE if layout == "paged" else ROOM, 10
-        if layout == "paged":
+        block_size, size = BLOCK_SIZE if layout in ("paged", "rows") else ROOM, 10
+        if layout in ("paged", "rows"):
             table = order[:9].view(3, 3)[: self.num_seqs]
             self._give("block_table", table)
+            if layout == "rows":
+                self._give("block_table", order[:9].view(3, 3))
+                given["cache_batch_idx"] = torch.randperm(3, generator=self.generator)[: self.num_seqs]
+                table = order[:9].view(3, 3)[given["cache_batch_idx"]]
         elif layout == "picked":
             table = order[: self.num_seqs, None]
             given["cache_batch_idx"] = table[:, 0]
@@ -221,7 +234,11 @@ class Call:
 
     def _lay_out_new_keys(self) -> None:
         given, case, before = self.given, self.case, self.before.tolist()
-        k, v = (torch.cat([x[n:] for n, x in zip(before, rows, strict=True)]) for rows in (self.k, self.v))
+        is_narrow = self.is_8_bit and case["narrow"]
+        given_rows = zip(*self.stored, strict=True) if is_narrow else (self.k, self.v)
+        k, v = (torch.cat([x[n:] for n, x in zip(before, rows, strict=True)]) for rows in given_rows)
+        if is_narrow:
+            k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
         if self.new == "packed":
             given["cu_seqlens_k_new"] = _offsets(self.added)
         else:
@@ -232,6 +249,7 @@ class Call:
         angles, is_interleaved = self.rand(30, 2), case["rotary"] != "halves"
         given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": is_interleaved}
         starts = self.before
+        given.pop("rotary_seqlens", None)
         if case["rotary"] == "elsewhere":
             starts = given["rotary_seqlens"] = self.before + 7
         in_order = case["causal"] or self.given["window_size"] not in NO_LIMIT

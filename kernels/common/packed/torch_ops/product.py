@@ -28,15 +28,16 @@ def quantized_product(
     tensor_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` [num_rows, out_features] with x @ ((code - zero_point) * scale * tensor_scale)^T + bias, a tile of
-    weights at a time.
+    """Fill `out` [num_rows, out_features] with x @ ((code - zero_point) * scale * tensor_scale)^T + bias.
+
+    It works a tile of weights at a time.
 
     Args:
         x: float32 [num_rows, in_features].
         values: e4m3 or int8 [out_features, in_features], 4-bit codes in int32 words of `pack_codes`, or two a byte.
         form: "e4m3", "int8", "int4", "mxfp4" or "nvfp4".
-        group: rows and columns that share one of `scale` and `zero_point`; scales of all columns have one dimension
-            less, one for all weights none.
+        group: rows and columns that share one of `scale` and `zero_point`. One for all columns has one dimension less,
+            one for all weights none.
         zero_point: None for 8 of int4, and 0 of others.
     """
     num_rows = max(_TILE // x.shape[1] // _GROUP_ROWS, 1) * _GROUP_ROWS
@@ -53,8 +54,7 @@ def quantized_product(
 
 
 def rounded_groups(x: torch.Tensor, group: int, form: str, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """float32 rows whose groups of columns are rounded to "int8" or "e4m3" by a scale, or their own, and multiplied
-    out."""
+    """Round groups of columns to "int8" or "e4m3" by a given scale or their own; return float32 values."""
     groups = functional.pad(x, (0, -x.shape[1] % group)).unflatten(-1, (-1, group))
     largest = 127.0 if form == "int8" else 448.0
     if scale is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,30 @@ from paged.models.loading.checkpoint_files import is_there
 # Never code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 _UNWANTED = ("consolidated*", "original/*", "*.bin", "*.pt", "*.pth", "*.py")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
+# The folder of a model within the cache of the Hub's client.
+_CACHED = re.compile(r"models--(.+?)--(.+)")
+
+
+def local_folder(path: Path, *, has_weights: bool = True) -> Path:
+    """The path as it is, unless nothing is there and it reads OWNER/NAME: then the folder in which the Hub's client
+    keeps that model, downloaded if need be. HF_HUB_OFFLINE=1 takes what is there.
+
+    has_weights: download them, too.
+
+    Raises:
+        CheckpointError: the model can be had neither from the Hub nor from its cache.
+        UnsupportedError: the package huggingface_hub is not installed.
+    """
+    if os.path.lexists(path) or not _HUB_ID.fullmatch(str(path)):
+        return path
+    return _download(str(path), [name for name in _WANTED if has_weights or name != "*.safetensors"])
+
+
+def model_name(folder: Path) -> str:
+    """The folder's own name, or OWNER/NAME in the cache of the Hub's client, where it is that of a commit."""
+    match = _CACHED.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    return "/".join(match.groups()) if match else folder.name
 
 
 def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
@@ -24,7 +48,7 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
         CheckpointError: the folder lacks files, or the model can be had neither from the Hub nor from its cache.
         UnsupportedError: it is on the Hub, and the package huggingface_hub is not installed.
     """
-    path = Path(model)
+    path = local_folder(Path(model), has_weights=is_run)
     try:
         is_folder, is_file = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:  # too long, not to be looked at, or with a null character
@@ -34,11 +58,7 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
         return path
     if is_file:
         raise InvalidInputError(f"model {str(model)!r}: a file, expected a folder in Hugging Face layout")
-    if not _HUB_ID.fullmatch(str(model)):
-        raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
-    folder = _download(str(model), [name for name in _WANTED if is_run or name != "*.safetensors"])
-    _check_complete(folder, is_run)
-    return folder
+    raise InvalidInputError(f"model {str(model)!r}: no such folder, and no OWNER/NAME on the Hugging Face Hub")
 
 
 def missing_files(folder: Path) -> list[str]:
