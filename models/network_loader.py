@@ -16,6 +16,7 @@ from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.models.families.llama import Llama
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.weights import (
+    Read,
     StoredTensors,
     Track,
     check_weights,
@@ -75,8 +76,7 @@ def load_network(
     whole = meta_network(network_class, config, dtype)
     stored = without_zero_biases(stored, whole.weight_slots())
     check_weights(stored, whole.weight_slots(), tied_head=config.tie_word_embeddings, folder=folder)
-    network = whole if share.size == 1 else _rank_network(whole, config, dtype, share)
-    parts = share.parts(config, whole.weight_slots(), network.weight_slots())
+    network, parts = rank_network(whole, config, dtype, share)
     # As to_empty, whose empty_like of a meta tensor imports sympy: 0.25 s.
     network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
     network.join(ranks)
@@ -125,12 +125,16 @@ def meta_network(
     return network
 
 
-def _rank_network(whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share) -> Llama:
-    """Return a rank's part of a network without memory.
+def rank_network(
+    whole: Llama, config: DecoderConfig, dtype: torch.dtype, share: Share
+) -> tuple[Llama, dict[str, Read]]:
+    """Return a rank's part of a network without memory, and what it reads of which tensors.
 
     Raises:
         UnsupportedError: it cannot be spread over this number of ranks.
     """
+    if share.size == 1:
+        return whole, {}
     try:
         network = meta_network(type(whole), config, dtype, share)
     except CheckpointError as error:
@@ -144,7 +148,7 @@ def _rank_network(whole: Llama, config: DecoderConfig, dtype: torch.dtype, share
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")
             if layout.has_order and own.in_features != packed.in_features:
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has columns in an order of its own")
-    return network
+    return network, share.parts(config, whole.weight_slots(), network.weight_slots())
 
 
 def _tensors_of(network_class: type[Llama], config: DecoderConfig, folder: Path) -> StoredTensors:

@@ -18,7 +18,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import StoredTensors, num_weights, read_header
-from paged.models.network_loader import meta_network, our_name, with_stored_experts
+from paged.models.network_loader import meta_network, our_name, rank_network, with_stored_experts
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
 from paged.models.quantization.read import as_stored, read_config
 from paged.models.registry import GPU_FRACTION, cache_config, model_config
@@ -89,14 +89,14 @@ def summarize(
     try:
         network_class, config = model_config(hf)
         if stored:
-            config = with_stored_experts(config, (our_name(network_class, name) for name in stored))
+            named = {our_name(network_class, name): tensor for name, tensor in stored.items()}
+            config = with_stored_experts(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
             meta_network(network_class, config, config.dtype)  # its layers may be of sizes that cannot be packed so
     except PagedError as error:
         return summary | {"supported": False, "reason": str(error).removeprefix(f"{hf.source}: ")}
     dtype = config.dtype if dtype is None else dtype
     cache_dtype = kv_cache_dtype or dtype
-    config = replace(config, quantization=as_stored(config.quantization, stored))
     needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
     summary |= zip(_NEEDS, needs(Share()), strict=True)
     summary |= {name: getattr(config, name) for name in _SIZES}
@@ -142,7 +142,11 @@ def _needs(
 
 
 def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
-    """Parameters and their bytes once loaded: of plain weights those of one layer of every kind, times how many."""
+    """Parameters and their bytes once loaded: of plain weights those of one layer of every kind, times how many.
+
+    Raises:
+        UnsupportedError: as loading it does.
+    """
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)
     none = replace(config, attention=(), moe=(), intermediate_size=())
@@ -157,7 +161,7 @@ def _loaded(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtyp
 
 
 def _size(network_class: type[Llama], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
-    network = meta_network(network_class, config, dtype, share)
+    network, _ = rank_network(meta_network(network_class, config, dtype), config, dtype, share)
     return num_weights(network), sum(parameter.nbytes for parameter in network.parameters())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -19,16 +18,9 @@ from paged.kernels.moe.routing import Routing
 from paged.kernels.moe.weights import ExpertLinear
 from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder import GatedMlp, Linear, empty_parameter
-from paged.models.loading.weights import ConvertedSlot, WeightSlots
+from paged.models.loading.weights import WeightSlots
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import Mxfp4Experts, PackedWeights
-
-
-def _copy_transposed(weight: torch.Tensor, stored: torch.Tensor) -> None:
-    """Copy matrices of all experts that are stored with rows and columns exchanged."""
-    # One by one: for a transposed copy to a GPU torch makes a temporary there.
-    for mine, theirs in zip(weight, stored, strict=True):
-        mine.T.copy_(theirs)
 
 
 class SparseMoe(nn.Module):
@@ -85,6 +77,10 @@ class SparseMoe(nn.Module):
             if layout is None:
                 continue
             if moe.stacked:
+                # A parameter is no module of the class that a configuration means, unless its tensor says so.
+                stacked = f"{prefix}.experts.{'gate_up_proj' if attribute == 'w1' else 'down_proj'}"
+                if quantization.plain is None or stacked in quantization.plain:
+                    continue
                 raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one a projection")
             columns = getattr(self, attribute).shape[2]
             layout.check(first, rows, columns)
@@ -195,8 +191,7 @@ class SparseMoe(nn.Module):
                 slots |= weight.weight_slots(name)
             else:
                 assert isinstance(weight, torch.Tensor)  # others are stored one by one
-                transposed = ConvertedSlot(weight.mT.shape, weight.dtype, partial(_copy_transposed, weight))
-                slots[name] = transposed if moe.transposed else weight
+                slots[name] = weight.mT if moe.transposed else weight
             if bias is not None:
                 slots[f"{name}_bias"] = bias
         return slots

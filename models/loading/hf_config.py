@@ -108,7 +108,7 @@ class HfConfig:
         return str(self._get(key, default, "a string", str))
 
     def choice(self, key: str, *known: Any) -> Any:
-        """Return one of the known values, or None.
+        """Return one of the known values, words in any letter case, or None.
 
         Raises:
             UnsupportedError: it is another value.
@@ -116,8 +116,11 @@ class HfConfig:
         value = self.value(key)
         if value is None:
             return None
+        given = value.casefold() if isinstance(value, str) else value
         for one in known:
-            if value == one and isinstance(value, bool) == isinstance(one, bool):
+            if given == (one.casefold() if isinstance(one, str) else one) and isinstance(given, bool) == isinstance(
+                one, bool
+            ):
                 return one
         expected = ", ".join(map(str, known)) or "none"
         raise UnsupportedError(f"{self.source}: {key} = {shown(value)} is not supported, known are {expected}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from paged.errors import CheckpointError, InvalidInputError
 from paged.kernels.common.scalars import shown
-from paged.models.loading.checkpoint_files import is_there, other_kind, read_json, regular_size
+from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
+from paged.models.loading.tensor_file import TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Scales of an 8-bit KV cache as compressed-tensors, ModelOpt and Quark name them.
@@ -32,8 +32,6 @@ PACKED = {
     torch.int64: ("I64",),
     torch.float8_e4m3fn: ("F8_E4M3",),
 }
-# Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
-_MAX_HEADER_BYTES = 16 << 20
 _MAX_SHOWN = 200
 # The largest published checkpoints have 200.
 _MOST_FILES, _MAX_NAME = 4096, 1024
@@ -69,7 +67,7 @@ class ConvertedSlot(NamedTuple):
 
 
 # Reads what a slot takes of a tensor that holds more: from an opened file, by its name there.
-Read = Callable[[Any, str, Slot], torch.Tensor]
+Read = Callable[[TensorFile, str, Slot], torch.Tensor]
 # Iterates over a sequence of work, named by `desc`, and may show how far it has come: `unit` is what is counted, and
 # `size` how many of those an item is, one by default.
 Track = Callable[..., Iterable[Any]]
@@ -79,12 +77,13 @@ WeightSlots = dict[str, Slot]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a file's header describes it; dtype as safetensors names it."""
+    """A tensor as a file's header describes it; dtype as safetensors names it. stamp: the file's, see `TensorFile`."""
 
     name: str
     file: Path
     shape: list[int]
     dtype: str
+    stamp: tuple[int, ...] = ()
 
 
 # Name -> where it is; the name is that in the file, or the one that a family has for it.
@@ -121,9 +120,9 @@ def read_header(file: Path) -> StoredTensors:
         CheckpointError: it is missing, unreadable or truncated.
     """
     with open_tensors(file) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
         return {
-            name: StoredTensor(name, file, part.get_shape(), str(part.get_dtype())) for name, part in slices.items()
+            name: StoredTensor(name, file, shape, dtype, tensors.stamp)
+            for name, (dtype, shape, _) in tensors.tensors.items()
         }
 
 
@@ -171,15 +170,17 @@ def load_weights(
     """
     ordered = sorted(slots, key=lambda name: (stored[name].file, name))
     sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
+    stamps = {stored[name].file: stored[name].stamp for name in ordered}
     read = track(ordered, desc="weights", unit="B", size=sizes.__getitem__)
     for file, names in groupby(read, lambda name: stored[name].file):
-        with open_tensors(file) as tensors:
+        with open_tensors(file, stamps[file]) as tensors:
             for name in names:
-                source = stored[name].name
-                part = parts.get(name)
-                tensor = tensors.get_tensor(source) if part is None else part(tensors, source, slots[name])
+                source, slot, part = stored[name].name, slots[name], parts.get(name)
                 try:
-                    slots[name].copy_(tensor)
+                    if part is None and isinstance(slot, torch.Tensor):
+                        tensors.fill(source, slot)
+                    else:
+                        slot.copy_(tensors.get_tensor(source) if part is None else part(tensors, source, slot))
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: with it in {file} a projection is there, but {error}") from error
                 tick()
@@ -191,9 +192,8 @@ def read_tensor(stored: StoredTensors, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: its file became unreadable.
     """
-    with open_tensors(stored[name].file) as tensors:
-        tensor: torch.Tensor = tensors.get_tensor(stored[name].name)
-        return tensor
+    with open_tensors(stored[name].file, stored[name].stamp) as tensors:
+        return tensors.get_tensor(stored[name].name)
 
 
 def load_kv_scales(
@@ -228,21 +228,18 @@ def load_kv_scales(
 
 
 @contextmanager
-def open_tensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file.
+def open_tensors(file: Path, stamp: tuple[int, ...] = ()) -> Iterator[TensorFile]:
+    """Open a safetensors file; with a stamp, the same as before.
 
     Raises:
-        CheckpointError: it is missing, no regular file, unreadable or truncated.
+        CheckpointError: it is missing, no regular file, unreadable, truncated or changed.
     """
-    size = regular_size(file)
     try:
-        with file.open("rb") as opened:
-            header_size = int.from_bytes(opened.read(min(size, 8)), "little")
-        if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files of /proc have size 0, and reading may wait
-            raise CheckpointError(f"{file}: missing, unreadable or truncated (a header of {header_size} bytes)")
-        with safe_open(file, framework="pt", device="cpu") as tensors:
+        with closing(TensorFile(file)) as tensors:
+            if stamp and tensors.stamp != stamp:
+                raise tensors.wrong("changed since its header was read")
             yield tensors
-    except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: no address space for the file
+    except (OSError, MemoryError) as error:
         raise CheckpointError(f"{file}: missing, unreadable or truncated ({plain(str(error))})") from error
 
 

@@ -113,7 +113,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[st
     for name, kinds in found.items():
         if absent := {"A", "B"} - kinds:
             raise CheckpointError(f"{name}: no lora_{min(absent)} in {file}")
-    with open_tensors(file) as tensors:
+    with open_tensors(file, next(iter(stored.values())).stamp) as tensors:
         pairs = {
             name: [tensors.get_tensor(f"base_model.model.{name}.lora_{which}.weight") for which in "AB"]
             for name in found

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from paged.errors import UnsupportedError
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
+from paged.models.loading.tensor_file import TensorFile
 from paged.models.loading.weights import Read, Slot, WeightSlots
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -41,20 +42,19 @@ class Part(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
     numbers_groups: bool = False
 
-    def read(self, tensors: Any, name: str, slot: Slot) -> torch.Tensor:
+    def read(self, tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
         """Read the part from an opened file."""
-        stored = tensors.get_slice(name)
-        parts = [stored[(*[slice(None)] * self.dim, slice(*bounds))] for bounds in self.ranges]
-        tensor: torch.Tensor = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, self.dim)
+        parts = [tensors.get_part(name, self.dim, *bounds) for bounds in self.ranges]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
         return tensor - tensor.min() if self.numbers_groups else tensor
 
 
-def _zeros(tensors: Any, name: str, slot: Slot) -> torch.Tensor:
+def _zeros(tensors: TensorFile, name: str, slot: Slot) -> torch.Tensor:
     """Return zeros, for a bias that another rank adds."""
     return torch.zeros(slot.shape)
 
 
-def _own_sizes(tensors: Any, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
+def _own_sizes(tensors: TensorFile, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
     """Return the sizes of a rank's shares of a projection."""
     sizes = tensors.get_tensor(name).tolist()
     return torch.tensor([int(size * share) for size, share in zip(sizes, shares, strict=True)])

@@ -14,6 +14,7 @@ from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
 from paged.kernels.quantization.weight import QuantizedWeight
+from paged.models.quantization.name_patterns import NamePattern
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -107,12 +108,13 @@ class Layout(ABC):
 class EightBit(Layout):
     """`weight` in its own dtype, e4m3 or int8, and scales: weight = code * scale.
 
-    one_scale: one scale for all weights; otherwise one per row, or one per e4m3 block if group_size is 128. scale_name:
-    end of the scales' name.
+    one_scale: one scale for all weights; otherwise one per row, or one per e4m3 block if group_size is 128. scale_name,
+    input_scale_name: ends of the scales' names.
     """
 
     one_scale: bool = False
     scale_name: str = "weight_scale"
+    input_scale_name: str = "input_scale"
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         code = torch.int8 if self.form == "int8" else torch.float8_e4m3fn
@@ -123,7 +125,7 @@ class EightBit(Layout):
         else:
             scale = Stored((rows,), torch.float32, 0)
         found = {"weight": Stored((rows, columns), code, 0), self.scale_name: scale}
-        return found | ({"input_scale": Stored((), torch.float32)} if self.has_input_scale else {})
+        return found | ({self.input_scale_name: Stored((), torch.float32)} if self.has_input_scale else {})
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         weight, scale = tensors["weight"], tensors[self.scale_name].float()
@@ -132,7 +134,7 @@ class EightBit(Layout):
             scale.expand(len(weight)) if self.one_scale else scale,
             columns,
             quantizes_input=self.quantizes_input,
-            input_scale=tensors["input_scale"].float() if self.has_input_scale else None,
+            input_scale=tensors[self.input_scale_name].float() if self.has_input_scale else None,
         )
 
 
@@ -253,23 +255,27 @@ class Mxfp4(Layout):
 
 
 # A pattern of projections' names, and how those are stored; None for plain weights.
-Rule = tuple[re.Pattern[str], Layout | None]
+Rule = tuple[NamePattern, Layout | None]
 # Plain, though a configuration that means classes of modules says nothing of it: of theirs routers are none.
 _ROUTER = re.compile(r".*(?:gate|router)\Z")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Rules for packed projections; the first match counts. Without a match, and for routers, weights are plain."""
+    """Rules for packed projections; the first match counts. Without a match, and for routers, weights are plain.
+
+    plain: projections that a file holds as floating point, whatever the rules say; None if no file is read.
+    """
 
     rules: tuple[Rule, ...]
+    plain: frozenset[str] | None = None
 
     def layout(self, name: str) -> Layout | None:
         """Return how a projection is stored, None for plain weights.
 
         name: such as `model.layers.0.mlp.down_proj`. Patterns may also name it as a part of a multimodal model.
         """
-        if _ROUTER.match(name):
+        if _ROUTER.match(name) or name in (self.plain or ()):
             return None
         names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
         for pattern, layout in self.rules:

@@ -15,7 +15,7 @@ from paged.kernels.common.packed.packing import FP8_BLOCK
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Slot, StoredTensors, read_tensor
+from paged.models.loading.weights import FLOATING, Slot, StoredTensors, read_tensor
 from paged.models.quantization.layouts import (
     Awq,
     EightBit,
@@ -27,16 +27,20 @@ from paged.models.quantization.layouts import (
     Quantization,
     Rule,
 )
+from paged.models.quantization.name_patterns import NamePattern, check_cost
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _SCALES = (".scales", ".weight_scale")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
-# Longer than any published one; what a pattern of a file costs to match grows with it.
-_MAX_PATTERN = 1000
 # Columns of the shortest groups of whole numbers, and a divisor of all.
 _GROUP_UNIT = 32
-_ALL = re.compile("")
-_PLAIN_HEAD: Rule = re.compile(r"lm_head\Z"), None
+_ALL = NamePattern("")
+_PLAIN_HEAD: Rule = NamePattern(r"lm_head\Z"), None
+# As vLLM and ModelOpt name them, and transformers.
+_SCALE_NAMES = {
+    "scale_name": ("weight_scale", "weight_scale_inv"),
+    "input_scale_name": ("input_scale", "activation_scale"),
+}
 _ONE_BY_ONE = {"float": "float-quantized", "int": "int-quantized"}
 
 
@@ -68,18 +72,32 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
     if method is None:
         section.text("quant_method")
     rules = _READERS[method](section)
+    check_cost([pattern for pattern, _ in rules], section.source)
     return Quantization(tuple(rules)) if rules else None
 
 
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
-    """Return the quantisation with group scales in the dtype that all of the file have, or in float32."""
+    """Return the quantisation as the tensors of a file show it.
+
+    Group scales get the dtype that all of the file have, or float32; e4m3 scales the names that they have; and weights
+    that are stored as floating point are plain.
+    """
+    if quantization is None:
+        return None
     dtypes = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
     dtype = _HALVES.get(dtypes.pop()) if len(dtypes) == 1 else None
-    if quantization is None or dtype is None:
-        return quantization
-    return Quantization(
-        tuple((pattern, layout and replace(layout, scale_dtype=dtype)) for pattern, layout in quantization.rules)
-    )
+    ends = {name.rpartition(".")[2] for name in stored}
+
+    def layout_of(layout: Layout) -> Layout:
+        layout = layout if dtype is None else replace(layout, scale_dtype=dtype)
+        if not isinstance(layout, EightBit):
+            return layout
+        found: dict[str, Any] = {key: name for key, names in _SCALE_NAMES.items() for name in names if name in ends}
+        return replace(layout, **found)
+
+    plain = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype in FLOATING}
+    rules = tuple((pattern, layout and layout_of(layout)) for pattern, layout in quantization.rules)
+    return Quantization(rules, frozenset(plain))
 
 
 def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> StoredTensors:
@@ -135,7 +153,7 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
 
 def _read_fp8(hf: HfConfig) -> list[Rule]:
     """Read e4m3 in blocks of 128 x 128 as in DeepSeek-V3, or with one scale for a projection."""
-    hf.choice("fmt", "e4m3")
+    hf.choice("fmt", "e4m3", "float8_e4m3fn")
     block = hf.value("weight_block_size")
     if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
         raise UnsupportedError(f"{hf.source}: weight_block_size = {shown(block)} is not supported, known is [128, 128]")
@@ -196,10 +214,18 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
     if not layouts:
         return []
 
-    def named(name: str) -> re.Pattern[str]:
+    # Of classes the one of all projections; without it another, as a file's own tensors say where it is meant.
+    classes = [name for name in layouts if name.isidentifier() and name[0].isupper()]
+    classes = ["Linear"] if "Linear" in classes else classes
+    if len({layouts[name] for name in classes}) > 1:
+        raise UnsupportedError(f"{hf.source}: targets {shown(classes)} packed in several ways, supported is one")
+
+    def named(name: str) -> NamePattern:
         """A regular expression behind "re:", the class of all projections, or a name."""
-        expression = name[3:] if name.startswith("re:") else "" if name == "Linear" else rf"{re.escape(name)}\Z"
-        return _pattern(expression, hf, "targets or ignore")
+        if name.startswith("re:"):
+            return _pattern(name[3:], hf, "targets or ignore")
+        is_class = name == "Linear" or name in classes
+        return _ALL if is_class else _pattern(rf"{re.escape(name)}\Z", hf, "targets or ignore")
 
     plain: list[Rule] = [(named(name), None) for name in hf.items("ignore", str)]
     # Names count before patterns, and those before classes.
@@ -262,31 +288,21 @@ def _one_by_one(weights: HfConfig, inputs: HfConfig | None, form: str) -> EightB
     )
 
 
-def _pattern(expression: str, hf: HfConfig, key: str) -> re.Pattern[str]:
+def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False) -> NamePattern:
     """Compile a regular expression of a configuration.
 
     Raises:
         CheckpointError: it is malformed or too long.
+        UnsupportedError: matching it may take long.
     """
-    try:
-        if len(expression) <= _MAX_PATTERN:
-            return re.compile(expression)
-        problem = f"longer than {_MAX_PATTERN} characters"
-    except (re.error, OverflowError, RecursionError) as error:
-        problem = str(error)
-    raise CheckpointError(f"{hf.source}: {key} has {shown(expression)}, which is no pattern ({problem})")
+    pattern = NamePattern(expression, is_module)
+    pattern.check(f"{hf.source}: {key}")
+    return pattern
 
 
 def _unconverted(hf: HfConfig, key: str) -> list[Rule]:
-    """Return rules for modules that stay plain, as transformers reads them.
-
-    They are regular expressions from the start of a name up to a dot, ends of names, or names of modules around them.
-    """
-    rules: list[Rule] = []
-    for name in filter(None, hf.items(key, str)):
-        plain = re.escape(name)
-        rules.append((_pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{plain}$|.*\.{plain}\.", hf, key), None))
-    return rules
+    """Return rules for modules that stay plain, as transformers reads them."""
+    return [(_pattern(name, hf, key, is_module=True), None) for name in filter(None, hf.items(key, str))]
 
 
 def _group_size(hf: HfConfig) -> int:

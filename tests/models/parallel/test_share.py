@@ -30,16 +30,18 @@ class _Counted:
     def __init__(self, file: Any, read: list[int]) -> None:
         self._file, self._read = file, read
 
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self.get_slice(name)[:]
-
-    def get_slice(self, name: str) -> _Counted:
-        return _Counted(self._file.get_slice(name), self._read)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._file[index]
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         self._read.append(tensor.nbytes)
         return tensor
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._counted(self._file.get_tensor(name))
+
+    def get_part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        return self._counted(self._file.get_part(name, dim, start, stop))
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        self._file.fill(name, self._counted(out))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -56,8 +58,8 @@ def test_a_rank_reads_what_it_holds(
     opened, read = weights.open_tensors, list[int]()
 
     @contextmanager
-    def counted(file: Path) -> Iterator[Any]:
-        with opened(file) as tensors:
+    def counted(file: Path, stamp: tuple[int, ...] = ()) -> Iterator[Any]:
+        with opened(file, stamp) as tensors:
             yield _Counted(tensors, read)
 
     monkeypatch.setattr(weights, "open_tensors", counted)

@@ -1,0 +1,166 @@
+"""A safetensors file, read into memory: a file that is cut short or rewritten meanwhile is an error, where a memory map
+of it would end the process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paged.errors import CheckpointError
+from paged.models.loading.checkpoint_files import regular_size
+from paged.printable import one_line
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+# Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
+_MAX_HEADER_BYTES = 16 << 20
+# Of a tensor that is converted or goes to a device: at once, through memory that is used again.
+_PIECE_BYTES = 4 << 20
+# What a thread reads at least.
+_LEAST_SHARE = 1 << 20
+# Runs below this are read with what lies between them.
+_LEAST_RUN = 4096
+
+
+class TensorFile:
+    """An open file. tensors: what its header says, by name: dtype as safetensors names it, shape, first byte.
+    stamp: what changes where the file does.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or truncated, or its header contradicts itself.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, size = file, regular_size(file)
+        self._opened = file.open("rb", buffering=0)
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
+        try:
+            self.stamp = self._stamp()
+            header_size = int.from_bytes(self._opened.read(min(size, 8)), "little")
+            if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files of /proc have size 0, and may wait
+                raise self.wrong(f"a header of {header_size} bytes")
+            self._start = 8 + header_size
+            self.tensors = self._entries(self._opened.read(header_size), size - self._start)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._opened.close()
+
+    def wrong(self, problem: str) -> CheckpointError:
+        """An error that names the file."""
+        return CheckpointError(f"{self.file}: missing, unreadable or truncated ({problem})")
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """All of a tensor, in memory of its own."""
+        return self._read(name, torch.empty(self.tensors[name][1], dtype=self._dtype(name)), 0)
+
+    def get_part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Entries start to stop of a dimension."""
+        dtype, shape = self._dtype(name), self.tensors[name][1]
+        rows, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        part = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=dtype)
+        row_bytes, skipped = shape[dim] * inner * part.itemsize, start * inner * part.itemsize
+        if rows > 1 and part.nbytes // rows < _LEAST_RUN:
+            return self.get_tensor(name).narrow(dim, start, stop - start).contiguous()
+        for row, run in enumerate(part.view(rows, part.numel() // max(rows, 1))):
+            self._read(name, run, row * row_bytes + skipped)
+        return part
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Read a tensor into one of its shape: into place, or piece by piece through a buffer."""
+        dtype, shape = self._dtype(name), self.tensors[name][1]
+        if out.dtype == dtype and out.is_cpu and out.is_contiguous():
+            self._read(name, out.detach(), 0)
+            return
+        rows = out.detach().unsqueeze(0) if not shape else out.detach()
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        count = min(max(_PIECE_BYTES // max(row_bytes, 1), 1), len(rows))
+        buffer = torch.empty((count, *shape[1:]), dtype=dtype)
+        for row in range(0, len(rows), max(count, 1)):
+            piece = buffer[: len(rows) - row]
+            rows[row : row + count].copy_(self._read(name, piece, row * row_bytes))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self.tensors[name][0]
+        if stored not in _DTYPES:
+            raise self.wrong(f"a tensor of {one_line(stored, 20)}, known are {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
+
+    def _read(self, name: str, out: torch.Tensor, offset: int) -> torch.Tensor:
+        """Fill contiguous memory with what begins at a byte of a tensor."""
+        offset += self._start + self.tensors[name][2]
+        if out.nbytes:
+            data = out.view(-1).view(torch.uint8).numpy().data
+            # In as many parts as torch has threads: one reads half as fast as two copy from a memory map.
+            count = min(torch.get_num_threads(), -(-out.nbytes // _LEAST_SHARE))
+            each = -(-out.nbytes // count)
+            starts = range(each, out.nbytes, each)
+            others = [self._threads.submit(self._read_bytes, data[at : at + each], offset + at) for at in starts]
+            self._read_bytes(data[:each], offset)
+            for other in others:
+                other.result()
+        if self._stamp() != self.stamp:
+            raise self.wrong("changed while it was read")
+        return out
+
+    def _read_bytes(self, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.preadv(self._opened.fileno(), [data], offset)
+            if not count:
+                raise self.wrong("it ends within a tensor")
+            data, offset = data[count:], offset + count
+
+    def _stamp(self) -> tuple[int, ...]:
+        status = os.fstat(self._opened.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _entries(self, header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
+        """The entries of a header, of tensors that fill `size` bytes without a gap."""
+        try:
+            values: dict[str, Any] = json.loads(header)
+            values.pop("__metadata__", None)
+            spans = []
+            found: dict[str, tuple[str, list[int], int]] = {}
+            for name, entry in values.items():
+                dtype, shape, (start, stop) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
+                if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+                    raise ValueError(f"{name}: a shape or offsets that are no sizes")
+                if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start:
+                    raise ValueError(f"{name}: {stop - start} bytes for shape {shape} of {dtype}")
+                spans.append((start, stop))
+                found[name] = dtype, shape, start
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self.wrong(f"no safetensors header: {one_line(repr(error), 200)}") from error
+        end = 0
+        for start, stop in sorted(spans):
+            if start != end:
+                raise self.wrong(f"tensors that do not follow each other, at byte {start}")
+            end = stop
+        if end != size:
+            raise self.wrong(f"{size} bytes of tensors, {end} promised")
+        return found
