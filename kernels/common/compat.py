@@ -24,7 +24,7 @@ else:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         HAS_TRITON = True
-        if os.environ.get("TRITON_INTERPRET") == "1":
+        if os.environ.get("TRITON_INTERPRET") == "1" and not triton.__version__.startswith(("3.6", "3.7")):
             from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
             def with_bool(access, position):

@@ -40,6 +40,8 @@ class HfConfig:
             CheckpointError: it is missing, or not a JSON object.
         """
         file = folder / name
+        if may_lack and not is_there(file):
+            return cls({}, str(file))
         if folder.is_file() or (name == "config.json" and not is_there(file)):
             raise CheckpointError(f"{file}: missing{other_kind(folder)}")
         return cls(read_json(file), str(file))

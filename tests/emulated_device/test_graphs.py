@@ -1,7 +1,7 @@
 """Steps replayed from graphs whose memory is poisoned before every replay: the logits that they should have."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from paged.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from paged.models.loading.load_options import LoadOptions
+from paged.models.loading.weights import untracked
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
@@ -73,6 +74,9 @@ class _StandIn(Ranks):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)
 
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), -1)
 
@@ -82,7 +86,9 @@ def test_a_rank_of_two_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     save_checkpoint(FAMILIES["qwen3_moe"], tmp_path)
     policies: list[list[LogitsPolicy]] = [[FullLogits(), FullLogits()], [GreedyArgmax(), DrawToken(0.7, (3, 5))]]
     with EmulatedCuda(num_sms=2) as cuda:
-        ours = _load(tmp_path, LoadOptions(**SIZES, cuda_graphs=(2,)), _StandIn(Share(0, 2, expert_parallel=True)))
+        ours = _load(
+            tmp_path, LoadOptions(**SIZES, cuda_graphs=(2,)), _StandIn(Share(0, 2, expert_parallel=True)), untracked
+        )
 
         def steps() -> list[Any]:
             results = []

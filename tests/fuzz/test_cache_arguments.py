@@ -105,7 +105,7 @@ def _plain(given: Any) -> Any:
 
 
 def _comparable(parts: dict[str, Any]) -> dict[str, Any]:
-    return parts | {"handles": [(name, state[:3]) for name, _, state in parts["handles"]]}
+    return parts | {"handles": {name: state[:3] for name, (_, state) in parts["handles"].items()}}
 
 
 @fuzz(CASES, examples=30, thorough=80)
