@@ -36,7 +36,7 @@ _DTYPES = {
 }
 # Room for 100,000 tensors; the format's own limit of 100 MB takes seconds and 400 MB to read.
 _MAX_HEADER_BYTES = 16 << 20
-# Of a tensor that is converted or goes to a device: at once, through memory that is used again.
+# Of a tensor that is converted, goes to a device or is cut by columns: at once, through memory that is used again.
 _PIECE_BYTES = 4 << 20
 # What a thread reads at least.
 _LEAST_SHARE = 1 << 20
@@ -85,9 +85,15 @@ class TensorFile:
         rows, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
         part = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=dtype)
         row_bytes, skipped = shape[dim] * inner * part.itemsize, start * inner * part.itemsize
+        runs = part.view(rows, part.numel() // max(rows, 1))
         if rows > 1 and part.nbytes // rows < _LEAST_RUN:
-            return self.get_tensor(name).narrow(dim, start, stop - start).contiguous()
-        for row, run in enumerate(part.view(rows, part.numel() // max(rows, 1))):
+            count = max(_PIECE_BYTES // max(row_bytes, 1), 1)
+            buffer = torch.empty((min(count, rows), shape[dim] * inner), dtype=dtype)
+            for row in range(0, rows, count):
+                piece = self._read(name, buffer[: rows - row], row * row_bytes)
+                runs[row : row + count].copy_(piece[:, start * inner : stop * inner])
+            return part
+        for row, run in enumerate(runs):
             self._read(name, run, row * row_bytes + skipped)
         return part
 

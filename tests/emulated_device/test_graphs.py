@@ -77,6 +77,9 @@ class _StandIn(Ranks):
     def apart(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def compare(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return [values, values]
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), -1)
 
