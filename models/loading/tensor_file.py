@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ _LEAST_RUN = 4096
 
 
 class TensorFile:
-    """An open file. tensors: what its header says, by name: dtype as safetensors names it, shape, first byte.
-    stamp: what changes where the file does.
+    """An open file. tensors: what its header says, by name: dtype as safetensors names it, shape, first byte
+    and the one behind the last. stamp: what changes where the file does.
 
     Raises:
         CheckpointError: it is missing, unreadable or truncated, or its header contradicts itself.
@@ -111,6 +112,17 @@ class TensorFile:
             piece = buffer[: len(rows) - row]
             rows[row : row + count].copy_(self._read(name, piece, row * row_bytes))
 
+    def checksum(self, name: str, pieces: int, piece_bytes: int) -> int:
+        """Of so many pieces of a tensor's bytes, from its first to its last; of a small one, of all."""
+        begin, end = (self._start + at for at in self.tensors[name][2:])
+        last, checksum = max(begin, end - piece_bytes), 0
+        for piece in range(pieces):
+            at = begin + (last - begin) * piece // (pieces - 1)
+            data = bytearray(min(piece_bytes, end - at))
+            self._read_bytes(memoryview(data), at)
+            checksum = zlib.crc32(data, checksum)
+        return checksum
+
     def _dtype(self, name: str) -> torch.dtype:
         stored = self.tensors[name][0]
         if stored not in _DTYPES:
@@ -145,13 +157,13 @@ class TensorFile:
         status = os.fstat(self._opened.fileno())
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
-    def _entries(self, header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
+    def _entries(self, header: bytes, size: int) -> dict[str, tuple[str, list[int], int, int]]:
         """The entries of a header, of tensors that fill `size` bytes without a gap."""
         try:
             values: dict[str, Any] = json.loads(header)
             values.pop("__metadata__", None)
             spans = []
-            found: dict[str, tuple[str, list[int], int]] = {}
+            found: dict[str, tuple[str, list[int], int, int]] = {}
             for name, entry in values.items():
                 dtype, shape, (start, stop) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
                 if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
@@ -159,7 +171,7 @@ class TensorFile:
                 if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != stop - start:
                     raise ValueError(f"{name}: {stop - start} bytes for shape {shape} of {dtype}")
                 spans.append((start, stop))
-                found[name] = dtype, shape, start
+                found[name] = dtype, shape, start, stop
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self.wrong(f"no safetensors header: {one_line(repr(error), 200)}") from error
         end = 0

@@ -122,7 +122,7 @@ def read_header(file: Path) -> StoredTensors:
     with open_tensors(file) as tensors:
         return {
             name: StoredTensor(name, file, shape, dtype, tensors.stamp)
-            for name, (dtype, shape, _) in tensors.tensors.items()
+            for name, (dtype, shape, *_) in tensors.tensors.items()
         }
 
 
