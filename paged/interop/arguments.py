@@ -41,7 +41,7 @@ def _honoured(more: str, spellings: dict[str, str]) -> dict[str, str]:
 
 # What is honoured, by the caller's names: of functions whose `k` and `v` are what is attended to, and of those where
 # they are what is added to it.
-_ATTENTION = _honoured("cu_seqlens kv max_seqlen qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"})
+_ATTENTION = _honoured("cu_seqlens kv max_seqlen num_heads_q qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"})
 _CACHED_ATTENTION = _honoured(
     "cache_batch_idx cache_leftpad cu_seqlens_k_new key rotary_cos rotary_interleaved rotary_seqlens rotary_sin value",
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},
@@ -84,7 +84,7 @@ class Arguments(dict[str, Any]):
         honoured = _CACHED_ATTENTION if self.adds_keys else _ATTENTION
         for name, value in given.items():
             key = honoured.get(name)
-            if key is None:
+            if key is None or (key == "num_heads_q" and "qkv" not in given):
                 off = _OFF.get(name, 0)
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
                 if name not in _HINTS and value is not None and value is not False and not (is_number and value == off):
@@ -137,14 +137,14 @@ class Arguments(dict[str, Any]):
             raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least 1e-06")
         return max(softcap, 0.0)
 
-    def window(self) -> tuple[int, int]:
-        """Return (left, right); None and negative numbers become -1, no limit."""
+    def window(self) -> tuple[int | None, int | None]:
+        """Return (left, right) as given, None for no limit."""
         given = self.get("window_size", (None, None))
         try:
             left, right = given
         except Exception as error:
             raise InvalidInputError(f"window_size: {shown(given)}, expected two integers, (left, right)") from error
-        edges = [-1 if edge is None else max(as_int("window_size", edge, None), -1) for edge in (left, right)]
+        edges = [None if edge is None else as_int("window_size", edge, None) for edge in (left, right)]
         return edges[0], edges[1]
 
 

@@ -32,8 +32,12 @@ Rows = dict[str, Any]  # a tensor or None, by the name of the argument
 _ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
-def attend(function: str, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(
+    function: str, given: Mapping[str, Any], *, has_negative_edges: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a function of FlashAttention, by name, with arguments by the caller's names, of any version.
+
+    has_negative_edges: whether negative numbers in window_size are edges, as in version 4, instead of no limit.
 
     Returns:
         out: like q with the values' head_dim; bfloat16 if q has 8 bits. lse: float32 [num_q_heads, total_q] or [batch,
@@ -41,13 +45,13 @@ def attend(function: str, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch
     """
     args = Arguments(function, given)
     try:
-        return _attend(args)
+        return _attend(args, has_negative_edges)
     except (InvalidInputError, UnsupportedError):
         with arguments_named(**args.names):
             raise
 
 
-def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the call; errors name the keys of `args`."""
     unpack(args)
     # All is read and checked before the first key is written: a call that fails leaves the cache as it was.
@@ -64,7 +68,6 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     options: dict[str, Any] = {
         "softmax_scale": args.softmax_scale(),
         "causal": args.flag("causal"),
-        "window_size": args.window(),
         "softcap": args.softcap(),
         "attention_chunk_size": args.integer("attention_chunk_size") or 0,
         "sinks": args.optional_tensor("sinks"),
@@ -72,6 +75,7 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     if options["sinks"] is not None:
         check_tensor("sinks", options["sinks"], (num_q_heads,), FLOAT_DTYPES, device)
         options["sinks"] = options["sinks"].contiguous()
+    edges = _edges(args, has_negative_edges)
     q_scale, k_scale, v_scale = (_row_for_all(args, f"{x}_scale", num_seqs, num_kv_heads) for x in "qkv")
     rows: Rows = {
         "alibi_slopes": _row_for_all(args, "alibi_slopes", num_seqs, num_q_heads),
@@ -91,13 +95,14 @@ def _attend(args: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         k_scale = v_scale = None  # `rows` has what they are read with
     if new is not None and (_is_by_sequence(k_scale) or _is_by_sequence(v_scale)):
         raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys that are not float8_e4m3fn")
-    is_local = options["window_size"] != (-1, -1) or options["attention_chunk_size"] > 0
+    is_local = edges != (None, None) or options["attention_chunk_size"] > 0
     batch, new = _rotate(args, batch, new, in_order=options["causal"] or is_local)
     if new is not None:
         batch = _append(batch, new, k_scale, v_scale)
     if padding is not None:
         batch = in_tokens._replace(q=batch.q, seq_lens=(batch.seq_lens - padding).clamp_(min=0))
     batch = batch._replace(q=batch.q.to(dtype))
+    batch, used, options["window_size"] = _without_negative_edges(batch, used, *edges)
     if used is not None:
         batch, rows = _with_unused_queries(batch, rows, used)
     lse = _fill(out, batch, rows, options, has_lse or has_probs)
@@ -120,6 +125,43 @@ def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.T
         if rows.data_ptr() == given.data_ptr() and rows.stride(-1) == 1:
             return given, rows
     return given, torch.empty(*batch.q.shape[:2], v_head_dim, dtype=dtype, device=batch.q.device)
+
+
+def _edges(args: Arguments, has_negative: bool) -> tuple[int | None, int | None]:
+    """Return the window's edges, None for no limit.
+
+    has_negative: as in FlashAttention 4, a negative edge is one, unless the sum of both is negative.
+
+    Raises:
+        UnsupportedError: an edge is negative beside what depends on positions themselves.
+    """
+    left, right = args.window()
+    if not has_negative:
+        return None if left is None or left < 0 else left, None if right is None or right < 0 else right
+    if args.flag("causal"):
+        right = 0
+    if left is not None and right is not None and left + right < 0:
+        return None, None
+    if min(left or 0, right or 0) < 0 and ("alibi_slopes" in args or args.integer("attention_chunk_size")):
+        raise UnsupportedError(f"window_size: {(left, right)}, none below 0 beside alibi_slopes or attention_chunk")
+    return left, right
+
+
+def _without_negative_edges(
+    batch: Batch, used: torch.Tensor | None, left: int | None, right: int | None
+) -> tuple[Batch, torch.Tensor | None, tuple[int, int]]:
+    """Move queries so that no edge of their window is negative; return the window, -1 for no limit.
+
+    Queries stand at the end of the keys. If they see keys up to n before their own position, they see as much with
+    their own among n keys less. If they see keys from n behind it on, the last n see none, and the others move there.
+    """
+    if right is not None and right < 0:
+        batch = batch._replace(seq_lens=(batch.seq_lens + right).clamp_(min=0))
+        left, right = None if left is None else left + right, 0
+    if left is not None and left < 0:
+        used = ((batch.cu_seqlens_q.diff() if used is None else used) + left).clamp_(min=0)
+        left, right = 0, None if right is None else right + left
+    return batch, used, (-1 if left is None else left, -1 if right is None else right)
 
 
 def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[Batch, Rows]:

@@ -34,7 +34,8 @@ def flash_attn_func(given: dict[str, Any]) -> Result:
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_qkvpacked_func(given: dict[str, Any]) -> Result:
-    """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim]; num_heads_q is None."""
+    """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim], or [batch, seqlen, num_heads_q + 2 *
+    num_kv_heads, head_dim]: heads of q, then of k, then of v."""
     return _attend("flash_attn_qkvpacked_func", given)
 
 

@@ -1,6 +1,8 @@
 """FlashAttention 4's functions (`flash_attn.cute`), with its order of arguments; `flash_attention` describes them.
 
-Both return (out, lse); lse is None unless return_lse.
+Both return (out, lse); lse is None unless return_lse. In window_size None is no limit. Negative numbers are edges: with
+(None, -2) a query sees keys up to two positions before its own. If the sum of both is negative, there is no limit. With
+causal the second is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 )  # fmt: skip
 def flash_attn_func(given: dict[str, Any]) -> Result:
     """Attention of sequences of one length."""
-    return attend("flash_attn_func", given)
+    return attend("flash_attn_func", given, has_negative_edges=True)
 
 
 @takes("q k v", lambda
@@ -40,7 +42,7 @@ def flash_attn_varlen_func(given: dict[str, Any]) -> Result:
     q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. Longest lengths of None count
     all rows.
     """
-    return attend("flash_attn_varlen_func", given)
+    return attend("flash_attn_varlen_func", given, has_negative_edges=True)
 
 
 def get_scheduler_metadata(*args: Any, **named: Any) -> None:

@@ -56,13 +56,21 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 def unpack(args: Arguments) -> None:
     """Replace packed qkv or kv by q, k and v, and shared offsets by both."""
+    num_q_heads = args.integer("num_heads_q")
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
         if name in args:
             packed = args.tensor(name)
-            if packed.dim() not in (4, 5) or packed.shape[-3] != len(keys):
+            if num_q_heads and packed.dim() == 4:  # as version 3 reads it, of no other shape
+                num_kv_heads, rest = divmod(packed.shape[2] - num_q_heads, 2)
+                if num_kv_heads < 1 or rest:
+                    raise InvalidInputError(f"num_heads_q: {num_q_heads}, qkv has {packed.shape[2]} heads")
+                parts = packed.split((num_q_heads, num_kv_heads, num_kv_heads), 2)
+            elif packed.dim() not in (4, 5) or packed.shape[-3] != len(keys):
                 expected = f"[..., {len(keys)}, num_heads, head_dim]"
                 raise InvalidInputError(f"{name}: shape {list(packed.shape)}, expected {expected}")
-            for key, part in zip(keys, packed.unbind(-3), strict=True):
+            else:
+                parts = packed.unbind(-3)
+            for key, part in zip(keys, parts, strict=True):
                 args.put(key, part, name)
     if "cu_seqlens" in args:
         for key in "cu_seqlens_q", "cu_seqlens_k":

@@ -312,6 +312,18 @@ def test_values_of_another_size_and_chunks(device: torch.device) -> None:
         flash_attention_3.flash_attn_func(q, k, v, attention_chunk=-1)
 
 
+def test_heads_of_queries_keys_and_values_in_one_tensor(device: torch.device) -> None:
+    """Of version 3: fewer heads of keys than of queries."""
+    qkv = torch.randn(2, 5, 8, 16, device=device)
+    want = flash_attention_3.flash_attn_func(*qkv.split((4, 2, 2), 2), causal=True)
+    assert torch.equal(flash_attention_3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4), want)
+    for heads in (3, 8, 9):
+        with pytest.raises(InvalidInputError, match=rf"^num_heads_q: {heads}, qkv has 8 heads"):
+            flash_attention_3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads)
+    with pytest.raises(UnsupportedError, match=r"^num_heads_q: 4, "):
+        flash_attention_3.flash_attn_func(*qkv.split((4, 2, 2), 2), num_heads_q=4)
+
+
 def test_layouts_that_are_refused(device: torch.device) -> None:
     q, padding = torch.zeros(3, 2, 4, 2, device=device), torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
     cache = torch.as_strided(torch.zeros(500, device=device), (3, 8, 2, 2), (37, 4, 2, 1))
