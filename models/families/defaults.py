@@ -58,6 +58,9 @@ _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+_GRANITE = dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # By model_type other keys, without those that null, false or nothing stand for.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
@@ -112,8 +115,9 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": _GPT_OSS_ROPE,
     },
-    "granitemoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "granitemoeshared": {"num_experts": 8, "num_experts_per_tok": 2},
+    "granite": _GRANITE,
+    "granitemoe": {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoeshared": {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2},
     "llama4_text": {
         "intermediate_size_mlp": 16_384,
         "num_experts": 16,

@@ -13,7 +13,7 @@ from paged.models.layers.decoder_config import (
     periodic_windows,
     rotating_layers,
 )
-from paged.models.layers.rope import rope_config, ropes_by_kind
+from paged.models.layers.rope import rope_config, rope_section, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
@@ -57,7 +57,7 @@ def gemma_fields(hf: HfConfig) -> dict[str, Any]:
     """What all Gemmas have."""
     return {
         "logits_softcap": hf.softcap("final_logit_softcapping"),
-        "activation": ACTIVATIONS[hf.choice("hidden_activation", *ACTIVATIONS) or "gelu_pytorch_tanh"],
+        "activation": ACTIVATIONS[hf.choice("hidden_activation", *ACTIVATIONS)],
         "embedding_scale": hf.integer("hidden_size") ** 0.5,
         "zero_centred": True,
         "after_attention": "post_attention_layernorm",
@@ -89,10 +89,10 @@ def _granite(hf: HfConfig) -> dict[str, Any]:
 def granite_fields(hf: HfConfig) -> dict[str, Any]:
     """Return the multipliers."""
     return {
-        "softmax_scale": hf.number("attention_multiplier", 1.0),
-        "embedding_scale": hf.number("embedding_multiplier", 1.0),
-        "residual_scale": hf.number("residual_multiplier", 1.0),
-        "logits_scale": 1 / hf.number("logits_scaling", 1.0),
+        "softmax_scale": hf.number("attention_multiplier"),
+        "embedding_scale": hf.number("embedding_multiplier"),
+        "residual_scale": hf.number("residual_multiplier"),
+        "logits_scale": 1 / hf.number("logits_scaling"),
     }
 
 
@@ -109,7 +109,7 @@ def _ministral(hf: HfConfig) -> dict[str, Any]:
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
     """Ministral 3 (Mistral AI, 2025): queries grow with the logarithm of their position beyond the first training's."""
-    rope = hf.section("rope_parameters") or HfConfig({}, hf.source)
+    rope = rope_section(hf)
     growth = QueryGrowth(
         rope.number("llama_4_scaling_beta", may_be_zero=True),
         rope.integer("original_max_position_embeddings"),

@@ -205,7 +205,7 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     **{name: partial(HfConfig.integer, key=name) for name in ("hidden_size", "intermediate_size", "vocab_size")},
     "model_type": lambda hf: hf.text("model_type"),
     "max_position_embeddings": lambda hf: hf.integer("max_position_embeddings", most=_MAX_POSITIONS),
-    "activation": lambda hf: ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS) or "silu"],
+    "activation": lambda hf: ACTIVATIONS[hf.choice("hidden_act", *ACTIVATIONS)],
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
     "quantization": read_quantization,

@@ -70,11 +70,16 @@ def rope_config(
         UnsupportedError: the type is not supported, or a part of each head rotates in a family that rotates all.
         CheckpointError: a value is missing or malformed.
     """
-    parameters, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
-    # Empty parameters are parameters, those of a plain rotation; an empty scaling is none.
-    given = scaling if scaling is not None and scaling.values else parameters
-    rope = scaled_rope(hf, given or HfConfig({}, hf.source), hf.number("rope_theta"), fraction, is_partial)
+    rope = scaled_rope(hf, rope_section(hf), hf.number("rope_theta"), fraction, is_partial)
     return replace(rope, interleaved=interleaved)
+
+
+def rope_section(hf: HfConfig) -> HfConfig:
+    """The object of a config.json that says how all layers rotate."""
+    scaling = hf.section("rope_scaling")
+    # Empty parameters are parameters, those of a plain rotation; an empty scaling is none.
+    given = scaling if scaling is not None and scaling.values else hf.section("rope_parameters")
+    return given or HfConfig({}, hf.source)
 
 
 def scaled_rope(
@@ -95,7 +100,8 @@ def scaled_rope(
 
 def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     kind = section.text("rope_type", section.text("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # as Phi-3 was first published
+    if kind == "su" or (kind == "yarn" and "short_factor" in section.values):  # as Phi-3 was first published
+        kind = "longrope"
     if kind not in _KINDS:
         raise UnsupportedError(f"{hf.source}: rope type {shown(kind)}, known are {', '.join(_KINDS)}")
     for key, value in section.values.items():

@@ -110,12 +110,13 @@ class HfConfig:
         return str(self._get(key, default, "a string", str))
 
     def choice(self, key: str, *known: Any) -> Any:
-        """Return one of the known values, words in any letter case, or None.
+        """Return one of the known values, words in any letter case, or None; null takes the family's default, too.
 
         Raises:
             UnsupportedError: it is another value.
         """
         value = self.value(key)
+        value = self.defaults.get(key) if value is None else value
         if value is None:
             return None
         given = value.casefold() if isinstance(value, str) else value

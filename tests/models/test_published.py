@@ -130,6 +130,47 @@ def test_absent_and_null_keys_mean_what_they_mean_in_transformers(name: str) -> 
     assert compared > 30
 
 
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_BY_KIND = {"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default"}}
+_ROPES: list[dict[str, Any]] = [
+    {"rope_theta": 777.0},
+    {"rope_theta": 777.0, "rope_scaling": None},
+    {"rope_theta": 777, "partial_rotary_factor": 0.5},
+    *({"rope_scaling": one} for one in (_LINEAR, _YARN, _YARN | {"factor": None}, _LLAMA3)),
+    {"rope_theta": 777, "rope_scaling": _LINEAR},
+    {"rope_local_base_freq": 555.0, "rope_theta": 777.0, "rope_scaling": _LINEAR},
+    *({"rope_parameters": one} for one in (None, {}, {"rope_type": "default"}, {"rope_theta": 777.0}, _LINEAR, _YARN)),
+    {"rope_theta": 777.0, "rope_parameters": _LINEAR},
+    {"rope_parameters": _LINEAR | {"rope_theta": None}},
+    {"rope_theta": 777.0, "rope_scaling": _LINEAR, "rope_parameters": {"rope_theta": 555.0}},
+    {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    {"rope_parameters": _BY_KIND},
+    {"rope_theta": 777.0, "rope_parameters": _BY_KIND},
+    {"rope_parameters": {"full_attention": _LINEAR, "sliding_attention": None}},
+]
+_ROPE_KEYS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rotations_mean_what_transformers_makes_of_them(name: str) -> None:
+    """What says nothing of some of their numbers takes the family's."""
+    config = FAMILIES[name]
+    plain = {key: value for key, value in _json(config).items() if key not in _ROPE_KEYS}
+    plain["architectures"] = [key for key, one in ARCHITECTURES.items() if one.model_type == config.model_type]
+    compared = 0
+    for rope in _ROPES:
+        try:
+            theirs = _json(type(config).from_dict(json.loads(json.dumps(plain | rope))))
+        except Exception:  # it refuses the values, in ways that differ by family
+            continue
+        mine, expected = _read(plain | rope), _read(theirs | {"architectures": plain["architectures"]})
+        assert mine == expected or (isinstance(mine, tuple) and isinstance(expected, tuple)), rope
+        compared += 1
+    assert compared >= 8
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_empty_config_is_transformers_default(architecture: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
