@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
@@ -19,27 +18,9 @@ _MAX_PATTERN = 1000
 # Characters of all expressions of a configuration, times 64 for each repetition that others stand within.
 _MAX_COST, _ROUNDS = 1 << 18, 64
 _CHARACTERS = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
+_REPEATS, _ASSERTIONS = (sre.MAX_REPEAT, sre.MIN_REPEAT), (sre.ASSERT, sre.ASSERT_NOT)
 _DOT = re.compile(r"\.")
-
-
-class _Name:
-    """A name, and sets of its positions: bit i is set for position i, before character i."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self._places = text, dict[re.Pattern[str], int]()
-
-    def before(self, one: re.Pattern[str]) -> int:
-        """Positions where a character, or an anchor, is that an expression of one node stands for."""
-        if one not in self._places:
-            self._places[one] = sum(1 << at for at in range(len(self.text) + 1) if one.match(self.text, at))
-        return self._places[one]
-
-
-# One name meets all patterns of a configuration.
-_name = lru_cache(1024)(_Name)
-
-# From the positions where an expression begins to those where it may end.
-_Step = Callable[[_Name, int], int]
+_parsed = lru_cache(4096)(sre.parse)
 
 
 @dataclass(frozen=True)
@@ -58,7 +39,7 @@ class NamePattern:
     @property
     def cost(self) -> int:
         """Characters, times the rounds that each may take."""
-        rounds: int = _ROUNDS ** _compiled(self.expression)[1]
+        rounds: int = _ROUNDS ** _depth(_parsed(self.expression))
         return len(self.expression) * rounds
 
     def check(self, source: str) -> None:
@@ -74,15 +55,14 @@ class NamePattern:
             message = f"{source} has {shown(self.expression)}, which is no pattern ({error})"
             raise CheckpointError(message) from error
 
-    def match(self, text: str) -> bool:
+    def match(self, name: str) -> bool:
         """Whether a name, or one that it begins with, is of this form."""
-        if self.is_module and (text.endswith(self.expression) or f".{self.expression}." in text):
+        if self.is_module and (name.endswith(self.expression) or f".{self.expression}." in name):
             return True
-        name = _name(text)
-        ends = _compiled(self.expression)[0](name, 1)
+        ends = _ends(_parsed(self.expression), name, 1)
         if self.is_module:
-            dots = name.before(_DOT)
-            ends &= dots | dots << 1 | 1 << len(text)
+            dots = _places(_DOT, name)
+            ends &= dots | dots << 1 | 1 << len(name)
         return ends != 0
 
 
@@ -95,10 +75,48 @@ def check_cost(patterns: list[NamePattern], source: str) -> None:
         )
 
 
-@lru_cache(4096)
-def _compiled(expression: str) -> tuple[_Step, int]:
-    """What it does, and how many repetitions stand within each other at the most."""
-    return _sequence(sre.parse(expression))
+def _depth(tree: Any) -> int:
+    """How many repetitions stand within each other at the most, but for those of a character.
+
+    Raises:
+        NotImplementedError: a node takes more than positions.
+    """
+    depth = 0
+    for kind, value in tree:
+        if kind in _ASSERTIONS and value[0] < 0 and len(set(value[1].getwidth())) > 1:
+            raise ValueError("look-behind requires fixed-width pattern")
+        if kind == sre.BRANCH:
+            parts = value[1]
+        elif kind in _REPEATS or kind in _ASSERTIONS or (kind == sre.SUBPATTERN and not any(value[1:3])):
+            parts = value[-1:]
+        elif kind in _CHARACTERS or kind == sre.AT:
+            continue
+        else:
+            raise NotImplementedError(str(kind).lower())
+        is_loop = kind in _REPEATS and value[:2] != (0, 1) and not _is_run(*value)
+        depth = max(depth, max(map(_depth, parts)) + (is_loop or kind in _ASSERTIONS))
+    return depth
+
+
+def _ends(tree: Any, name: str, starts: int) -> int:
+    """The positions of a name where an expression may end, of those where it begins: bit i is set for position i,
+    before character i."""
+    for kind, value in tree:
+        if not starts:
+            break
+        if kind in _CHARACTERS or kind == sre.AT:
+            one = _one(kind, tuple(value) if kind == sre.IN else value, tree.state.flags)
+            starts = (starts & _places(one, name)) << (kind != sre.AT)
+        elif kind == sre.SUBPATTERN:
+            starts = _ends(value[-1], name, starts)
+        elif kind == sre.BRANCH:
+            starts = reduce(or_, [_ends(part, name, starts) for part in value[1]])
+        elif kind in _REPEATS:
+            starts = _repeat(*value, name, starts)
+        else:
+            places = [place for place in range(len(name) + 1) if starts >> place & 1]
+            starts = sum(1 << place for place in places if _holds(*value, name, place) == (kind == sre.ASSERT))
+    return starts
 
 
 @lru_cache(1024)
@@ -110,82 +128,35 @@ def _one(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
     return compiled
 
 
-def _sequence(tree: Any) -> tuple[_Step, int]:
-    nodes = [_node(kind, value, tree.state.flags) for kind, value in tree]
-    steps = [step for step, _ in nodes]
-
-    def run(name: _Name, starts: int) -> int:
-        for step in steps:
-            if not starts:
-                break
-            starts = step(name, starts)
-        return starts
-
-    return run, max((depth for _, depth in nodes), default=0)
+@lru_cache(1 << 14)
+def _places(one: re.Pattern[str], name: str) -> int:
+    """Positions where a character, or an anchor, is that an expression of one node stands for."""
+    return sum(1 << at for at in range(len(name) + 1) if one.match(name, at))
 
 
-def _node(kind: Any, value: Any, flags: int) -> tuple[_Step, int]:
-    """One node of a syntax tree.
-
-    Raises:
-        NotImplementedError: it is of a kind that takes more than positions.
-    """
-    if kind in _CHARACTERS or kind == sre.AT:
-        one, width = _one(kind, tuple(value) if kind == sre.IN else value, flags), int(kind != sre.AT)
-        return lambda name, starts: (starts & name.before(one)) << width, 0
-    if kind == sre.SUBPATTERN and not any(value[1:3]):
-        return _sequence(value[3])
-    if kind == sre.BRANCH:
-        steps, depths = zip(*map(_sequence, value[1]), strict=True)
-        return lambda name, starts: reduce(or_, (step(name, starts) for step in steps)), max(depths)
-    if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-        return _repeat(*value)
-    if kind in (sre.ASSERT, sre.ASSERT_NOT):
-        return _assertion(*value, is_negated=kind == sre.ASSERT_NOT)
-    raise NotImplementedError(str(kind).lower())
+def _is_run(least: int, most: int, tree: Any) -> bool:
+    """Whether it is any number of one character."""
+    return len(tree) == 1 and tree[0][0] in _CHARACTERS and least <= 1 and most == sre.MAXREPEAT
 
 
-def _repeat(least: int, most: int, tree: Any) -> tuple[_Step, int]:
-    step, depth = _sequence(tree)
-    if len(tree) == 1 and tree[0][0] in _CHARACTERS and least <= 1 and most == sre.MAXREPEAT:
-
-        def star(name: _Name, starts: int) -> int:
-            taken = step(name, -1) >> 1
-            starts = starts if least == 0 else step(name, starts)
-            return (((starts & taken) + taken) ^ taken) | starts
-
-        return star, 0
-    if (least, most) == (0, 1):
-        return lambda name, starts: starts | step(name, starts), depth
-
-    def run(name: _Name, starts: int) -> int:
-        rounds = len(name.text) + 1  # after which all that is new has no characters
-        for _ in range(min(least, rounds)):
-            starts = step(name, starts)
-        reached = starts
-        for _ in range(min(most - least, rounds)):
-            starts = step(name, starts) & ~reached
-            if not starts:
-                break
-            reached |= starts
-        return reached
-
-    return run, depth + 1
+def _repeat(least: int, most: int, tree: Any, name: str, starts: int) -> int:
+    if _is_run(least, most, tree):
+        taken = _ends(tree, name, (2 << len(name)) - 1) >> 1
+        starts = starts if least == 0 else _ends(tree, name, starts)
+        return (((starts & taken) + taken) ^ taken) | starts
+    rounds = len(name) + 1  # after which all that is new has no characters
+    for _ in range(min(least, rounds)):
+        starts = _ends(tree, name, starts)
+    reached = starts
+    for _ in range(min(most - least, rounds)):
+        starts = _ends(tree, name, starts) & ~reached
+        reached |= starts
+    return reached
 
 
-def _assertion(direction: int, tree: Any, *, is_negated: bool) -> tuple[_Step, int]:
-    step, depth = _sequence(tree)
-    width, widest = tree.getwidth()
-    if direction < 0 and width != widest:
-        raise ValueError("look-behind requires fixed-width pattern")
-
-    def holds(name: _Name, place: int) -> bool:
-        if direction > 0:
-            return step(name, 1 << place) != 0
-        return place >= width and bool(step(name, 1 << place - width) >> place & 1)
-
-    def run(name: _Name, starts: int) -> int:
-        places = (place for place in range(len(name.text) + 1) if starts >> place & 1)
-        return sum(1 << place for place in places if holds(name, place) != is_negated)
-
-    return run, depth + 1
+def _holds(direction: int, tree: Any, name: str, place: int) -> bool:
+    """Whether an expression stands before or behind a position."""
+    if direction > 0:
+        return _ends(tree, name, 1 << place) != 0
+    first = place - tree.getwidth()[0]
+    return first >= 0 and bool(_ends(tree, name, 1 << first) >> place & 1)
