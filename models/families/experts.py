@@ -109,29 +109,31 @@ def _granite_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
-    """Llama 4 (Meta, 2025), text only: each token takes one expert.
+    """Llama 4 (Meta, 2025), text only: each token takes one expert, if there are any, as in all but Llama Guard 4.
 
     Layers that rotate see only their chunk and have norms of heads without weights. In the others queries grow.
     """
-    hf.choice("num_experts_per_tok", 1)
     rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
     growth = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
     tuning = hf.value("attn_temperature_tuning")  # published as a number, too
     growth_elsewhere = growth if tuning else None
     norm = "unit" if hf.flag("use_qk_norm") else None
-    moe = moe_config(
-        hf,
-        renormalize=False,
-        scoring="sigmoid",
-        weighs_inputs=True,
-        shared_size=hf.integer("intermediate_size"),
-        shared_name="shared_expert",
-        router_name="router",
-        transposed=True,
-    )
-    layers = range(count_layers(hf))
-    step = hf.integer("interleave_moe_layer_step")
-    sparse = hf.items("moe_layers", int) if hf.value("moe_layers") is not None else layers[step - 1 :: step]
+    layers, has_list = range(count_layers(hf)), hf.value("moe_layers") is not None
+    step = hf.integer("interleave_moe_layer_step", least=0 if has_list else 1)
+    sparse = hf.items("moe_layers", int) if has_list else layers[step - 1 :: step]
+    moe = None
+    if sparse:
+        hf.choice("num_experts_per_tok", 1)
+        moe = moe_config(
+            hf,
+            renormalize=False,
+            scoring="sigmoid",
+            weighs_inputs=True,
+            shared_size=hf.integer("intermediate_size"),
+            shared_name="shared_expert",
+            router_name="router",
+            transposed=True,
+        )
     # `layer_types` say which layers have chunks, and where there are none, those do that rotate.
     most = hf.integer("max_position_embeddings")
     size = hf.optional_integer("attention_chunk_size") or most

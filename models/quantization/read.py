@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.packed.packing import FP8_BLOCK
+from paged.kernels.common.packed.packing import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
@@ -41,6 +41,7 @@ _SCALE_NAMES = {
     "scale_name": ("weight_scale", "weight_scale_inv"),
     "input_scale_name": ("input_scale", "activation_scale"),
 }
+_GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
 _ONE_BY_ONE = {"float": "float-quantized", "int": "int-quantized"}
 
 
@@ -53,8 +54,7 @@ def read_config(folder: Path) -> HfConfig:
     hf = HfConfig.read(folder)
     if hf.values.get("quantization_config") is not None or not is_there(folder / _MODELOPT_FILE):
         return hf
-    section = HfConfig.read(folder, _MODELOPT_FILE).section("quantization")
-    values = {} if section is None else dict(section.values)
+    values = HfConfig.read(folder, _MODELOPT_FILE).values
     return HfConfig({**hf.values, "quantization_config": {**values, "quant_method": "modelopt"}}, hf.source)
 
 
@@ -119,6 +119,7 @@ def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> Sto
 def _read_awq(hf: HfConfig) -> list[Rule]:
     hf.choice("bits", 4)
     hf.choice("version", "gemm")
+    hf.choice("backend", "autoawq", "auto")
     hf.choice("zero_point", True)
     layout = Awq(group_size=_group_size(hf))
     return [_PLAIN_HEAD, *_unconverted(hf, "modules_to_not_convert"), (_ALL, layout)]
@@ -130,12 +131,13 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
         raise CheckpointError(f"{hf.source}: bits is missing, expected 4 or 8")
     hf.choice("is_marlin_format", False)
     hf.choice("pack_dtype", "int32")
+    form = hf.choice("checkpoint_format", *_GPTQ_VERSIONS) or hf.choice("format", *_GPTQ_VERSIONS)
     layout = Gptq(
         form=f"int{num_bits}",
         group_size=_group_size(hf),
         has_zero_points=not hf.flag("sym"),
         has_order=hf.flag("desc_act"),
-        version=2 if hf.choice("checkpoint_format", "gptq", "gptq_v2") == "gptq_v2" else 1,
+        version=_GPTQ_VERSIONS.get(form, 1),
     )
     # GPTQModel: patterns after "-:" name modules that stay plain, others change options of some.
     rules: list[Rule] = []
@@ -172,13 +174,17 @@ def _read_fp8(hf: HfConfig) -> list[Rule]:
 
 
 def _read_modelopt(hf: HfConfig) -> list[Rule]:
-    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale for a projection."""
+    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale for a projection; no rules if only the KV cache is so."""
     layout: Layout
+    method, hf = hf.value("quant_method"), hf.section("quantization") or hf
     hf.choice("kv_cache_quant_algo", "FP8", "none")
-    if hf.choice("quant_algo", "NVFP4", "FP8") == "FP8":
+    form = hf.choice("quant_algo", "NVFP4", "FP8")
+    if form is None and method != "modelopt_fp4":
+        return []
+    if form == "FP8":
         layout = EightBit(form="e4m3", one_scale=True, quantizes_input=True, has_input_scale=True)
     else:
-        hf.choice("group_size", 16)
+        hf.choice("group_size", NVFP4_GROUP)
         layout = Nvfp4(weight="weight", global_scale="weight_scale_2", ignored="input_scale")
     # A module, or with an asterisk any whose names begin so, and all below it.
     rules: list[Rule] = []
@@ -252,6 +258,7 @@ def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
         if inputs is not None:
             inputs.choice("num_bits", 4)
             inputs.choice("type", "float")
+        weights.choice("group_size", MXFP4_GROUP if form == "mxfp4-pack-quantized" else NVFP4_GROUP)
         if form == "mxfp4-pack-quantized":
             return Mxfp4()
         ignored = None if inputs is None else "input_global_scale"

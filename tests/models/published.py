@@ -149,6 +149,8 @@ _ROWS = {
         eps=1e-5 untied pretraining_tp=1 llama3_8 theta=500000.0 v=128256""",
     "meta-llama/Llama-3.2-1B-Instruct": """Llama silu no_bias mlp_bias=False h=2048 i=8192 l=16 q=32 kv=8 d=64 tied
         max=131072 eps=1e-5 pretraining_tp=1 llama3_32 theta=500000.0 v=128256""",
+    "meta-llama/Llama-3.2-3B-Instruct": """Llama silu no_bias mlp_bias=False h=3072 i=8192 l=28 q=24 kv=8 d=128 tied
+        max=131072 eps=1e-5 pretraining_tp=1 llama3_32 theta=500000.0 v=128256""",
     "meta-llama/Llama-3.3-70B-Instruct": """Llama silu no_bias mlp_bias=False h=8192 i=28672 l=80 q=64 kv=8 d=128 untied
         max=131072 eps=1e-5 pretraining_tp=1 llama3_8 theta=500000.0 v=128256""",
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": """Llama silu no_bias h=2048 i=5632 l=22 q=32 kv=4 max=2048 eps=1e-5 untied
@@ -272,6 +274,8 @@ _ROWS = {
         max=10485760 no_rope_layers=[] use_qk_norm=True scout_rope cache_implementation='hybrid'""",
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct": """Llama4:llama4_text llama4 experts=128 max=1048576
         interleave_moe_layer_step=2 no_rope_layers=[] use_qk_norm=False no_rope_scaling""",
+    "meta-llama/Llama-Guard-4-12B": """Llama4:llama4_text llama4 experts=0 max=10485760 moe_layers=[]
+        interleave_moe_layer_step=0 num_experts_per_tok=0 no_rope_layers=[] use_qk_norm=False scout_rope""",
     # Phi
     "microsoft/Phi-3-mini-4k-instruct": """Phi3 silu no_bias h=3072 i=8192 l=32 q=32 kv=32 max=4096 eps=1e-5 untied
         original_max_position_embeddings=4096 embd_pdrop=0.0 resid_pdrop=0.0 no_rope_scaling theta=10000.0 window=2047

@@ -102,6 +102,9 @@ PUBLISHED = {
         _GPTQ | {"lm_head": False, "checkpoint_format": "gptq", "meta": {"quantizer": "gptqmodel:0.9.9"}},
         gptq(4, symmetric=True),
     ),
+    "GPTQModel without its older key": Published(
+        _GPTQ | {"format": "gptq_v2", "method": "gptq"}, gptq(4, symmetric=True, version=2)
+    ),
     "Qwen/Qwen3-8B-FP8": Published(_BLOCKS, e4m3_blocks, "e4m3 groups"),
     "Qwen/Qwen3-30B-A3B-FP8": Published(
         _BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]},
@@ -139,6 +142,9 @@ PUBLISHED = {
         {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]},
         _renamed(nvfp4),
         beside="quantization",
+    ),
+    "ModelOpt's keys in a section": Published(
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, _static, "e4m3 static"
     ),
     "nvidia/Qwen3-8B-FP8": Published(
         _MODELOPT | {"quant_algo": "FP8", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},

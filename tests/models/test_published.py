@@ -49,7 +49,9 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         if "num_key_value_heads" in values:
             own["num_key_value_heads"] = kv_heads
     is_derived = head_dim is None or model_type == "cohere2"
-    own["hidden_size"] = own["num_attention_heads"] * (head_dim or values["hidden_size"] // heads) if is_derived else 64
+    size = (head_dim or values["hidden_size"] // heads) if is_derived else 16
+    count = own.get("num_attention_heads", 4)  # of which transformers takes multiples alone
+    own["hidden_size"] = count * size if is_derived or 64 % count else 64
     return own
 
 

@@ -66,6 +66,7 @@ def test_wrong_for_the_model(
 
 DOWN = "model.layers.1.mlp.down_proj"
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+_FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 32}
 _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 
 
@@ -79,6 +80,9 @@ _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": T
         (FORMATS["gptq"].config | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         (FORMATS["gptq"].config | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic has '.:..'"),
         (FORMATS["awq"].config | {"version": "gemv"}, "version = 'gemv'"),
+        (FORMATS["awq"].config | {"backend": "llm-awq"}, "backend = 'llm-awq'"),
+        (FORMATS["gptq"].config | {"method": "awq", "format": "gemm"}, "format = 'gemm'"),
+        (FORMATS["nvfp4-pack-quantized"].config | {"config_groups": {"one": {"weights": _FLOAT4}}}, "group_size = 32"),
         (FORMATS["modelopt FP8"].config | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
         (FORMATS["pack-quantized"].config | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config = "),
         (FORMATS["pack-quantized"].config | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config = "),
@@ -94,6 +98,11 @@ _FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": T
 def test_what_is_not_known_is_named(config: dict[str, Any], key: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"config.json: quantization_config.*{key}"):
         read_quantization(HfConfig({"quantization_config": config}, "config.json"))
+
+
+def test_weights_of_a_packed_cache_may_be_plain() -> None:
+    section = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert read_quantization(HfConfig({"quantization_config": section}, "config.json")) is None
 
 
 def test_what_is_missing_is_named() -> None:
