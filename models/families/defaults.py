@@ -46,89 +46,53 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _MINISTRAL3_ROPE = {
-    "type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16_384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_GRANITE = dict.fromkeys(
-    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-)
+_GRANITE = dict.fromkeys("attention_multiplier embedding_multiplier residual_multiplier logits_scaling".split(), 1.0)
+_GRANITE_MOE = {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2}
+_HALF_ROTATES = {"attention_bias": True, "partial_rotary_factor": 0.5}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 # By model_type other keys, without those that null, false or nothing stand for.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
+        "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
     "gemma2": {
-        **_GEMMA,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
+        **_GEMMA, "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
     "gemma3_text": {
-        **_GEMMA,
-        "query_pre_attn_scalar": 256,
-        "rope_local_base_freq": 1e4,
-        "sliding_window": 4096,
+        **_GEMMA, "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
     "gemma4_text": {
-        **_GEMMA,
-        "sliding_window": 512,
-        "rope_parameters": _GEMMA4_ROPE,
-        "global_head_dim": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
+        **_GEMMA, "sliding_window": 512, "rope_parameters": _GEMMA4_ROPE, "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
     },
-    "glm": {"attention_bias": True, "partial_rotary_factor": 0.5},
-    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm": _HALF_ROTATES,
+    "glm4": _HALF_ROTATES,
     "glm4_moe": {
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
     },
     "gpt_oss": {
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "attention_bias": True,
+        "num_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True,
         "rope_parameters": _GPT_OSS_ROPE,
     },
     "granite": _GRANITE,
-    "granitemoe": {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2},
-    "granitemoeshared": {**_GRANITE, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
     "llama4_text": {
-        "intermediate_size_mlp": 16_384,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
-        "use_qk_norm": True,
-        "interleave_moe_layer_step": 1,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
+        "intermediate_size_mlp": 16_384, "num_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
+        "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
     },
     "minimax_m2": {"num_experts": 256, "num_experts_per_tok": 8},
     "ministral": {"sliding_window": 4096},
@@ -139,24 +103,16 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 4096},
     "qwen2": _QWEN_WINDOW,
     "qwen2_moe": {
-        **_QWEN_WINDOW,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "decoder_sparse_step": 1,
+        **_QWEN_WINDOW, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
+        "num_experts": 60, "num_experts_per_tok": 4, "decoder_sparse_step": 1,
     },
     "qwen3": _QWEN_WINDOW,
     "qwen3_moe": {
-        "sliding_window": 4096,
-        "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-        "num_experts": 128,
+        "sliding_window": 4096, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "num_experts": 128,
         "num_experts_per_tok": 8,
     },
     "smollm3": {"no_rope_layer_interval": 4, "tie_word_embeddings": True},
-}
+}  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {**dict(zip(_KEYS, values, strict=True)), "hidden_act": "silu", **_OTHERS.get(name, {})}
     for name, values in _VALUES.items()

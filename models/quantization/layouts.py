@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
+from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
 from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.quantization.name_patterns import NamePattern
@@ -212,46 +212,30 @@ class Awq(Layout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nvfp4(Layout):
-    """NVFP4 as compressed-tensors or ModelOpt store it; the names are ends of tensor names.
+class Fp4(Layout):
+    """NVFP4 or MXFP4 as compressed-tensors or ModelOpt store them; the names are ends of tensor names.
 
-    ignored: scale of NVFP4 activations; here activations stay plain, which is more exact.
+    global_scale: scale of all weights, which NVFP4 has. ignored: scale of NVFP4 activations; here activations stay
+    plain, which is more exact.
     """
 
-    form: str = "nvfp4"
-    group_size: int = NVFP4_GROUP
-    weight: str
-    global_scale: str
-    ignored: str | None
+    weight: str = "weight_packed"
+    global_scale: str | None = None
+    ignored: str | None = None
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        code = torch.float8_e4m3fn if self.global_scale else torch.uint8
         found = {
             self.weight: Stored((rows, columns // 2), torch.uint8, 0),
-            "weight_scale": Stored((rows, columns // NVFP4_GROUP), torch.float8_e4m3fn, 0),
-            self.global_scale: Stored((), torch.float32),
+            "weight_scale": Stored((rows, columns // self.group_size), code, 0),
         }
-        return found | ({self.ignored: Stored((), torch.float32)} if self.ignored else {})
+        return found | {one: Stored((), torch.float32) for one in (self.global_scale, self.ignored) if one}
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        scale = {self.global_scale: tensors[self.global_scale].float()}
-        return from_nvfp4(tensors[self.weight], tensors["weight_scale"], **scale)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mxfp4(Layout):
-    """MXFP4 as compressed-tensors stores it."""
-
-    form: str = "mxfp4"
-    group_size: int = MXFP4_GROUP
-
-    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
-        return {
-            "weight_packed": Stored((rows, columns // 2), torch.uint8, 0),
-            "weight_scale": Stored((rows, columns // MXFP4_GROUP), torch.uint8, 0),
-        }
-
-    def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        return from_mxfp4(tensors["weight_packed"], tensors["weight_scale"])
+        weight, scale = tensors[self.weight], tensors["weight_scale"]
+        if self.global_scale is None:
+            return from_mxfp4(weight, scale)
+        return from_nvfp4(weight, scale, **{self.global_scale: tensors[self.global_scale].float()})
 
 
 # A pattern of projections' names, and how those are stored; None for plain weights.

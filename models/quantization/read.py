@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.packed.packing import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
+from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK, NVFP4_GROUP
 from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
@@ -19,10 +19,9 @@ from paged.models.loading.weights import FLOATING, Slot, StoredTensors, read_ten
 from paged.models.quantization.layouts import (
     Awq,
     EightBit,
+    Fp4,
     Gptq,
     Layout,
-    Mxfp4,
-    Nvfp4,
     PackQuantized,
     Quantization,
     Rule,
@@ -42,7 +41,6 @@ _SCALE_NAMES = {
     "input_scale_name": ("input_scale", "activation_scale"),
 }
 _GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
-_ONE_BY_ONE = {"float": "float-quantized", "int": "int-quantized"}
 
 
 def read_config(folder: Path) -> HfConfig:
@@ -185,7 +183,8 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
         layout = EightBit(form="e4m3", one_scale=True, quantizes_input=True, has_input_scale=True)
     else:
         hf.choice("group_size", NVFP4_GROUP)
-        layout = Nvfp4(weight="weight", global_scale="weight_scale_2", ignored="input_scale")
+        names = {"weight": "weight", "global_scale": "weight_scale_2", "ignored": "input_scale"}
+        layout = Fp4(form="nvfp4", group_size=NVFP4_GROUP, **names)
     # A module, or with an asterisk any whose names begin so, and all below it.
     rules: list[Rule] = []
     for key in ("ignore", "exclude_modules"):
@@ -243,7 +242,7 @@ def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
     """Return how the modules of a group of compressed-tensors are stored."""
     inputs = group.section("input_activations")
     group.choice("output_activations")
-    kind, num_bits = weights.choice("type", "float", "int"), weights.choice("num_bits", 4, 8)
+    kind, num_bits = weights.choice("type", "float", "int") or "int", weights.choice("num_bits", 4, 8)
     if form == "pack-quantized" and kind == "int":
         group.choice("input_activations")
         strategy = weights.choice("strategy", "group", "channel")
@@ -258,26 +257,23 @@ def _group_layout(group: HfConfig, weights: HfConfig, form: Any) -> Layout:
         if inputs is not None:
             inputs.choice("num_bits", 4)
             inputs.choice("type", "float")
-        weights.choice("group_size", MXFP4_GROUP if form == "mxfp4-pack-quantized" else NVFP4_GROUP)
-        if form == "mxfp4-pack-quantized":
-            return Mxfp4()
+        form, size = form[:5], E2M1_GROUPS[form[:5]]
+        weights.choice("group_size", size)
+        if form == "mxfp4":
+            return Fp4(form=form, group_size=size)
         ignored = None if inputs is None else "input_global_scale"
-        return Nvfp4(weight="weight_packed", global_scale="weight_global_scale", ignored=ignored)
-    if form not in (_ONE_BY_ONE.get(str(kind)), "naive-quantized") or num_bits != 8:
+        return Fp4(form=form, group_size=size, global_scale="weight_global_scale", ignored=ignored)
+    if form not in (f"{kind}-quantized", "naive-quantized") or num_bits != 8:
         raise UnsupportedError(f"{group.source}: format = {shown(form)} with {shown(num_bits)} bits of type {kind}")
-    return _one_by_one(weights, inputs, "e4m3" if kind == "float" else "int8")
-
-
-def _one_by_one(weights: HfConfig, inputs: HfConfig | None, form: str) -> EightBit:
     weights.choice("symmetric", True)
-    strategy = weights.choice("strategy", "tensor", "channel", *(("block",) if form == "e4m3" else ()))
+    strategy = weights.choice("strategy", "tensor", "channel", *(("block",) if kind == "float" else ()))
     block = weights.value("block_structure")
     if strategy == "block" and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
         raise UnsupportedError(f"{weights.source}: block_structure = {shown(block)}, known is [128, 128]")
     is_static = False
     if inputs is not None:
         inputs.choice("num_bits", 8)
-        inputs.choice("type", "float" if form == "e4m3" else "int")
+        inputs.choice("type", kind)
         inputs.choice("symmetric", True)
         is_static = not inputs.flag("dynamic")
         inputs.choice("strategy", "tensor" if is_static else "group" if strategy == "block" else "token")
@@ -287,7 +283,7 @@ def _one_by_one(weights: HfConfig, inputs: HfConfig | None, form: str) -> EightB
     if strategy is None:
         raise CheckpointError(f"{weights.source}: strategy is missing, expected tensor, channel or block")
     return EightBit(
-        form=form,
+        form="e4m3" if kind == "float" else "int8",
         group_size=FP8_BLOCK if strategy == "block" else 0,
         one_scale=strategy == "tensor",
         quantizes_input=inputs is not None,

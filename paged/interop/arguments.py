@@ -41,7 +41,9 @@ def _honoured(more: str, spellings: dict[str, str]) -> dict[str, str]:
 
 # What is honoured, by the caller's names: of functions whose `k` and `v` are what is attended to, and of those where
 # they are what is added to it.
-_ATTENTION = _honoured("cu_seqlens kv max_seqlen num_heads_q qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"})
+_ATTENTION = _honoured(
+    "cu_seqlens kv max_seqlen num_heads_q qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"}
+)
 _CACHED_ATTENTION = _honoured(
     "cache_batch_idx cache_leftpad cu_seqlens_k_new key rotary_cos rotary_interleaved rotary_seqlens rotary_sin value",
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},

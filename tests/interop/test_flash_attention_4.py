@@ -1,5 +1,5 @@
-"""FlashAttention 4's functions over the parameters of its own tests (tests/cute/test_flash_attn.py there), thinned: head
-counts and sizes, lengths, windows with negative edges, sinks, soft caps, layouts of queries and keys, hints."""
+"""FlashAttention 4's functions over the parameters of its own tests (tests/cute/test_flash_attn.py there), thinned:
+head counts and sizes, lengths, windows with negative edges, sinks, soft caps, layouts of queries and keys, hints."""
 
 import math
 import random
@@ -20,7 +20,7 @@ AXES: dict[str, list[Any]] = {
     "window": ["none", "causal", "both", "keys before", "keys behind", "shifted", "empty"],
     "softcap": [0.0, 15.0],
     "layout": ["padded", "packed", "packed q", "packed k", *(f"pages of {size}" for size in (1, 4, 128))],
-    **dict.fromkeys(("sinks", "has_empty", "has_hints", "has_lse"), [False, True]),
+    **{name: [False, True] for name in ("sinks", "has_empty", "has_hints", "has_lse")},
 }
 
 
@@ -66,7 +66,9 @@ def _dense(
     return out, rounded, lse
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(8, 200))])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(8, 200))]
+)
 def test_parameters_of_its_own_tests(seed: int, backend: str, device: torch.device) -> None:
     rng = random.Random(seed)
     case = {name: rng.choice(values) for name, values in AXES.items()}
@@ -81,7 +83,11 @@ def test_parameters_of_its_own_tests(seed: int, backend: str, device: torch.devi
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    q, k, v = rand(3, longest_q, 6, head_dim), rand(3, longest_k, heads, head_dim), rand(3, longest_k, heads, v_head_dim)
+    q, k, v = (
+        rand(3, longest_q, 6, head_dim),
+        rand(3, longest_k, heads, head_dim),
+        rand(3, longest_k, heads, v_head_dim),
+    )
     case["sinks"] = torch.randn(6, device=device) if case["sinks"] else None
     counts_q, counts_k = (torch.tensor(counts, dtype=torch.int32, device=device) for counts in used)
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "window_size": window, "causal": case["window"] == "causal"}
