@@ -73,7 +73,7 @@ class Driver:
             message = StepMessage(step, row_slots, draws, knows_ids=step.device_ids is None)
             self._send(Kind.STEP, message.arrays())
             if step.device_ids is not None:
-                self._ranks.broadcast_on_device(step.device_ids)
+                self._ranks.broadcast(step.device_ids, on_device=True)
             yield
             self._num_steps += 1
             if self._num_steps % self._ranks.config.check_steps == 0:

@@ -6,13 +6,7 @@ from typing import Any
 
 from paged.models.families.llama import family
 from paged.models.layers.config import QueryGrowth
-from paged.models.layers.decoder_config import (
-    ACTIVATIONS,
-    by_window,
-    layer_windows,
-    periodic_windows,
-    rotating_layers,
-)
+from paged.models.layers.decoder_config import ACTIVATIONS, by_window, layer_windows, periodic_windows, rotating_layers
 from paged.models.layers.rope import rope_config, rope_section, ropes_by_kind
 from paged.models.loading.hf_config import HfConfig
 
@@ -115,12 +109,7 @@ def _ministral3(hf: HfConfig) -> dict[str, Any]:
         rope.integer("original_max_position_embeddings"),
         offset=0,
     )
-    return {
-        "window": hf.optional_integer("sliding_window"),
-        **NO_BIAS,
-        "rope": rope_config(hf),
-        "query_growth": growth,
-    }
+    return {"window": hf.optional_integer("sliding_window"), **NO_BIAS, "rope": rope_config(hf), "query_growth": growth}
 
 
 def _olmo3(hf: HfConfig) -> dict[str, Any]:

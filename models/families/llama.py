@@ -298,9 +298,7 @@ class Llama(nn.Module):
 
 
 def family(
-    model_type: str,
-    fields: Callable[[HfConfig], Mapping[str, Any]],
-    renames: Mapping[str, str] = Llama.renames,
+    model_type: str, fields: Callable[[HfConfig], Mapping[str, Any]], renames: Mapping[str, str] = Llama.renames
 ) -> type[Llama]:
     """Return a family that differs from Llama only in `fields` of `decoder_config` and in names of weights."""
 

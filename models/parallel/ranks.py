@@ -133,15 +133,9 @@ class Ranks:
             group.allgather(parts, x.contiguous()).wait()
         return torch.cat(parts, dim=-1)
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace x on every rank by rank 0's, on the host."""
-        with self._sending("broadcast", x, "control") as group:
-            group.broadcast(x, 0).wait()
-        return x
-
-    def broadcast_on_device(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace x on every rank by rank 0's, on the device."""
-        with self._sending("broadcast", x) as group:
+    def broadcast(self, x: torch.Tensor, *, on_device: bool = False) -> torch.Tensor:
+        """Replace x on every rank by rank 0's, on the host or on the device."""
+        with self._sending("broadcast", x, "data" if on_device else "control") as group:
             group.broadcast(x, 0).wait()
         return x
 

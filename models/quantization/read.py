@@ -16,16 +16,7 @@ from paged.kernels.common.scalars import shown
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, Slot, StoredTensors, read_tensor
-from paged.models.quantization.layouts import (
-    Awq,
-    EightBit,
-    Fp4,
-    Gptq,
-    Layout,
-    PackQuantized,
-    Quantization,
-    Rule,
-)
+from paged.models.quantization.layouts import Awq, EightBit, Fp4, Gptq, Layout, PackQuantized, Quantization, Rule
 from paged.models.quantization.name_patterns import NamePattern, check_cost
 
 _MODELOPT_FILE = "hf_quant_config.json"
