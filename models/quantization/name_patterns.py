@@ -112,10 +112,10 @@ def _ends(tree: Any, name: str, starts: int) -> int:
         elif kind == sre.BRANCH:
             starts = reduce(or_, [_ends(part, name, starts) for part in value[1]])
         elif kind in _REPEATS:
-            starts = _repeat(*value, name, starts)
+            starts = _repeat(name, starts, *value)
         else:
             places = [place for place in range(len(name) + 1) if starts >> place & 1]
-            starts = sum(1 << place for place in places if _holds(*value, name, place) == (kind == sre.ASSERT))
+            starts = sum(1 << place for place in places if _holds(name, place, *value) == (kind == sre.ASSERT))
     return starts
 
 
@@ -139,7 +139,7 @@ def _is_run(least: int, most: int, tree: Any) -> bool:
     return len(tree) == 1 and tree[0][0] in _CHARACTERS and least <= 1 and most == sre.MAXREPEAT
 
 
-def _repeat(least: int, most: int, tree: Any, name: str, starts: int) -> int:
+def _repeat(name: str, starts: int, least: int, most: int, tree: Any) -> int:
     if _is_run(least, most, tree):
         taken = _ends(tree, name, (2 << len(name)) - 1) >> 1
         starts = starts if least == 0 else _ends(tree, name, starts)
@@ -154,7 +154,7 @@ def _repeat(least: int, most: int, tree: Any, name: str, starts: int) -> int:
     return reached
 
 
-def _holds(direction: int, tree: Any, name: str, place: int) -> bool:
+def _holds(name: str, place: int, direction: int, tree: Any) -> bool:
     """Whether an expression stands before or behind a position."""
     if direction > 0:
         return _ends(tree, name, 1 << place) != 0

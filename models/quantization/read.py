@@ -174,7 +174,7 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
         layout = EightBit(form="e4m3", one_scale=True, quantizes_input=True, has_input_scale=True)
     else:
         hf.choice("group_size", NVFP4_GROUP)
-        names = {"weight": "weight", "global_scale": "weight_scale_2", "ignored": "input_scale"}
+        names: dict[str, Any] = {"weight": "weight", "global_scale": "weight_scale_2", "ignored": "input_scale"}
         layout = Fp4(form="nvfp4", group_size=NVFP4_GROUP, **names)
     # A module, or with an asterisk any whose names begin so, and all below it.
     rules: list[Rule] = []

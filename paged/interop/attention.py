@@ -29,6 +29,8 @@ from paged.kernels.common.errors import arguments_named
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 
 Rows = dict[str, Any]  # a tensor or None, by the name of the argument
+# Positions: more than any sequence has, and int32.
+_FAR = 1 << 30
 _ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
 
@@ -93,8 +95,6 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
     in_tokens = batch if padding is None else by_token(batch, padding)
     if new is not None and new.is_scaled:
         k_scale = v_scale = None  # `rows` has what they are read with
-    if new is not None and (_is_by_sequence(k_scale) or _is_by_sequence(v_scale)):
-        raise UnsupportedError("k_scale, v_scale: rows that differ, with new keys that are not float8_e4m3fn")
     is_local = edges != (None, None) or options["attention_chunk_size"] > 0
     batch, new = _rotate(args, batch, new, in_order=options["causal"] or is_local)
     if new is not None:
@@ -156,10 +156,10 @@ def _without_negative_edges(
     their own among n keys less. If they see keys from n behind it on, the last n see none, and the others move there.
     """
     if right is not None and right < 0:
-        batch = batch._replace(seq_lens=(batch.seq_lens + right).clamp_(min=0))
+        batch = batch._replace(seq_lens=(batch.seq_lens + max(right, -_FAR)).clamp_(min=0))
         left, right = None if left is None else left + right, 0
     if left is not None and left < 0:
-        used = ((batch.cu_seqlens_q.diff() if used is None else used) + left).clamp_(min=0)
+        used = ((batch.cu_seqlens_q.diff() if used is None else used) + max(left, -_FAR)).clamp_(min=0)
         left, right = 0, None if right is None else right + left
     return batch, used, (-1 if left is None else left, -1 if right is None else right)
 
@@ -312,8 +312,17 @@ def _append(batch: Batch, new: _NewKeys, k_scale: torch.Tensor | None, v_scale: 
     if is_readable(blocks):
         check_within("block_table", blocks[new.steps >= 0], 0, num_blocks - 1, f"{num_blocks - 1}")
     slots = torch.where(new.steps < 0, -1, blocks * block_size + positions % block_size)
+    if _is_by_sequence(k_scale) or _is_by_sequence(v_scale):  # of which `reshape_and_cache` takes none
+        new = new._replace(key=_divided(new.key, k_scale, new.seqs), value=_divided(new.value, v_scale, new.seqs))
+        k_scale = v_scale = None
     reshape_and_cache(new.key, new.value, batch.k_cache, batch.v_cache, slots, k_scale=k_scale, v_scale=v_scale)
     return batch._replace(seq_lens=batch.seq_lens + new.counts)
+
+
+def _divided(rows: torch.Tensor, scale: torch.Tensor | None, seqs: torch.Tensor) -> torch.Tensor:
+    if scale is None:
+        return rows.float()
+    return rows.float() / (scale.index_select(0, seqs) if _is_by_sequence(scale) else scale).unsqueeze(-1)
 
 
 def _steps(num_seqs: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

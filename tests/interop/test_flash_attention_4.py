@@ -141,6 +141,15 @@ def _pages(k: torch.Tensor, v: torch.Tensor, size: int) -> dict[str, torch.Tenso
     return pages
 
 
+@pytest.mark.parametrize("window", [(None, -(10**12)), (-(10**12), None), (-(10**12), 10**13)])
+def test_edges_beyond_all_keys(window: tuple[int | None, int | None], device: torch.device) -> None:
+    q, k, v = torch.randn(3, 1, 5, 2, 16, device=device).unbind()
+    out, lse = flash_attn_func(q, k, v, window_size=window, return_lse=True)
+    assert lse is not None
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("beside", [{"alibi_slopes": torch.ones(2)}, {"attention_chunk": 4}])
 def test_negative_edges_beside_positions_are_refused(beside: dict[str, Any], device: torch.device) -> None:
     q, k, v = torch.randn(3, 1, 5, 2, 16, device=device).unbind()

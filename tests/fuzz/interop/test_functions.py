@@ -120,7 +120,7 @@ class Call:
         self._give("sinks", self.sinks)
         # 8-bit values are few and scales powers of two, so that all products are exact.
         kind, scales = case["descale"], lambda x: 2.0 ** x.round().clamp(-1, 1)
-        self.is_8_bit = kind != "" and self.is_cached and not (self.new and kind == "rows" and not case["narrow"])
+        self.is_8_bit = kind != "" and self.is_cached
         self.scales = [self._by_sequence(name, kind, self.heads[1], scales) for name in ("k_descale", "v_descale")]
         if not self.is_8_bit:
             self.scales = [None, None]  # given, and not read
