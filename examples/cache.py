@@ -1,9 +1,9 @@
-"""The KV cache alone, under a model of one's own: reserve, write, attend, advance; prefixes are shared.
+"""The KV cache under your own model: reserve, write, attend, commit, share a prefix.
 
     python examples/cache.py
 
 The "model" is one attention layer with random weights. A second prompt begins like the first one: it finds
-those blocks in the cache and computes only the rest.
+the shared blocks in the cache and computes only the rest.
 """
 
 import torch
@@ -29,7 +29,7 @@ def forward(handles: list[paged.KvCacheHandle], new_tokens: list[list[int]]) -> 
         UnifiedBatchItem(handle.cache_id, tokens, handle, handle.num_tokens)
         for handle, tokens in zip(handles, new_tokens, strict=True)
     ]
-    # Slots for all items or none. If the block raises, they are given back.
+    # Slots for all items or none. If the block raises, the reservation is rolled back.
     requests = [paged.KvSlotRequest(item.seq_id, item.pos_offset + len(item.q_tokens)) for item in items]
     with manager.reserve(requests) as reservation:
         metadata = manager.build_metadata(items)

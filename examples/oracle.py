@@ -3,7 +3,7 @@
     python examples/oracle.py
 
 `PagedAttentionExecutor` embeds token t as a one-hot vector and uses it as Q, K and V. So the attention output is a
-weighted histogram of the visible tokens. Here a changed kernel loses a key; the oracle sees it.
+weighted histogram of the visible tokens. Here a changed kernel loses a key, and the oracle finds it.
 """
 
 import math
@@ -68,7 +68,7 @@ def changed(*args: Any, seq_lens: torch.Tensor, plan: Any, **options: Any) -> An
 
 
 check()
-print("the kernel as it is: agrees with the closed form")
+print("the unchanged kernel: agrees with the closed form")
 with mock.patch.object(oracle_module, "paged_attention", changed):
     try:
         check()

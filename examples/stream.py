@@ -2,8 +2,8 @@
 
     python examples/stream.py [FOLDER]
 
-FOLDER is a checkpoint in Hugging Face's format. The default is the bundled one: it reads keys with their values, then
-one of the keys again, and answers with its value.
+FOLDER is a checkpoint in Hugging Face's format. The default is the bundled one: it reads keys with values, then
+one of the keys again, and answers with the value.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/two_processes.py [FOLDER]
 
-Each process loads its part of the weights. On GPUs each takes the device of its local rank. Without torchrun it is one
-process, with the same answers.
+Each process loads its part of the weights. On GPUs each takes the device of its local rank. Without torchrun, one
+process gives the same answers.
 """
 
 import os
